@@ -1,0 +1,56 @@
+# Four verbs; each makes .venv from requirements.txt when it is missing or older than that file.
+#
+#   make train        a rising reward curve on tiny Countdown, on a CPU
+#   make test         all tests, then every notebook, with its stored outputs compared
+#   make notebooks    execute the notebooks again in place; a clean tree stays clean
+#   make lint         ruff on the code and the notebooks
+#
+# PYTHON=python3.12        the interpreter that .venv is made from (3.11 or newer)
+# PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
+#   make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# ARGS="..."               added to the train command, e.g. make train ARGS="--steps 20"
+
+SHELL     := /bin/sh
+PYTHON    ?= python3
+PIP_FLAGS ?=
+ARGS      ?=
+
+VENV  := .venv
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/requirements.stamp
+
+# A kernel or module of another environment must not be found before those of .venv.
+unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
+
+.DELETE_ON_ERROR:
+.PHONY: train test notebooks lint
+
+train: $(STAMP)
+	$(PY) -m minidrl train tiny_configs/countdown_cpu.yaml --out runs/countdown_cpu $(ARGS)
+
+# One process (no xdist): nbval's cells of one notebook share a kernel and must run in order.
+test: $(STAMP)
+	$(PY) -m pytest -p no:xdist tests
+	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; \
+	$(PY) -m pytest -p no:xdist -p no:python --nbval --nbval-current-env --nbval-cell-timeout=120 "$$@"; fi
+
+notebooks: $(STAMP)
+	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+$(STAMP): requirements.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	echo "error: $(PYTHON) not found; on Debian or Ubuntu: sudo apt install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "error: minidrl needs Python 3.11 or newer and $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12" >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import venv, ensurepip' >/dev/null 2>&1 || { \
+	echo "error: $(PYTHON) cannot make virtual environments; on Debian or Ubuntu: sudo apt install $$($(PYTHON) -c \
+	'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	@echo "minidrl: installing requirements.txt into $(VENV) (this takes some minutes the first time)"
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps --editable .
+	@touch $@
