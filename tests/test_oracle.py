@@ -1,0 +1,648 @@
+"""The judge on trial: every exact quantity against a second, differently computed one, or a value known by hand.
+
+The laws that take an implementation as an argument are also run on mutants of it, which they must reject.
+"""
+
+import ast
+import itertools
+import json
+import math
+import sys
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minidrl import oracle
+from minidrl.oracle import TabularDenoiser
+
+ATOL = 1e-10
+GOLDEN = Path(__file__).parent / "golden" / "objectives" / "llada_elbo.json"
+CASES = json.loads(GOLDEN.read_text())
+
+
+def table_model(length: int, vocab_size: int, seed: int = 0, scale: float = 1.0) -> TabularDenoiser:
+    """A random table of arbitrary, mutually inconsistent conditionals."""
+    return TabularDenoiser.random(length, vocab_size, torch.Generator().manual_seed(seed), scale)
+
+
+def responses(model: TabularDenoiser) -> list[tuple[int, ...]]:
+    """All V^L responses."""
+    return list(itertools.product(range(model.mask_token_id), repeat=model.length))
+
+
+def close(a, b, atol: float = ATOL) -> None:
+    """Assert equality of two scalars, lists or tensors to an absolute tolerance."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (a, b))
+    torch.testing.assert_close(a, b, atol=atol, rtol=0)
+
+
+def reward(response: tuple[int, ...]) -> float:
+    """A reward without symmetry between positions or tokens, and with a mean that is not zero."""
+    return 1.0 + sum((i + 1) * token for i, token in enumerate(response)) + 2.0 * (response[0] == response[-1])
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden_only", [False, True])
+def test_encode_and_head_equal_plain_lookup_in_every_state(hidden_only):
+    table = torch.randn(2**3 if hidden_only else 3**3, 3, 2, generator=torch.Generator().manual_seed(1)).double()
+    model = TabularDenoiser(table, hidden_only=hidden_only)
+    states = list(itertools.product(range(3), repeat=3))
+    tokens = torch.tensor([[7, 0, *state] for state in states])
+    h = model.encode(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    logits = model.head(h)
+    assert h.shape == (27, 5, 2) and logits.shape == (27, 5, model.vocab_size)
+    assert not h[:, :2].any()
+    assert (logits[..., model.mask_token_id] == -math.inf).all()
+    for row, state in enumerate(states):
+        close(logits[row, 2:, :2], model.logits_at(state), atol=0)
+
+
+def test_rows_follow_the_stated_index():
+    model = TabularDenoiser(torch.arange(27.0)[:, None, None].expand(27, 3, 2).contiguous())
+    assert model.logits_at((2, 1, 0))[0, 0].item() == 2 + 1 * 3 + 0 * 9
+    hidden = TabularDenoiser.from_hidden_table(torch.arange(8.0)[:, None, None].expand(8, 3, 2).contiguous())
+    assert hidden.logits_at((2, 1, 2))[0, 0].item() == 1 + 4
+    assert hidden.logits_at((2, 0, 2))[0, 0].item() == 1 + 4
+
+
+def test_head_is_at_least_float32_and_the_graph_reaches_the_table():
+    model = TabularDenoiser.random(2, 2, torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    assert model.head(torch.zeros(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
+    model = table_model(2, 2)
+    tokens = torch.full((1, 2), model.mask_token_id)
+    logits = model.head(model.encode(tokens, torch.ones(1, 2, dtype=torch.bool)))
+    assert logits.dtype == torch.float64
+    torch.log_softmax(logits, -1)[0, 0, 1].backward()
+    fast, model.table.grad = model.table.grad, None
+    oracle.token_logp(model, (1, 0), frozenset({0, 1}))[0].backward()
+    assert fast.abs().max() > 0.1
+    close(fast, model.table.grad)
+
+
+def test_a_parameter_is_shared_and_a_tensor_is_copied():
+    table = torch.nn.Parameter(torch.zeros(9, 2, 2))
+    assert TabularDenoiser(table).table is table
+    data = torch.zeros(9, 2, 2)
+    TabularDenoiser(data).table.data.fill_(1.0)
+    assert not data.any()
+
+
+def test_temperature_divides_the_logits():
+    model = TabularDenoiser(torch.tensor([0.0, 1.0]).double().expand(3, 1, 2).contiguous())
+    expected = -math.log(1 + math.exp(1 / 0.5))
+    close(oracle.token_logp(model, (0,), frozenset({0}), temperature=0.5)[0], expected)
+    assert oracle.token_logp(model, (0,), frozenset()) == {}
+
+
+# --- likelihoods and bounds ------------------------------------------------------------------------------------------
+
+
+def test_subsets():
+    assert oracle.subsets_of_size(3, 2) == [frozenset({0, 1}), frozenset({0, 2}), frozenset({1, 2})]
+    subsets = oracle.all_subsets(5)
+    assert len(set(subsets)) == len(subsets) == 32
+    assert [len(s) for s in subsets] == sorted(len(s) for s in subsets)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_elbo_by_count_equals_permutation_mean_and_time_integral(length):
+    model = table_model(length, 3, seed=length)
+    response = tuple(i % 3 for i in range(length))
+    nodes, weights = np.polynomial.legendre.leggauss(8)  # exact for the polynomial of degree L-1
+    integral = sum(w / 2 * oracle.elbo_integrand(model, response, (x + 1) / 2) for x, w in zip(nodes, weights, strict=True))
+    close(oracle.permutation_elbo(model, response), oracle.elbo(model, response))
+    close(integral, oracle.elbo(model, response))
+
+
+def test_all_forms_of_the_elbo_have_one_gradient():
+    model, response = table_model(4, 2), (1, 0, 0, 1)
+    nodes, weights = np.polynomial.legendre.leggauss(4)
+    integral = sum(w / 2 * oracle.elbo_integrand(model, response, (x + 1) / 2) for x, w in zip(nodes, weights, strict=True))
+    expected = oracle.table_gradient(model, oracle.elbo(model, response))
+    assert expected.abs().max() > 0.1
+    close(oracle.table_gradient(model, oracle.permutation_elbo(model, response)), expected)
+    close(oracle.table_gradient(model, integral), expected)
+
+
+def test_integrand_is_the_bernstein_polynomial_of_the_counts():
+    model, response, length = table_model(5, 2), (1, 0, 0, 1, 1), 5
+    a = oracle.mean_logp_by_count(model, response)
+    close(oracle.elbo_integrand(model, response, 0.0), length * a[0])
+    close(oracle.elbo_integrand(model, response, 1.0), length * a[-1])
+    for t in (0.1, 0.37, 0.8):
+        binomial = [math.comb(length - 1, j) * t**j * (1 - t) ** (length - 1 - j) for j in range(length)]
+        close(oracle.elbo_integrand(model, response, t), length * sum(p * x for p, x in zip(binomial, a, strict=True)))
+
+
+def test_any_order_programme_equals_permutation_sum_with_its_gradient():
+    model, response = table_model(4, 3), (2, 0, 1, 1)
+    for temperature in (1.0, 0.6):
+        fast = oracle.any_order_log_likelihood(model, response, temperature)
+        slow = oracle.permutation_log_likelihood(model, response, temperature)
+        close(fast, slow)
+        close(oracle.table_gradient(model, fast), oracle.table_gradient(model, slow))
+
+
+def test_any_order_likelihoods_sum_to_one_and_the_elbo_is_below_each():
+    model = table_model(4, 2, scale=2.0)
+    log_p = {y: oracle.any_order_log_likelihood(model, y).item() for y in responses(model)}
+    close(sum(math.exp(x) for x in log_p.values()), 1.0)
+    gaps = [x - oracle.elbo(model, y).item() for y, x in log_p.items()]
+    assert min(gaps) > 1e-3  # strict: no two orders of a random table agree
+
+
+def test_elbo_is_tight_and_orders_agree_on_a_consistent_joint():
+    joint = torch.rand(3, 3, 3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model = oracle.consistent_denoiser(7.0 * joint)  # the scale is free
+    for response in responses(model)[::5]:
+        log_p = (joint[response] / joint.sum()).log()
+        close(oracle.elbo(model, response), log_p)
+        close(oracle.any_order_log_likelihood(model, response), log_p)
+        close(torch.stack(oracle.order_log_likelihoods(model, response)), log_p.expand(24))
+
+
+def test_copy_distribution_pays_once():
+    """All tokens equal, two modes: any visible token tells the rest, so a(l) = 0 for l < L and a(L) = -ln 2."""
+    joint = torch.zeros(2, 2, 2, 2)
+    joint[0, 0, 0, 0] = joint[1, 1, 1, 1] = 0.5
+    model = oracle.consistent_denoiser(joint)
+    close(torch.stack(oracle.mean_logp_by_count(model, (1, 1, 1, 1))), [0.0, 0.0, 0.0, -math.log(2)])
+    assert oracle.any_order_log_likelihood(model, (1, 1, 0, 1)).item() == -math.inf
+    assert oracle.elbo(model, (1, 1, 0, 1)).item() == -math.inf
+    distribution = oracle.response_distribution(oracle.trajectories(model, "random", 1.0, 1))
+    assert set(distribution) == {(0, 0, 0, 0), (1, 1, 1, 1)}
+    # Two tokens at once from a full mask are independent: half of the mass leaves the support.
+    half = oracle.response_distribution(oracle.trajectories(model, "left_to_right", 1.0, 2))
+    close(half[(0, 0, 0, 0)] + half[(1, 1, 1, 1)], 0.5)
+
+
+def test_parity_code_is_free_at_the_last_token_only():
+    """Uniform on even parity: one hidden token is determined, two or more are uniform, so a = (0, -ln 2, -ln 2, ..)."""
+    parity = [sum(y) % 2 == 0 for y in itertools.product((0, 1), repeat=4)]
+    model = oracle.consistent_denoiser(torch.tensor(parity).double().reshape(2, 2, 2, 2))
+    close(torch.stack(oracle.mean_logp_by_count(model, (1, 0, 1, 0))), [0.0] + [-math.log(2)] * 3)
+    close(oracle.elbo(model, (1, 0, 1, 0)), -3 * math.log(2))
+    close(oracle.elbo_integrand(model, (1, 0, 1, 0), 0.3), -4 * math.log(2) * (1 - 0.7**3))
+
+
+def test_integrand_at_zero_ignores_masks_of_probability_zero():
+    """An impossible pair of tokens, each possible once the other is seen: S = -inf for larger masks, g(0) is finite."""
+    table = torch.zeros(4, 2, 2)
+    table[3, :, 1] = -math.inf  # both hidden: token 1 is impossible
+    model = TabularDenoiser.from_hidden_table(table)
+    close(oracle.elbo_integrand(model, (1, 1), 0.0), -2 * math.log(2))
+    assert oracle.elbo_integrand(model, (1, 1), 0.5).item() == -math.inf
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_golden_counts_and_elbo(case):
+    inputs, outputs = case["inputs"], case["outputs"]
+    model = TabularDenoiser.from_hidden_table(torch.tensor(inputs["table"], dtype=torch.float64))
+    response = tuple(inputs["x"])
+    close(torch.stack(oracle.mean_logp_by_count(model, response)), outputs["mean_logp_by_count"])
+    close(oracle.elbo(model, response), outputs["exact_elbo"])
+    sample = []
+    for mask in inputs["masks"]:
+        hidden = frozenset(i for i, flag in enumerate(mask) if flag)
+        sample.append(model.length / len(hidden) * sum(oracle.token_logp(model, response, hidden).values()))
+    close(sum(sample) / len(sample), outputs["estimate"], atol=1e-8)
+
+
+# --- the sampler -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 1])
+@pytest.mark.parametrize("block_length", [4, 2])
+@pytest.mark.parametrize("tokens_per_step", [1, 2])
+@pytest.mark.parametrize("order", oracle.ORDERS)
+def test_trajectories_are_a_distribution_with_valid_steps(order, tokens_per_step, block_length, eos_token_id):
+    model = table_model(4, 2)
+    taus = oracle.trajectories(model, order, 0.7, tokens_per_step, block_length, eos_token_id)
+    close(sum(tau.prob for tau in taus), 1.0)
+    assert len({(tau.response, tau.unmask_step) for tau in taus}) == len(taus)
+    close(sum(oracle.response_distribution(taus).values()), 1.0)
+    for tau in taus:
+        stopped = eos_token_id is not None and block_length == 2 and eos_token_id in tau.response[:2]
+        last = 2 if stopped else 4
+        assert tau.unmask_step[last:] == (-1,) * (4 - last) and tau.response[last:] == (1,) * (4 - last)
+        shown = sorted(tau.unmask_step[:last])
+        assert shown == [i // tokens_per_step for i in range(last)]
+        if block_length == 2 and not stopped:
+            assert max(tau.unmask_step[:2]) < min(tau.unmask_step[2:])
+        if order == "left_to_right":
+            assert list(tau.unmask_step[:last]) == shown
+
+
+def test_eos_leaves_the_distribution_of_the_first_block_alone():
+    model = table_model(4, 2)
+    for order in oracle.ORDERS:
+        first = []
+        for eos_token_id in (None, 0):
+            taus = oracle.trajectories(model, order, 1.0, 1, block_length=2, eos_token_id=eos_token_id)
+            marginal = {pair: 0.0 for pair in itertools.product((0, 1), repeat=2)}
+            for tau in taus:
+                marginal[tau.response[:2]] += tau.prob.item()
+            first.append(list(marginal.values()))
+        close(first[0], first[1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_random_order_one_at_a_time_samples_the_any_order_likelihood(temperature):
+    model = table_model(4, 2)
+    distribution = oracle.response_distribution(oracle.trajectories(model, "random", temperature, 1))
+    assert set(distribution) == set(responses(model))
+    for response, prob in distribution.items():
+        close(prob, oracle.any_order_log_likelihood(model, response, temperature).exp())
+
+
+def test_left_to_right_is_the_autoregressive_product():
+    model = table_model(3, 2)
+    for tau in oracle.trajectories(model, "left_to_right", 0.8, 1):
+        steps = [oracle.token_logp(model, tau.response, frozenset(range(i, 3)), 0.8)[i] for i in range(3)]
+        close(tau.prob, sum(steps).exp())
+        assert tau.unmask_step == (0, 1, 2)
+
+
+def test_all_at_once_makes_every_order_the_mean_field_product():
+    model, everything = table_model(3, 2), frozenset(range(3))
+    for order in oracle.ORDERS:
+        for tau in oracle.trajectories(model, order, 1.0, 3):
+            close(tau.prob, sum(oracle.token_logp(model, tau.response, everything).values()).exp())
+
+
+def test_greedy_decoding_is_deterministic():
+    model = table_model(4, 3)
+    for order in ("low_confidence", "left_to_right"):
+        (tau,) = oracle.trajectories(model, order, 0.0, 1)
+        close(tau.prob, 1.0)
+        assert not oracle.policy_gradient(model, order, 0.0, 1, reward).any()
+        for i, step in enumerate(tau.unmask_step):
+            hidden = oracle.hidden_before(tau, step)
+            state = tuple(model.mask_token_id if j in hidden else token for j, token in enumerate(tau.response))
+            assert tau.response[i] == int(model.logits_at(state)[i].argmax())
+    by_chance = oracle.trajectories(model, "random", 0.0, 1)
+    close(torch.stack([tau.prob for tau in by_chance]), [1 / 24] * 24)
+
+
+def test_greedy_low_confidence_reveals_the_most_certain_token_first():
+    """Hand-made certainties: position 2, then 0, then 1, whatever the other tokens are."""
+    table = torch.zeros(8, 3, 2)
+    table[:, 0, 0], table[:, 1, 1], table[:, 2, 1] = 2.0, 1.0, 3.0
+    (tau,) = oracle.trajectories(TabularDenoiser.from_hidden_table(table), "low_confidence", 0.0, 1)
+    assert tau.response == (0, 1, 1) and tau.unmask_step == (1, 2, 0)
+    (tau,) = oracle.trajectories(TabularDenoiser.from_hidden_table(table), "low_confidence", 0.0, 1, block_length=1)
+    assert tau.unmask_step == (0, 1, 2)
+
+
+def law_ties_go_to_the_lower_position() -> None:
+    """Confidences that are equal in float32 make low_confidence left_to_right; greedy tokens tie to the lower id."""
+    table = torch.zeros(8, 3, 2, dtype=torch.float64)
+    table[:, 1:] = 1e-12 * torch.arange(2)  # more confident than position 0, but not after rounding
+    model = TabularDenoiser.from_hidden_table(table)
+    for tokens_per_step in (1, 3):
+        left = oracle.trajectories(model, "left_to_right", 1.0, tokens_per_step)
+        confident = {
+            (t.response, t.unmask_step): t.prob for t in oracle.trajectories(model, "low_confidence", 1.0, tokens_per_step)
+        }
+        assert set(confident) == {(t.response, t.unmask_step) for t in left}
+        for tau in left:
+            close(confident[tau.response, tau.unmask_step], tau.prob)
+    (tau,) = oracle.trajectories(TabularDenoiser.from_hidden_table(torch.zeros(4, 2, 2)), "low_confidence", 0.0, 1)
+    assert tau.response == (0, 0) and tau.unmask_step == (0, 1)
+
+
+def low_confidence_closed_form(model, state, block, shown, temperature):
+    """prod over revealed of p_j(x_j), times prod over the rest of P(a proposal less confident than all revealed)."""
+    logits = model.logits_at(state)
+    p, p1 = torch.softmax(logits / temperature, -1), torch.softmax(logits, -1)
+    revealed = [i for i in range(model.length) if shown[i] != state[i]]
+    waiting = [i for i in block if shown[i] == model.mask_token_id]
+    worst = min(p1[i, shown[i]].item() for i in revealed)
+    prob = math.prod(p[i, shown[i]] for i in revealed)
+    for i in waiting:
+        prob = prob * sum((p[i, v] for v in range(model.mask_token_id) if p1[i, v].item() < worst), start=0.0)
+    return prob
+
+
+def law_low_confidence_transition_has_its_closed_form() -> None:
+    """All next states of several states, block by block, away from temperature 1, with the gradient."""
+    model, mask = table_model(4, 3, seed=3), 3
+    plans = [((mask,) * 4, range(4), 2), ((mask,) * 4, range(2), 1), ((mask, 1, mask, mask), range(4), 1)]
+    for state, block, tokens_per_step in plans:
+        kernel = oracle.transition(model, state, block, "low_confidence", 0.5, tokens_per_step)
+        close(sum(kernel.values()), 1.0)
+        for shown, prob in kernel.items():
+            expected = low_confidence_closed_form(model, state, block, shown, 0.5)
+            close(prob, expected)
+            close(oracle.table_gradient(model, prob), oracle.table_gradient(model, expected))
+
+
+def test_ties_go_to_the_lower_position():
+    law_ties_go_to_the_lower_position()
+
+
+def test_low_confidence_transition_has_its_closed_form():
+    law_low_confidence_transition_has_its_closed_form()
+
+
+def confidence_at_sampling_temperature(logits, proposed, n):
+    p = torch.softmax(logits / 0.5, -1).detach()
+    return sorted(proposed, key=lambda i: (-p[i, proposed[i]].item(), i))[:n]
+
+
+def confidence_of_the_argmax(logits, proposed, n):
+    return sorted(proposed, key=lambda i: (-torch.softmax(logits, -1)[i].max().item(), i))[:n]
+
+
+def least_confident(logits, proposed, n):
+    return sorted(proposed, key=lambda i: (torch.log_softmax(logits, -1)[i, proposed[i]].item(), i))[:n]
+
+
+def confidence_is_the_raw_logit(logits, proposed, n):
+    return sorted(proposed, key=lambda i: (-logits[i, proposed[i]].item(), i))[:n]
+
+
+CONFIDENCE_MUTANTS = [
+    confidence_at_sampling_temperature,
+    confidence_of_the_argmax,
+    least_confident,
+    confidence_is_the_raw_logit,
+]
+
+
+@pytest.mark.parametrize("mutant", CONFIDENCE_MUTANTS)
+def test_the_closed_form_kills_wrong_confidences(monkeypatch, mutant):
+    monkeypatch.setattr(oracle, "most_confident", mutant)
+    with pytest.raises(AssertionError):
+        law_low_confidence_transition_has_its_closed_form()
+
+
+def ties_to_the_higher_position(logits, proposed, n):
+    logp = torch.log_softmax(logits, -1).float()
+    return sorted(proposed, key=lambda i: (-logp[i, proposed[i]].item(), -i))[:n]
+
+
+def ties_compared_in_float64(logits, proposed, n):
+    logp = torch.log_softmax(logits, -1)
+    return sorted(proposed, key=lambda i: (-logp[i, proposed[i]].item(), i))[:n]
+
+
+@pytest.mark.parametrize("mutant", [ties_to_the_higher_position, ties_compared_in_float64])
+def test_the_tie_law_kills_wrong_tie_rules(monkeypatch, mutant):
+    monkeypatch.setattr(oracle, "most_confident", mutant)
+    with pytest.raises(AssertionError):
+        law_ties_go_to_the_lower_position()
+
+
+# --- policy gradients ------------------------------------------------------------------------------------------------
+
+
+def directional_difference(model: TabularDenoiser, value, direction: torch.Tensor, h: float = 1e-3) -> float:
+    """Five-point central difference of value() along a direction of the table; error of order h^4."""
+    start, total = model.table.detach().clone(), 0.0
+    with torch.no_grad():
+        for multiple, weight in ((-2, 1), (-1, -8), (1, 8), (2, -1)):
+            model.table.copy_(start + multiple * h * direction)
+            total += weight * value().item()
+        model.table.copy_(start)
+    return total / (12 * h)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(block_length=2, eos_token_id=1)])
+@pytest.mark.parametrize("tokens_per_step", [1, 2])
+@pytest.mark.parametrize("order", oracle.ORDERS)
+def test_policy_gradient_equals_finite_differences(order, tokens_per_step, settings):
+    model, generator = table_model(4, 2, seed=5), torch.Generator().manual_seed(9)
+    gradient = oracle.policy_gradient(model, order, 0.8, tokens_per_step, reward, **settings)
+
+    def objective():
+        return oracle.expected_reward(oracle.trajectories(model, order, 0.8, tokens_per_step, **settings), reward)
+
+    for _ in range(2):
+        direction = torch.randn(model.table.shape, generator=generator, dtype=torch.float64) / 10
+        expected = directional_difference(model, objective, direction)
+        assert abs(expected) > 1e-3
+        close((gradient * direction).sum(), expected)
+
+
+def score_gradient(model, order, temperature, tokens_per_step, score_fn, **settings) -> torch.Tensor:
+    taus = oracle.trajectories(model, order, temperature, tokens_per_step, **settings)
+    return oracle.table_gradient(model, oracle.score_expectation(taus, score_fn, reward))
+
+
+def law_step_score_is_the_score(token_score) -> None:
+    """The tokens-only score gives the policy gradient of the samplers whose position choice is free of the table."""
+    model = table_model(4, 2)
+    for order, tokens_per_step in [("random", 1), ("random", 2), ("left_to_right", 2)]:
+        for settings in (dict(), dict(block_length=2, eos_token_id=1)):
+            plan = (model, order, 0.6, tokens_per_step)
+            gradient = score_gradient(*plan, lambda tau: token_score(model, tau, 0.6), **settings)
+            close(gradient, oracle.policy_gradient(*plan, reward, **settings))
+
+
+def test_step_score_is_the_score():
+    law_step_score_is_the_score(oracle.token_score)
+
+
+def scored_at_temperature_one(model, tau, temperature):
+    return oracle.token_score(model, tau, 1.0)
+
+
+def scored_one_step_early(model, tau, temperature):
+    """Hides what the previous step has just revealed."""
+    score = 0.0
+    for i, step in enumerate(tau.unmask_step):
+        if step >= 0:
+            score = score + oracle.token_logp(model, tau.response, oracle.hidden_before(tau, step - 1), temperature)[i]
+    return score
+
+
+def scored_in_the_full_mask(model, tau, temperature):
+    logp = oracle.token_logp(model, tau.response, frozenset(range(model.length)), temperature)
+    return sum(logp[i] for i, step in enumerate(tau.unmask_step) if step >= 0)
+
+
+def scored_without_the_last_step(model, tau, temperature):
+    last = max(tau.unmask_step)
+    logp = oracle.token_logp(model, tau.response, oracle.hidden_before(tau, last), temperature)
+    dropped = [logp[i] for i, step in enumerate(tau.unmask_step) if step == last]
+    return oracle.token_score(model, tau, temperature) - sum(dropped)
+
+
+def scored_with_tokens_never_revealed(model, tau, temperature):
+    logp = oracle.token_logp(model, tau.response, oracle.hidden_before(tau, max(tau.unmask_step)), temperature)
+    never = [logp[i] for i, step in enumerate(tau.unmask_step) if step == -1]
+    return oracle.token_score(model, tau, temperature) + sum(never)
+
+
+SCORE_MUTANTS = [
+    scored_at_temperature_one,
+    scored_one_step_early,
+    scored_in_the_full_mask,
+    scored_without_the_last_step,
+    scored_with_tokens_never_revealed,
+]
+
+
+@pytest.mark.parametrize("mutant", SCORE_MUTANTS)
+def test_the_score_law_kills_wrong_scores(mutant):
+    with pytest.raises(AssertionError):
+        law_step_score_is_the_score(mutant)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2])
+def test_token_score_is_not_the_score_of_the_low_confidence_sampler(tokens_per_step):
+    model = table_model(4, 2)
+    gradient = oracle.policy_gradient(model, "low_confidence", 1.0, tokens_per_step, reward)
+    tokens_only = score_gradient(model, "low_confidence", 1.0, tokens_per_step, lambda t: oracle.token_score(model, t))
+    exact = score_gradient(model, "low_confidence", 1.0, tokens_per_step, lambda t: t.prob.log())
+    close(exact, gradient)
+    assert (tokens_only - gradient).norm() / gradient.norm() > 0.1
+
+
+def test_mean_score_vanishes_unless_the_position_choice_is_left_out():
+    """E[score] = 0 lets any baseline through; the tokens-only score of low_confidence has a mean, so baselines leak."""
+    model = table_model(4, 2)
+    means = {}
+    for order in oracle.ORDERS:
+        taus = oracle.trajectories(model, order, 1.0, 1)
+        surrogate = oracle.score_expectation(taus, lambda tau: oracle.token_score(model, tau))
+        means[order] = oracle.table_gradient(model, surrogate).norm().item()
+    close(means["random"], 0.0)
+    close(means["left_to_right"], 0.0)
+    assert means["low_confidence"] > 0.1
+
+
+def test_expected_reward_by_hand():
+    """One token with p = (1/4, 3/4): dJ/dlogits of the masked state is p_0 p_1 (-1, +1), and 0 in other states."""
+    p = torch.tensor([0.25, 0.75]).double()
+    model = TabularDenoiser(p.log().expand(3, 1, 2).contiguous())
+    close(oracle.expected_reward(oracle.trajectories(model, "random", 1.0, 1), lambda y: float(y[0])), 0.75)
+    gradient = oracle.policy_gradient(model, "random", 1.0, 1, lambda y: float(y[0]))
+    close(gradient[:, 0], [[0.0, 0.0], [0.0, 0.0], [-0.1875, 0.1875]])
+
+
+# --- estimators ------------------------------------------------------------------------------------------------------
+
+
+def test_moments_of_a_die_and_of_tensors():
+    mean, variance = oracle.moments([(1 / 6, float(face)) for face in range(1, 7)])
+    close(mean, 3.5)
+    close(variance, float(Fraction(35, 12)))
+    mean, variance = oracle.moments([(0.25, torch.tensor([4.0, 1.0])), (0.75, torch.tensor([0.0, 1.0]))])
+    close(mean, [1.0, 1.0])
+    close(variance, [3.0, 0.0])
+
+
+def count_plan(model, response, counts, weight):
+    """Draws (probability, value) of the estimator weight(l) S(M), l uniform on `counts`, M uniform of size l."""
+    for count in counts:
+        masks = oracle.subsets_of_size(model.length, count)
+        for hidden in masks:
+            value = sum(oracle.token_logp(model, response, hidden).values(), start=torch.zeros(()).double())
+            yield 1 / (len(counts) * len(masks)), weight(count) * value if count else 0.0 * value
+
+
+def law_count_estimator_is_unbiased(counts, weight) -> None:
+    for length in (2, 5):
+        model, response = table_model(length, 2, seed=4), (1, 0, 0, 1, 1)[:length]
+        mean, _ = oracle.moments(count_plan(model, response, counts(length), partial(weight, length)))
+        close(mean, oracle.elbo(model, response))
+
+
+def from_one(length: int) -> range:
+    return range(1, length + 1)
+
+
+def from_zero(length: int) -> range:
+    return range(length + 1)
+
+
+def test_count_estimators_are_unbiased():
+    law_count_estimator_is_unbiased(from_one, lambda length, count: length / count)
+    law_count_estimator_is_unbiased(from_zero, lambda length, count: (length + 1) / count)
+
+
+COUNT_MUTANTS = [
+    (from_one, lambda length, count: 1 / count),
+    (from_one, lambda length, count: (length + 1) / count),
+    (from_one, lambda length, count: length / (length - count + 1)),
+    (from_zero, lambda length, count: length / count),
+    (lambda length: range(1, length), lambda length, count: length / count),
+]
+
+
+@pytest.mark.parametrize(("counts", "weight"), COUNT_MUTANTS)
+def test_the_elbo_kills_wrong_count_estimators(counts, weight):
+    with pytest.raises(AssertionError):
+        law_count_estimator_is_unbiased(counts, weight)
+
+
+def test_variance_relations_of_the_count_estimators():
+    """Law of total variance, and Var_{0..L} = (1 + 1/L) Var_{1..L} + B^2 / L for weights (L+1)/l and L/l."""
+    model, response, length = table_model(4, 3), (1, 0, 2, 1), 4
+    bound, one = oracle.moments(count_plan(model, response, range(1, 5), lambda count: length / count))
+    _, zero = oracle.moments(count_plan(model, response, range(5), lambda count: (length + 1) / count))
+    close(zero, (1 + 1 / length) * one + bound**2 / length)
+    within = [oracle.moments(count_plan(model, response, [k], lambda count: length / count)) for k in range(1, 5)]
+    _, between = oracle.moments((1 / 4, mean) for mean, _ in within)
+    assert between.item() > 0.01
+    close(one, between + sum(variance for _, variance in within) / 4)
+
+
+# --- errors and independence -----------------------------------------------------------------------------------------
+
+MODEL = table_model(2, 2)
+ERRORS = [
+    ("table", lambda: TabularDenoiser(torch.zeros(8, 2, 2))),
+    ("table", lambda: TabularDenoiser(torch.zeros(9, 4))),
+    ("table", lambda: TabularDenoiser(torch.zeros(9, 2, 2, dtype=torch.long))),
+    ("table", lambda: TabularDenoiser(MODEL.table * 2)),
+    ("table", lambda: TabularDenoiser.from_hidden_table(torch.zeros(9, 2, 2))),
+    ("state", lambda: MODEL.logits_at((0, 3))),
+    ("state", lambda: MODEL.logits_at((0,))),
+    ("tokens", lambda: MODEL.encode(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool))),
+    ("tokens", lambda: MODEL.encode(torch.full((1, 2), 3), torch.ones(1, 2, dtype=torch.bool))),
+    ("joint", lambda: oracle.consistent_denoiser(torch.zeros(2, 2))),
+    ("joint", lambda: oracle.consistent_denoiser(torch.ones(2, 3))),
+    ("joint", lambda: oracle.consistent_denoiser(torch.tensor([1.0, -1.0]))),
+    ("joint", lambda: oracle.consistent_denoiser(torch.ones(2, 2, requires_grad=True))),
+    ("temperature", lambda: oracle.token_logp(MODEL, (0, 1), frozenset({0}), 0.0)),
+    ("hidden", lambda: oracle.token_logp(MODEL, (0, 1), frozenset({2}))),
+    ("response", lambda: oracle.token_logp(MODEL, (0, 2), frozenset({0}))),
+    ("response", lambda: oracle.elbo(MODEL, (0,))),
+    ("t", lambda: oracle.elbo_integrand(MODEL, (0, 1), 1.5)),
+    ("order", lambda: oracle.trajectories(MODEL, "entropy", 1.0, 1)),
+    ("temperature", lambda: oracle.trajectories(MODEL, "random", -1.0, 1)),
+    ("temperature", lambda: oracle.trajectories(MODEL, "random", math.nan, 1)),
+    ("tokens_per_step", lambda: oracle.trajectories(MODEL, "random", 1.0, 2, block_length=1)),
+    ("tokens_per_step", lambda: oracle.trajectories(MODEL, "random", 1.0, 0)),
+    ("tokens_per_step", lambda: oracle.transition(MODEL, (2, 0), range(2), "random", 1.0, 2)),
+    ("block_length", lambda: oracle.trajectories(table_model(3, 1), "random", 1.0, 1, block_length=2)),
+    ("eos_token_id", lambda: oracle.trajectories(MODEL, "random", 1.0, 1, eos_token_id=2)),
+    ("draws", lambda: oracle.moments([(0.5, 1.0)])),
+]
+
+
+@pytest.mark.parametrize(("key", "call"), ERRORS)
+def test_user_errors_are_one_line_and_name_the_key(key, call):
+    with pytest.raises(ValueError, match=rf"^{key}: got .*; allowed [^\n]*$"):
+        call()
+
+
+def test_the_oracle_imports_nothing_of_the_package():
+    modules = set()
+    for node in ast.walk(ast.parse(Path(oracle.__file__).read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            modules.add(node.module.split(".")[0])
+    assert "torch" in modules
+    assert modules - {"torch"} <= set(sys.stdlib_module_names) - {"importlib"}
