@@ -1,0 +1,83 @@
+"""Every law on the shipped module; every equation has a law; plans touch neither their inputs nor the global generator."""
+
+import inspect
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import laws
+from minidrl import algorithms
+
+TAG = re.compile(r"^\((\d+\.\d+)\) ")
+
+
+def equations() -> dict[str, str]:
+    """Equation tag to the name of the function whose docstring it opens."""
+    functions = inspect.getmembers(algorithms, inspect.isfunction)
+    own = [(name, function) for name, function in functions if function.__module__ == algorithms.__name__]
+    found = [(TAG.match(function.__doc__ or ""), name) for name, function in own]
+    return {match.group(1): name for match, name in found if match}
+
+
+@pytest.mark.parametrize("name", laws.LAWS)
+def test_law_holds(name):
+    laws.LAWS[name](algorithms)
+
+
+def test_every_equation_has_a_law_and_every_law_an_equation():
+    tagged = re.findall(r'"""\((\d+\.\d+)\) ', inspect.getsource(algorithms))
+    assert sorted(tagged) == sorted(equations()) and len(tagged) >= 18
+    judged = {tag for tags in laws.TAGS.values() for tag in tags}
+    assert judged == set(tagged)
+
+
+def plans():
+    count = {"num_states": 2, "domain": "keep"}
+    return {
+        "2.1": partial(algorithms.mean_field_plan, p_mask_prompt=0.3),
+        "2.2": partial(algorithms.elbo_time_plan, min_t=0.1, **count),
+        "2.3": partial(algorithms.elbo_count_plan, strata=True, **count),
+        "2.4": partial(algorithms.complementary_plan, **count),
+        "3.1": partial(algorithms.replay_plan, num_states=2, min_entropy=0.1),
+    }
+
+
+def rollout():
+    steps = torch.tensor([[0, 1, 2, 3], [3, 1, 0, 2], [0, 0, 1, 1]])
+    entropy = torch.full((3, 4), 0.5, dtype=torch.float64)
+    responses = [laws.RESPONSE] * 3
+    return laws.rollout_of(algorithms, responses, laws.KEEPS, unmask_step=steps, records={"entropy": entropy})
+
+
+def tensors(record):
+    fields = {name: value for name, value in vars(record).items() if torch.is_tensor(value)}
+    return fields | {f"records.{name}": value for name, value in getattr(record, "records", {}).items()}
+
+
+@pytest.mark.parametrize("tag", plans())
+def test_plans_use_their_own_generator_and_leave_the_rollout_alone(tag):
+    make, given = plans()[tag], rollout()
+    before, state = {name: value.clone() for name, value in tensors(given).items()}, torch.get_rng_state()
+    first, again, other = (make(given, laws.seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in tensors(given).items())
+    assert all(torch.equal(value, tensors(again)[name]) for name, value in tensors(first).items())
+    assert not all(torch.equal(value, tensors(other)[name]) for name, value in tensors(first).items())
+
+
+def test_every_plan_is_listed_above():
+    assert set(plans()) == {tag for tag, name in equations().items() if name.endswith("_plan")}
+
+
+@pytest.mark.parametrize("name", algorithms.METHODS)
+def test_losses_leave_their_inputs_alone(name):
+    method = algorithms.METHODS[name]
+    drawn, _, _, _, reward = laws.experience()
+    plan = method.plan(drawn, laws.seeded(44))
+    held = [*tensors(drawn).values(), *tensors(plan).values(), reward]
+    before, state = [value.clone() for value in held], torch.get_rng_state()
+    laws.judged_gradient(algorithms, method, plan, drawn, reward)
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,572 @@
+"""Wrong versions of every equation, each of which a named law must reject.
+
+A mutant is the source of minidrl.algorithms with one passage replaced, compiled into a module of its own: a weight, an
+axis, a sign, a detach, a side of a clip or of a mask, an off-by-one. A law that no mutant fails judges nothing.
+"""
+
+import inspect
+import re
+import sys
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+import laws
+from minidrl import algorithms
+
+SOURCE = inspect.getsource(algorithms)
+# A wrong result, or an error that the law provokes. NameError, TypeError and the like would mean a broken mutant.
+KILLED = (AssertionError, ValueError, RuntimeError)
+
+
+class Mutant(NamedTuple):
+    """An equation ("" for what carries no number), a passage of the source, its replacement, the law that must fail."""
+
+    tag: str
+    old: str
+    new: str
+    law: str
+    count: int = 1  # how often the passage occurs
+
+
+MUTANTS = [
+    # --------------------------------------------------------------------------------------- rollout, plan, shared parts
+    Mutant("", "return self.keep.sum(-1)", "return self.keep.sum(-1) - 1", "law_lengths_and_calls"),
+    Mutant("", "return int((self.valid & self.scored.any(-1)).sum())", "return int(self.valid.sum())", "law_lengths_and_calls"),
+    Mutant("", "needed = (plan.valid & plan.scored.any(-1))", "needed = plan.scored.any(-1)", "law_lengths_and_calls"),
+    Mutant(
+        "2.3",
+        "torch.cat([visible_prompt, masked | ~domain], -1)",
+        "torch.cat([visible_prompt, masked], -1)",
+        "law_response_plan_states",
+    ),
+    Mutant(
+        "2.2",
+        "weight.to(rollout.logp.dtype), masked.any(-1))",
+        "weight.to(rollout.logp.dtype), masked.any(-1) | True)",
+        "law_response_plan_states",
+    ),
+    Mutant(
+        "2.4", 'return rollout.keep if domain == "keep"', 'return rollout.keep if domain == "all"', "law_response_plan_states"
+    ),
+    Mutant("2.3", 'if domain not in ("keep", "all"):', "if False:", "law_plan_refusals"),
+    Mutant("2.4", "or value < least:", "or value < 0:", "law_plan_refusals"),
+    # ------------------------------------------------------------------------------------------------------- 2.1 mean field
+    Mutant("2.1", ".prompt.device) < p_mask_prompt", ".prompt.device) > p_mask_prompt", "law_mean_field_states"),
+    Mutant("2.1", ".prompt.device) < p_mask_prompt", ".prompt.device) > p_mask_prompt", "law_mean_field_frequencies"),
+    Mutant("2.1", "drop & rollout.prompt_mask", "drop", "law_mean_field_states"),
+    Mutant("2.1", "torch.ones_like(rollout.keep)], -1)[None]", "rollout.keep], -1)[None]", "law_mean_field_states"),
+    Mutant(
+        "2.1",
+        "scored = rollout.keep[None]",
+        "scored = torch.ones_like(rollout.keep)[None]",
+        "law_mean_field_is_integrand_at_one",
+    ),
+    Mutant(
+        "2.1",
+        "_uniform(tuple(rollout.prompt.shape), generator",
+        "_uniform((1, rollout.prompt.shape[1]), generator",
+        "law_mean_field_frequencies",
+    ),
+    Mutant("2.1", "if not 0 <= p_mask_prompt < 1:", "if not 0 <= p_mask_prompt <= 1:", "law_plan_refusals"),
+    # -------------------------------------------------------------------------------------------------- 2.2 ELBO, time form
+    Mutant("2.2", "inside, 1 / (num_states * t))", "inside, 1 / t)", "law_time_plan_expectation"),
+    Mutant("2.2", "inside, 1 / (num_states * t))", "inside, 0 * t + 1 / num_states)", "law_time_plan_frequencies"),
+    Mutant("2.2", "t = min_t + (1 - min_t) * _uniform(", "t = min_t + _uniform(", "law_time_plan_expectation"),
+    Mutant("2.2", "t = min_t + (1 - min_t) * _uniform(", "t = 2 * min_t + (1 - 2 * min_t) * _uniform(", "law_time_plan_bias"),
+    Mutant("2.2", "< t[..., None]) & inside", "> t[..., None]) & inside", "law_time_plan_expectation"),
+    Mutant("2.2", "(1 - min_t) * _uniform((num_states, ", "(1 - min_t) * _uniform((1, ", "law_time_plan_frequencies"),
+    Mutant(
+        "2.2",
+        "masked = (_uniform((num_states, *inside.shape)",
+        "masked = (_uniform((1, *inside.shape)",
+        "law_time_plan_frequencies",
+    ),
+    Mutant(
+        "2.2",
+        "masked = (_uniform((num_states, *inside.shape)",
+        "masked = (_uniform((num_states, *inside.shape[:1], 1)",
+        "law_time_plan_frequencies",
+    ),
+    Mutant("2.2", "if not 0 <= min_t < 1:", "if not 0 <= min_t <= 1:", "law_plan_refusals"),
+    # ------------------------------------------------------------------------------------------------- 2.3 ELBO, count form
+    Mutant("2.3", "/ (num_states * count)", "/ num_states + 0 * count", "law_count_plan_weights"),
+    Mutant("2.3", "/ (num_states * count)", "/ count", "law_count_plan_expectation"),
+    Mutant("2.3", "(u * n).floor().long() + 1, n)", "(u * n).floor().long().clamp(min=1), n)", "law_count_plan_expectation"),
+    Mutant("2.3", "(u * n).floor().long() + 1, n)", "(u * n).round().long().clamp(min=1), n)", "law_count_plan_expectation"),
+    Mutant(
+        "2.3",
+        "(u * n).floor().long() + 1, n)",
+        "(u.square() * n).floor().long() + 1, n)",
+        "law_count_plan_is_exact_for_consistent_models",
+    ),
+    Mutant("2.3", "n = inside.sum(-1)\n    u =", "n = inside.sum(-1) * 0 + inside.shape[1]\n    u =", "law_count_plan_weights"),
+    Mutant(
+        "2.3",
+        "n = inside.sum(-1)\n    u =",
+        "n = inside.sum(-1) * 0 + inside.shape[1]\n    u =",
+        "law_single_position_is_exact",
+    ),
+    Mutant("2.3", "if strata:", "if not strata:", "law_strata_do_not_raise_the_variance"),
+    Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + u[:1]) / num_states", "law_count_plan_frequencies"),
+    Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + 0.5 + 0 * u) / num_states", "law_count_plan_frequencies"),
+    Mutant(
+        "2.3",
+        "_random_subset(_uniform((num_states, *inside.shape)",
+        "_random_subset(_uniform((1, *inside.shape)",
+        "law_strata_do_not_raise_the_variance",
+    ),
+    Mutant(
+        "2.3",
+        "return (rank < count[..., None]) & domain",
+        "return (rank <= count[..., None]) & domain",
+        "law_count_plan_weights",
+    ),
+    Mutant(
+        "2.3",
+        "return (rank < count[..., None]) & domain",
+        "return (rank >= count[..., None]) & domain",
+        "law_count_plan_frequencies",
+    ),
+    Mutant("2.3", "noise.masked_fill(~domain, torch.inf).argsort", "noise.argsort", "law_count_plan_frequencies"),
+    Mutant("2.3", "torch.minimum((u * n).floor().long() + 1, n)", "(u * n).floor().long() + 1", "law_count_plan_at_the_edge"),
+    # ---------------------------------------------------------------------------------------------- 2.4 complementary pairs
+    Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_expectation"),
+    Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_frequencies"),
+    Mutant("2.4", "inside, (n + 1)", "inside, n", "law_complementary_expectation"),
+    Mutant("2.4", "inside, (n + 1)", "inside, n", "law_estimators"),
+    Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_complementary_states"),
+    Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_single_position_is_exact"),
+    Mutant("2.4", "[masked, inside & ~masked]", "[masked, ~masked]", "law_complementary_states"),
+    Mutant("2.4", "[masked, inside & ~masked]", "[masked, masked]", "law_complementary_variance"),
+    Mutant(
+        "2.4",
+        "_random_subset(_uniform((pairs, *inside.shape)",
+        "_random_subset(_uniform((1, *inside.shape)",
+        "law_complementary_expectation",
+    ),
+    Mutant("2.4", "if num_states % 2:", "if False:", "law_plan_refusals"),
+    # ----------------------------------------------------------------------------------------------------------- 3.1 replay
+    Mutant(
+        "3.1", "return rollout.unmask_step.masked_fill(~rollout.keep, -1)", "return rollout.unmask_step", "law_replay_states"
+    ),
+    Mutant(
+        "3.1",
+        "return rollout.unmask_step.masked_fill(~rollout.keep, -1)",
+        "return rollout.unmask_step",
+        "law_replay_leaves_out_decided_steps",
+    ),
+    Mutant("3.1", "valid = steps <= last", "valid = steps < last", "law_replay_gradient_is_the_policy_gradient"),
+    Mutant("3.1", "valid = steps <= last", "valid = steps < last", "law_replay_reproduces_the_sampler"),
+    Mutant(
+        "3.1",
+        "masked = (unmask >= steps[..., None])",
+        "masked = (unmask > steps[..., None])",
+        "law_replay_gradient_is_the_policy_gradient",
+    ),
+    Mutant(
+        "3.1",
+        "masked = (unmask >= steps[..., None])",
+        "masked = (unmask > steps[..., None])",
+        "law_replay_of_confident_samplers_is_token_only",
+    ),
+    Mutant(
+        "3.1",
+        "masked = (unmask >= steps[..., None]) | (unmask < 0)",
+        "masked = unmask >= steps[..., None]",
+        "law_replay_reproduces_the_sampler",
+    ),
+    Mutant("3.1", "scored = (unmask == steps[..., None])", "scored = (unmask >= steps[..., None])", "law_replay_states"),
+    Mutant(
+        "3.1",
+        "(unmask == steps[..., None]) & valid[..., None]",
+        "(unmask == steps[..., None]) & rollout.keep",
+        "law_replay_states",
+    ),
+    Mutant("3.1", "scale.expand(steps.shape), valid, replay=True)", "scale.expand(steps.shape), valid)", "law_replay_states"),
+    Mutant(
+        "3.1",
+        "available.clamp(min=1, max=num_states)",
+        "available.clamp(min=1)",
+        "law_replay_subset_is_unbiased",
+    ),
+    Mutant("3.1", "available.clamp(min=1, max=num_states)", "num_states", "law_replay_subset_is_unbiased"),
+    Mutant("3.1", "valid.device).masked_fill(~valid, torch.inf)", "valid.device)", "law_replay_subset_is_unbiased"),
+    Mutant(
+        "3.1",
+        "noise = _uniform(tuple(valid.shape), generator",
+        "noise = _uniform((valid.shape[0], 1), generator",
+        "law_replay_subset_frequencies",
+    ),
+    Mutant(
+        "3.1",
+        "return noise.argsort(0)[:num_states].sort(0).values",
+        "return noise.argsort(0)[: num_states - 1].sort(0).values",
+        "law_replay_subset_frequencies",
+    ),
+    Mutant("3.1", ">= min_entropy)", "> min_entropy)", "law_replay_entropy_threshold"),
+    Mutant("3.1", ">= min_entropy)", "< min_entropy)", "law_replay_entropy_loss_is_bounded"),
+    Mutant("3.1", "masked_fill(rollout.unmask_step < 0, 0)", "clone()", "law_replay_entropy_threshold"),
+    Mutant("3.1", "scatter_add_(0, step.T, entropy.T)", "scatter_(0, step.T, entropy.T)", "law_replay_entropy_threshold"),
+    Mutant(
+        "3.1",
+        '        _check_count("plan.num_states", num_states)\n        steps, scale',
+        "        steps, scale",
+        "law_plan_refusals",
+    ),
+    Mutant("3.1", "valid = valid & (_step_entropy(", "valid = (_step_entropy(", "law_replay_entropy_threshold"),
+    Mutant("3.1", "+ 1)[: steps.shape[0]] >= min_entropy)", "+ 1)[:1] >= min_entropy)", "law_replay_entropy_threshold"),
+    # --------------------------------------------------------------------------------------------------------- 4.1 features
+    Mutant("4.1", "model.head(h) / temperature", "model.head(h)", "law_features_are_those_of_the_model"),
+    Mutant("4.1", "model.head(h) / temperature", "model.head(h) * temperature", "law_features_have_the_right_gradient"),
+    Mutant(
+        "4.1",
+        "[:, rollout.prompt.shape[1] :][scored]",
+        "[:, rollout.prompt.shape[1] - 1 : -1][scored]",
+        "law_features_are_those_of_the_model",
+    ),
+    Mutant(
+        "4.1",
+        "rollout.prompt_mask, torch.ones_like(rollout.keep)], 1)",
+        "rollout.prompt_mask, rollout.keep], 1)",
+        "law_network_inputs",
+    ),
+    Mutant(
+        "4.1",
+        "masked_fill(plan.hidden.flatten(0, 1)[states]",
+        "masked_fill(~plan.hidden.flatten(0, 1)[states]",
+        "law_network_inputs",
+    ),
+    Mutant(
+        "4.1",
+        "row = states % rollout.response.shape[0]",
+        "row = states // rollout.response.shape[0] % rollout.response.shape[0]",
+        "law_network_inputs",
+    ),
+    Mutant(
+        "4.1",
+        "target = rollout.response[states % rollout.response.shape[0]]",
+        "target = rollout.response[states * 0]",
+        "law_features_are_those_of_the_model",
+    ),
+    Mutant("4.1", "-(log_probs.exp() *", "(log_probs.exp() *", "law_features_are_those_of_the_model"),
+    Mutant("4.1", "log_probs.masked_fill(log_probs == -torch.inf, 0)", "log_probs", "law_features_have_the_right_gradient"),
+    Mutant("4.1", "flat[states] = value", "flat[: len(states)] = value", "law_features_do_not_depend_on_the_split"),
+    # ------------------------------------------------------------------------------------------------------- 5.1 reductions
+    Mutant("5.1", "ll = logp * plan.scored", "ll = logp", "law_reductions"),
+    Mutant("5.1", "ll = ll.sum(-1, keepdim=True)", "ll = ll.mean(-1, keepdim=True)", "law_reductions"),
+    Mutant("5.1", "ll = ll.sum(-1, keepdim=True)", "ll = ll.mean(-1, keepdim=True)", "law_mean_field_is_integrand_at_one"),
+    Mutant("5.1", "(ll * plan.weight[..., None]).sum(0", "(ll * plan.weight[..., None]).mean(0", "law_count_plan_expectation"),
+    Mutant("5.1", "(ll * plan.weight[..., None]).sum(0", "ll.sum(0", "law_complementary_expectation"),
+    Mutant("5.1", "else ll / normalizer[None, :, None]", "else ll * normalizer[None, :, None]", "law_reductions"),
+    Mutant("5.1", "if level not in LEVELS:", "if False:", "law_reductions"),
+    Mutant("5.1", "present = plan.scored.any(-1).any(0)", "present = plan.scored.any(-1).all(0)", "law_entries"),
+    Mutant(
+        "5.1",
+        "return present, torch.ones_like(present, dtype=plan.weight.dtype)",
+        "return present, plan.weight.sum(0)[None, :, None]",
+        "law_entries",
+    ),
+    # ----------------------------------------------------------------------------------------------------------- 6 credit
+    Mutant(
+        "6.1",
+        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group - group.mean(0, keepdim=True)).flatten()",
+        "law_advantages",
+    ),
+    Mutant(
+        "6.1",
+        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group - group.mean()).flatten()",
+        "law_advantages",
+    ),
+    Mutant(
+        "6.1",
+        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group.mean(1, keepdim=True) - group).flatten()",
+        "law_leave_one_out_is_unbiased",
+    ),
+    Mutant(
+        "6.1",
+        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group - group.median(1, keepdim=True).values).flatten()",
+        "law_advantages_scale",
+    ),
+    Mutant("6.1", "if reward.requires_grad:", "if False:", "law_credit_refusals"),
+    Mutant(
+        "6.1", "if num_generations < 1 or reward.shape[0] % num_generations:", "if num_generations < 1:", "law_credit_refusals"
+    ),
+    Mutant(
+        "6.1",
+        "return reward.unflatten(0, (-1, num_generations))",
+        "return reward.unflatten(0, (num_generations, -1)).T",
+        "law_advantages",
+    ),
+    Mutant("6.2", "correction=ddof", "correction=0", "law_z_score_scale"),
+    Mutant("6.2", "correction=ddof", "correction=1", "law_advantages"),
+    Mutant(
+        "6.2", "group.std(1, keepdim=True, correction=ddof)", "group.std(0, keepdim=True, correction=ddof)", "law_advantages"
+    ),
+    Mutant("6.2", "correction=ddof) + eps)", "correction=ddof).clamp(min=eps))", "law_advantages"),
+    Mutant("6.2", "correction=ddof) + eps)", "correction=ddof).square() + eps)", "law_z_score_scale"),
+    Mutant("6.2", "if not 0 <= ddof < num_generations:", "if not 0 <= ddof <= num_generations:", "law_credit_refusals"),
+    Mutant(
+        "6.3",
+        "return (num_generations / (num_generations - 1) *",
+        "return ((num_generations - 1) / num_generations *",
+        "law_advantages",
+    ),
+    Mutant("6.3", "return (num_generations / (num_generations - 1) *", "return (1.0 *", "law_leave_one_out_is_unbiased"),
+    Mutant("6.3", "return (num_generations / (num_generations - 1) *", "return (1.0 *", "law_advantages_scale"),
+    Mutant("6.3", "if num_generations < 2:", "if num_generations < 1:", "law_credit_refusals"),
+    # ------------------------------------------------------------------------------------------------------ 7 ratios and KL
+    Mutant("7.1", "return ll - anchor", "return anchor - ll", "law_log_ratio"),
+    Mutant("7.1", "return ll - anchor", "return (ll - anchor).expm1()", "law_log_ratio"),
+    Mutant("7.1", "return ll - anchor", "return ll.detach() - anchor + 0 * ll", "law_log_ratio"),
+    Mutant("7.1", "return ll - anchor", "return (ll - anchor).clamp(max=0.5)", "law_fresh_masks_inflate_the_ratio"),
+    Mutant("7.1", "if anchor.requires_grad:", "if False:", "law_log_ratio"),
+    Mutant("7.1", "if anchor.requires_grad:", "if False:", "law_objective_refusals"),
+    Mutant("7.2", "u = ll - ref\n", "u = ref - ll\n", "law_kl_by_enumeration"),
+    Mutant("7.2", "torch.expm1(-u) + u", "torch.expm1(u) - u", "law_kl_by_enumeration"),
+    Mutant("7.2", "torch.expm1(-u) + u", "torch.expm1(-u) - u", "law_kl_sign"),
+    Mutant("7.2", "torch.expm1(-u) + u", "(torch.expm1(-u) + u).float().double()", "law_kl_by_enumeration"),
+    Mutant("7.2", "torch.expm1(-u) + u", "torch.exp(-u).float() - 1 + u", "law_kl_sign"),
+    Mutant("7.2", "u.square() / 2", "u.square()", "law_kl_by_enumeration"),
+    Mutant("7.2", 'return u if form == "k1"', 'return u.abs() if form == "k1"', "law_kl_by_enumeration"),
+    Mutant("7.2", "if ref.requires_grad:", "if False:", "law_kl_sign"),
+    # --------------------------------------------------------------------------------------------------------- 8 objectives
+    Mutant("8.1", "return -adv * ll", "return adv * ll", "law_reinforce_gradient"),
+    Mutant("8.1", "return -adv * ll", "return -adv * ll.exp()", "law_reinforce_gradient"),
+    Mutant("8.1", "return -adv * ll", "return -adv.abs() * ll", "law_ppo_on_policy_is_reinforce"),
+    Mutant("8.1", "return -adv * ll", "return adv * ll", "law_replay_gradient_is_the_policy_gradient"),
+    Mutant("8.2", "return -torch.minimum(", "return -torch.maximum(", "law_ppo_gradient"),
+    Mutant("8.2", "return -torch.minimum(", "return torch.minimum(", "law_ppo_on_policy_is_reinforce"),
+    Mutant(
+        "8.2",
+        "ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * adv)",
+        "ratio.clamp(1 - epsilon_high, 1 + epsilon_low) * adv)",
+        "law_ppo_gradient",
+    ),
+    Mutant(
+        "8.2",
+        "torch.minimum(ratio * adv, ratio.clamp",
+        "torch.minimum(ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * adv, ratio.clamp",
+        "law_ppo_gradient",
+    ),
+    Mutant(
+        "8.2",
+        "torch.minimum(ratio * adv, ratio.clamp",
+        "torch.minimum(ratio.clamp(max=1e3) * adv, ratio.clamp",
+        "law_self_normalized_gradient_is_bounded",
+    ),
+    Mutant("8.2", "ratio = log_ratio(ll, anchor).exp()", "ratio = 1 + log_ratio(ll, anchor)", "law_ppo_gradient"),
+    Mutant(
+        "8.2",
+        "ratio = log_ratio(ll, anchor).exp()",
+        "ratio = log_ratio(ll, anchor).exp().detach() + 0 * ll",
+        "law_ppo_on_policy_is_reinforce",
+    ),
+    Mutant("8.3", "capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios", "law_self_normalized_weights"),
+    Mutant(
+        "8.3", "capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios.clamp(min=log_cap)", "law_self_normalized_weights"
+    ),
+    Mutant(
+        "8.3",
+        "capped = log_ratios.clamp(max=log_cap)",
+        "capped = log_ratios.clamp(-log_cap, log_cap)",
+        "law_self_normalized_weights",
+    ),
+    Mutant(
+        "8.3",
+        "capped = log_ratios.clamp(max=log_cap)",
+        "capped = log_ratios.clamp(max=0.0)",
+        "law_self_normalized_weights_stay_in_the_group",
+    ),
+    Mutant(
+        "8.3",
+        "log_cap).unflatten(1, (-1, num_generations))",
+        "log_cap).unflatten(1, (1, -1))",
+        "law_self_normalized_weights_stay_in_the_group",
+    ),
+    Mutant("8.3", "return capped.softmax(2)", "return capped.softmax(1)", "law_self_normalized_weights_stay_in_the_group"),
+    Mutant(
+        "8.3",
+        "return capped.softmax(2)",
+        "return capped.exp().div(capped.exp().sum(2, keepdim=True))",
+        "law_self_normalized_weights",
+    ),
+    Mutant(
+        "8.4",
+        "log_ratio(ll.detach(), anchor), num_generations",
+        "log_ratio(ll, anchor), num_generations",
+        "law_self_normalized_gradient",
+    ),
+    Mutant("8.4", "log_cap=math.log(cap))", "log_cap=math.log(1 + cap))", "law_self_normalized_gradient"),
+    Mutant("8.4", "return -weights * adv * ll", "return -weights * adv.clamp(min=0) * ll", "law_self_normalized_gradient"),
+    Mutant("8.4", "return -weights * adv * ll", "return weights * adv * ll", "law_self_normalized_on_policy_is_reinforce"),
+    Mutant(
+        "8.4",
+        "return -weights * adv * ll",
+        "return -num_generations * weights * adv * ll",
+        "law_self_normalized_on_policy_is_reinforce",
+    ),
+    Mutant(
+        "8.4",
+        "return -weights * adv * ll",
+        "return -log_ratio(ll, anchor).exp() * adv",
+        "law_self_normalized_gradient_is_bounded",
+    ),
+    Mutant("8.4", "if cap <= 0:", "if cap < 0:", "law_objective_refusals"),
+    # ------------------------------------------------------------------------------------------------------ 9.1 aggregation
+    Mutant("9.1", "total = (loss * weight * present).sum((0, 2))", "total = (loss * present).sum((0, 2))", "law_aggregation"),
+    Mutant(
+        "9.1",
+        "total = (loss * weight * present).sum((0, 2))",
+        "total = (loss * weight).sum((0, 2))",
+        "law_aggregation_invariances",
+    ),
+    Mutant(
+        "9.1",
+        "total = (loss * weight * present).sum((0, 2))",
+        "total = (loss * weight * present).mean((0, 2))",
+        "law_aggregation",
+    ),
+    Mutant(
+        "9.1", "return (total / rollout.lengths).mean()", "return (total / rollout.lengths).sum()", "law_aggregation_of_prompts"
+    ),
+    Mutant(
+        "9.1",
+        "return (total / rollout.lengths).mean()",
+        "return (total / rollout.keep.shape[1]).mean()",
+        "law_aggregation_invariances",
+    ),
+    Mutant(
+        "9.1", "return total.sum() / rollout.lengths.sum()", "return total.mean() / rollout.lengths.sum()", "law_aggregation"
+    ),
+    Mutant(
+        "9.1",
+        "return total.sum() / rollout.lengths.sum()",
+        "return (total / rollout.lengths).mean()",
+        "law_aggregation_of_prompts",
+    ),
+    Mutant(
+        "9.1",
+        "return total.mean() / rollout.keep.shape[1]",
+        "return total.mean() / rollout.lengths.max()",
+        "law_aggregation_invariances",
+    ),
+    Mutant(
+        "9.1",
+        "return total.sum() / (total.shape[0] / rollout.num_generations)",
+        "return total.sum() / rollout.num_generations",
+        "law_aggregation_of_prompts",
+    ),
+    Mutant("9.1", "return total.sum() / (total.shape[0] / rollout.num_generations)", "return total.sum()", "law_aggregation"),
+    # ---------------------------------------------------------------------------------------------------------- 10 methods
+    Mutant(
+        "10.1",
+        "loss = loss + method.kl.beta * kl_term(",
+        "loss = loss - method.kl.beta * kl_term(",
+        "law_method_loss_adds_the_penalty",
+    ),
+    Mutant("10.1", "loss = loss + method.kl.beta * kl_term(", "loss = loss + kl_term(", "law_methods"),
+    Mutant("10.1", "kl_term(ll, ref, form=method.kl.form)", 'kl_term(ll, ref, form="k2")', "law_method_loss_adds_the_penalty"),
+    Mutant("10.1", "kl_term(ll, ref, form=method.kl.form)", "kl_term(ll.detach(), ref, form=method.kl.form)", "law_methods"),
+    Mutant("10.1", "adv.to(ll.dtype)[None, :, None]", "-adv.to(ll.dtype)[None, :, None]", "law_methods"),
+    Mutant("10.1", "how=method.aggregation)", 'how="sequence_mean")', "law_methods"),
+    Mutant("10.1", "how=method.aggregation)", 'how="token_mean")', "law_methods_treat_prompts_apart"),
+    Mutant("10.1", "expand_as(ll), rollout.num_generations)", "expand_as(ll), len(adv))", "law_methods_treat_prompts_apart"),
+    Mutant("10.1", "rollout.logp.expand(plan.scored.shape))", "0 * rollout.logp.expand(plan.scored.shape))", "law_methods"),
+    Mutant(
+        "10.1",
+        'if not plan.replay or method.temperature != "sampling":',
+        'if method.temperature != "sampling":',
+        "law_normalizers",
+    ),
+    Mutant("10.1", "if method.normalizer not in NORMALIZERS:", "if False:", "law_normalizers"),
+    Mutant(
+        "10.1",
+        '"padded_length": torch.full_like(rollout.lengths, logp.shape[-1])',
+        '"padded_length": rollout.lengths',
+        "law_normalizers",
+    ),
+    Mutant("10.1", "_Z_SCORE = partial(group_z_score, ddof=1", "_Z_SCORE = partial(group_z_score, ddof=0", "law_methods"),
+    Mutant("10.1", "epsilon_low=0.5, epsilon_high=0.5)", "epsilon_low=0.5, epsilon_high=0.2)", "law_method_properties"),
+    Mutant("10.1", 'kl=KL("k3", 0.04)', 'kl=KL("k2", 0.04)', "law_methods"),
+    Mutant("10.1", 'normalizer="kept_length",', 'normalizer="padded_length",', "law_methods", count=2),
+    Mutant("10.1", "partial(self_normalized_clip, cap=6.0)", "partial(self_normalized_clip, cap=5.0)", "law_method_properties"),
+    Mutant("10.1", "self.objective.func is reinforce and self.kl is None", "self.kl is None", "law_method_properties"),
+    Mutant("10.1", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_high", 1.0), 1 +', "law_diagnostics"),
+    Mutant("10.1", 'kl=None if (name, value) == ("beta", 0) else', "kl=", "law_options"),
+    Mutant("10.1", "{**component.keywords, name: value}", "{name: value, **component.keywords}", "law_options"),
+    Mutant(
+        "10.1",
+        "elif isinstance(component, partial) and name in component.keywords:",
+        "elif isinstance(component, partial):",
+        "law_options",
+    ),
+    # ---------------------------------------------------------------------------------------------------------- diagnostics
+    Mutant(
+        "",
+        "present = entries(plan, method.reduction)[0].expand_as(ll)",
+        "present = torch.ones_like(ll, dtype=torch.bool)",
+        "law_diagnostics",
+    ),
+    Mutant(
+        "",
+        '"bypass_fraction": ((sign < 0) & (ratio > high))',
+        '"bypass_fraction": ((sign > 0) & (ratio > high))',
+        "law_diagnostics",
+    ),
+    Mutant("", "torch.exp(2 * logs.logsumexp(0) -", "torch.exp(logs.logsumexp(0) -", "law_diagnostics"),
+    Mutant(
+        "", "((sign > 0) & (ratio > high)) | ((sign < 0) & (ratio < low))", "(ratio > high) | (ratio < low)", "law_diagnostics"
+    ),
+    Mutant("10.1", "adv.to(ll.dtype)[None, :, None]", "adv[None, :, None]", "law_single_precision_stays_single"),
+    Mutant("2.2", "weight.to(rollout.logp.dtype), masked", "weight.double(), masked", "law_single_precision_stays_single"),
+    Mutant("", "if not len(logs):", "if False:", "law_diagnostics"),
+    Mutant("8.4", "if cap <= 0:", "if cap <= 1:", "law_self_normalized_gradient"),
+]
+
+
+def mutated(mutant: Mutant) -> ModuleType:
+    """minidrl.algorithms with the passage replaced, as a module of its own."""
+    module = ModuleType("mutant_of_algorithms")
+    source = SOURCE.replace(mutant.old, mutant.new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up while they are made
+        exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.tag or 'helper'}-{mutant.law}")
+def test_the_law_kills_the_mutant(mutant):
+    assert SOURCE.count(mutant.old) == mutant.count, (
+        f"the source changed: {mutant.old!r} occurs {SOURCE.count(mutant.old)} times"
+    )
+    assert mutant.new != mutant.old
+    with pytest.raises(KILLED):
+        laws.LAWS[mutant.law](mutated(mutant))
+
+
+@pytest.mark.parametrize("name", sorted({mutant.law for mutant in MUTANTS}))
+def test_the_law_accepts_the_unmutated_source(name):
+    """Compiled in the same way, without the change: what kills a mutant is its change and nothing else."""
+    laws.LAWS[name](mutated(Mutant("", "", "", name)))
+
+
+def test_every_equation_has_two_mutants():
+    tags = re.findall(r'"""\((\d+\.\d+)\) ', SOURCE)
+    assert len(tags) >= 18
+    short = {tag: sum(mutant.tag == tag for mutant in MUTANTS) for tag in tags}
+    assert all(number >= 2 for number in short.values()), short
+    assert {mutant.tag for mutant in MUTANTS} <= {*tags, ""}
+
+
+def test_every_law_kills_something():
+    assert {mutant.law for mutant in MUTANTS} == set(laws.LAWS)
+
+
+def test_no_mutant_is_listed_twice():
+    assert len({mutant[:4] for mutant in MUTANTS}) == len(MUTANTS)
