@@ -1,0 +1,414 @@
+"""Generation: from prompts to Rollouts that hold the whole trajectory.
+
+A masked diffusion language model writes a response of L tokens by starting from L [MASK] tokens and revealing a few
+of them per network call. The response is cut into blocks of ``block_length`` positions, finished from left to right;
+inside the current block each step reveals ``tokens_per_step`` tokens, and ``order`` says which ones. Nothing revealed
+is ever masked again, so the step at which each token appeared (``Rollout.unmask_step``) gives back every state of the
+run: ``states`` below does it.
+
+How a token is drawn. One uniform number u in float64 per position, then the inverse of the distribution function: the
+token is the first v with P(0) + ... + P(v) > u, summed in float64. Rare tokens therefore keep their probability
+whatever the dtype of the network (noise drawn in bfloat16 stops at 255/256, which removes the tail of the vocabulary).
+All the uniforms of a call are drawn before its first step, for the whole batch: what a row becomes, and the state in
+which the generator is left, depend neither on the micro-batch, nor on early stopping, nor on when the other rows end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from minidrl.algorithms import Rollout
+
+ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
+RECORDS = ("entropy", "one_step")
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """The settings of a decoding run; a Rollout carries the ones that produced it.
+
+    length           L, response positions.
+    block_length     positions of a block; divides ``length``. ``block_length=length``: no blocks.
+    tokens_per_step  tokens revealed per network call, n; divides ``block_length``.
+    temperature      T of softmax(z / T); 0 is greedy decoding (the argmax, lowest token id on ties).
+    order            which n hidden positions of the block a step reveals:
+        "random"          the next n of a uniformly random permutation of the block;
+        "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it is said the other
+                          way round: propose a token at every hidden position of the block, leave the positions of
+                          lowest confidence masked, reveal the n of highest confidence. Confidence is the probability of
+                          the proposal at temperature 1 whatever ``temperature`` is, compared as float32 logarithms;
+                          on ties the lower position goes first;
+        "left_to_right"   the n lowest hidden positions;
+        "right_to_left"   the n highest: working backwards from where the response ends.
+
+    Errors: ValueError naming the key, the value and what is allowed.
+    """
+
+    order: str
+    temperature: float
+    length: int
+    block_length: int
+    tokens_per_step: int
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order: got {self.order!r}; allowed {', '.join(ORDERS)}")
+        if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature: got {self.temperature!r}; allowed a finite number >= 0 (0 is greedy)")
+        for key in ("length", "block_length", "tokens_per_step"):
+            _check_count(key, getattr(self, key))
+        for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
+            if getattr(self, whole) % getattr(self, key):
+                allowed = f"a divisor of {whole} = {getattr(self, whole)}"
+                raise ValueError(f"{key}: got {getattr(self, key)}; allowed {allowed}")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a response."""
+        return self.length // self.block_length
+
+    @property
+    def steps_per_block(self) -> int:
+        """Network calls that finish one block."""
+        return self.block_length // self.tokens_per_step
+
+    @property
+    def num_steps(self) -> int:
+        """T: network calls that finish a response which never ends early."""
+        return self.num_blocks * self.steps_per_block
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_count(key: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}: got {value!r}; allowed an integer >= 1")
+
+
+# ---------------------------------------------------------------------------------------------------------- generation
+@torch.no_grad()
+def generate(
+    model: Any,
+    prompt: Int[Tensor, "G P"],
+    prompt_mask: Bool[Tensor, "G P"],
+    settings: Sampler,
+    *,
+    eos_token_id: int | None,
+    num_generations: int = 1,
+    generator: torch.Generator | None,
+    records: Sequence[str] = (),
+    early_stop: bool = True,
+    micro_batch: int | None = None,
+) -> Rollout:
+    """Draw ``num_generations`` responses per prompt; B = G * num_generations rows, prompt-major.
+
+    Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or low_confidence).
+
+    model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode first. It always
+                     sees the full length P + L; ``head`` is applied only where a token may be revealed.
+    prompt           left-padded; ``prompt_mask`` is True at real tokens.
+    eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there ``response`` is EOS,
+                     ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends a response.
+    generator        source of all randomness, on any device; unused (None is accepted) when nothing is random, which is
+                     temperature 0 with an order other than "random".
+    records          "entropy" (B, L), nats: entropy of the distribution from which the token was drawn, at the sampling
+                     temperature and at the step that revealed it. "one_step" (B, T, L): per step the completion by
+                     argmax of every hidden token at once, the revealed ones kept; after a row's end its response. This
+                     one applies ``head`` to all response positions, a block at a time.
+    early_stop       finished rows leave the batch, asked once per block. Changes the cost, never the result.
+    micro_batch      rows per network call; None is all. Changes the memory, never the noise.
+
+    Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for float64 logits).
+    At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
+    Errors: ValueError on arguments; FloatingPointError when the logits hold NaN or +inf.
+    """
+    _check_request(model, prompt, prompt_mask, settings, eos_token_id, num_generations, generator, records, micro_batch)
+    prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in (prompt, prompt_mask))
+    trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
+    noise = draw_noise(settings, prompt.shape[0], generator, prompt.device)
+    rows = torch.arange(prompt.shape[0], device=prompt.device)
+    for step in range(settings.num_steps):
+        for part in rows.split(micro_batch or max(len(rows), 1)):
+            reveal(model, settings, trace, noise, step, part)
+        if (step + 1) % settings.steps_per_block == 0 and early_stop and eos_token_id is not None:
+            rows = unfinished(trace, rows, step // settings.steps_per_block, settings, eos_token_id)
+            if len(rows) == 0:
+                break
+    return finish(trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
+
+
+def _check_request(model, prompt, prompt_mask, settings, eos, num_generations, generator, records, micro_batch) -> None:
+    if prompt.ndim != 2 or prompt.shape != prompt_mask.shape or prompt_mask.dtype != torch.bool:
+        got = f"{tuple(prompt.shape)} and {prompt_mask.dtype} {tuple(prompt_mask.shape)}"
+        raise ValueError(f"prompt, prompt_mask: got {got}; allowed (G, P) and bool (G, P)")
+    _check_count("num_generations", num_generations)
+    if micro_batch is not None:
+        _check_count("micro_batch", micro_batch)
+    for name in records:
+        if name not in RECORDS:
+            raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
+    if eos is not None and (not 0 <= eos < model.vocab_size or eos == model.mask_token_id):
+        allowed = f"None or a token id below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
+        raise ValueError(f"eos_token_id: got {eos}; allowed {allowed}")
+    if generator is None and (settings.temperature > 0 or settings.order == "random"):
+        needs = f"order {settings.order!r} at temperature {settings.temperature}"
+        raise ValueError(f"generator: got None; allowed a torch.Generator ({needs} is random)")
+
+
+@dataclass
+class Trace:
+    """What has happened so far to every row of the batch; written in place. float64 until ``finish`` casts it."""
+
+    tokens: Int[Tensor, "B PL"]
+    attention_mask: Bool[Tensor, "B PL"]
+    unmask_step: Int[Tensor, "B L"]
+    logp: Float[Tensor, "B L"]
+    records: dict[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+
+def blank_trace(prompt, prompt_mask, settings: Sampler, mask_token_id: int, records: Sequence[str]) -> Trace:
+    """The state before step 0: the prompt, then L times [MASK]."""
+    shape = (prompt.shape[0], settings.length)
+    trace = Trace(
+        tokens=torch.cat([prompt, prompt.new_full(shape, mask_token_id)], 1),
+        attention_mask=torch.cat([prompt_mask, prompt_mask.new_ones(shape)], 1),
+        unmask_step=prompt.new_full(shape, -1),
+        logp=torch.zeros(shape, dtype=torch.float64, device=prompt.device),
+    )
+    if "entropy" in records:
+        trace.records["entropy"] = torch.zeros_like(trace.logp)
+    if "one_step" in records:
+        trace.records["one_step"] = prompt.new_zeros(shape[0], settings.num_steps, shape[1])
+    return trace
+
+
+# --------------------------------------------------------------------------------------------------------------- noise
+@dataclass(frozen=True)
+class Noise:
+    """All the randomness of a call. C = positions at which a step draws: the block for low_confidence, else n.
+
+    order    position, counted from the start of its block, in the order of revealing; None for low_confidence.
+    uniform  in [0, 1), one per step, row and drawn position; None at temperature 0.
+    """
+
+    order: Int[Tensor, "blocks B W"] | None
+    uniform: Float[Tensor, "T B C"] | None
+
+
+def draw_noise(settings: Sampler, rows: int, generator: torch.Generator | None, device: torch.device) -> Noise:
+    """Draw it for the whole batch at once, on the generator's device (so a CPU generator gives the same on a GPU)."""
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
+
+    block = (settings.num_blocks, rows, settings.block_length)
+    order = None
+    if settings.order == "random":
+        order = permutations(uniform(*block))
+    elif settings.order == "left_to_right":
+        order = torch.arange(settings.block_length, device=device).expand(block)
+    elif settings.order == "right_to_left":
+        order = torch.arange(settings.block_length, device=device).flip(0).expand(block)
+    width = settings.block_length if settings.order == "low_confidence" else settings.tokens_per_step
+    drawn = uniform(settings.num_steps, rows, width) if settings.temperature > 0 else None
+    return Noise(order, drawn)
+
+
+def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B W"]:
+    """The order of independent uniform priorities: a uniformly random permutation of each block."""
+    return priority.argsort(-1)
+
+
+# ------------------------------------------------------------------------------------------------------------ one step
+def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows: Int[Tensor, " R"]) -> None:
+    """One network call on the state of ``rows`` before ``step``; n tokens of the current block are revealed."""
+    h = model.encode(trace.tokens[rows], trace.attention_mask[rows])[:, -settings.length :]
+    if "one_step" in trace.records:
+        trace.records["one_step"][rows, step] = one_step_completion(model, h, trace.tokens[rows], settings)
+    positions = candidates(settings, noise, step, rows)
+    u = None if noise.uniform is None else noise.uniform[step, rows]
+    proposal = propose(model.head(at(h, positions)), settings.temperature, u, settings.order == "low_confidence")
+    if settings.order == "low_confidence":
+        hidden = trace.unmask_step[rows].gather(1, positions) < 0
+        chosen = most_confident(proposal.confidence, hidden, settings.tokens_per_step)
+        positions, proposal = positions.gather(1, chosen), proposal.pick(chosen)
+    write(trace, settings, step, rows, positions, proposal)
+
+
+def candidates(settings: Sampler, noise: Noise, step: int, rows: Int[Tensor, " R"]) -> Int[Tensor, "R C"]:
+    """Response positions at which this step needs logits: the block, or the n that the order gives beforehand."""
+    block, within = divmod(step, settings.steps_per_block)
+    start = block * settings.block_length
+    if noise.order is None:
+        return torch.arange(start, start + settings.block_length, device=rows.device).expand(len(rows), -1)
+    n = settings.tokens_per_step
+    return start + noise.order[block, rows, within * n : (within + 1) * n]
+
+
+def at(h: Float[Tensor, "R L D"], positions: Int[Tensor, "R C"]) -> Float[Tensor, "R C D"]:
+    """The rows of ``h`` at each sequence's own positions."""
+    return h.gather(1, positions[..., None].expand(-1, -1, h.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A drawn token per candidate position.
+
+    logp        log-prob of the token under the distribution from which it was drawn, nats.
+    logq        that distribution, log-probs; None at temperature 0, where it is a point mass.
+    confidence  log-prob of the token at temperature 1, float32; None when the order does not ask for it.
+    """
+
+    token: Int[Tensor, "R C"]
+    logp: Float[Tensor, "R C"]
+    logq: Float[Tensor, "R C V"] | None
+    confidence: Float[Tensor, "R C"] | None
+
+    def pick(self, chosen: Int[Tensor, "R n"]) -> Proposal:
+        """The proposals that are revealed."""
+        logq = None if self.logq is None else at(self.logq, chosen)
+        return Proposal(self.token.gather(1, chosen), self.logp.gather(1, chosen), logq, confidence=None)
+
+    def entropy(self) -> Float[Tensor, "R C"]:
+        """-sum_v q(v) log q(v), nats; a token of probability 0 adds 0."""
+        return torch.zeros_like(self.logp) if self.logq is None else torch.special.entr(self.logq.exp()).sum(-1)
+
+
+def propose(
+    logits: Float[Tensor, "R C V"], temperature: float, u: Float[Tensor, "R C"] | None, with_confidence: bool
+) -> Proposal:
+    """token ~ softmax(logits / temperature), in float32 at least; the argmax at temperature 0."""
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature == 0:
+        best, token = z.max(-1)
+        logq, logp = None, best - best  # 0 for a point mass; NaN for broken logits, so that finish sees it
+    else:
+        logq = (z / temperature).log_softmax(-1)
+        token = inverse_cdf(logq, u)
+        logp = logq.gather(-1, token[..., None])[..., 0]
+    return Proposal(token, logp, logq, confidence(z, token) if with_confidence else None)
+
+
+def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tensor, "*S"]:
+    """First token whose cumulative probability exceeds u (relative to the total, which is 1 up to rounding).
+
+    A token of probability 0, [MASK] among them, adds nothing to the sum and is never the first to exceed.
+    """
+    cdf = logq.exp().cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(cdf, u[..., None] * cdf[..., -1:], right=True)[..., 0]
+    return token.clamp_max(logq.shape[-1] - 1)  # reached only by NaN; keeps the index legal until finish raises
+
+
+def confidence(z: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Tensor, "R C"]:
+    """log softmax(z)[token]: at temperature 1 whatever the sampling temperature, as LLaDA's rule has it."""
+    return (z.gather(-1, token[..., None])[..., 0] - z.logsumexp(-1)).float()
+
+
+def most_confident(conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int) -> Int[Tensor, "R n"]:
+    """The n hidden candidates of highest confidence; ties to the lower position (``topk`` promises no order)."""
+    return conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True).indices[:, :n]
+
+
+def one_step_completion(model: Any, h: Float[Tensor, "R L D"], tokens: Int[Tensor, "R PL"], settings: Sampler):
+    """argmax of every hidden position given this state, revealed tokens kept: Int (R, L)."""
+    greedy = torch.cat([model.head(part).argmax(-1) for part in h.split(settings.block_length, 1)], 1)
+    current = tokens[:, -settings.length :]
+    return torch.where(current == model.mask_token_id, greedy, current)
+
+
+def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tensor, "R n"], proposal: Proposal) -> None:
+    """Put the revealed tokens, their step and their log-probs into the trace."""
+    where = (rows[:, None], positions)
+    trace.tokens[rows[:, None], positions + trace.tokens.shape[1] - settings.length] = proposal.token
+    trace.unmask_step[where] = step
+    trace.logp[where] = proposal.logp.double()
+    trace.dtype = proposal.logp.dtype
+    if "entropy" in trace.records:
+        trace.records["entropy"][where] = proposal.entropy().double()
+
+
+# -------------------------------------------------------------------------------------------------------------- ending
+def unfinished(trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int):
+    """The rows without EOS in the block just finished: Int (R',). The only host synchronisation of a block."""
+    start = trace.tokens.shape[1] - settings.length + block * settings.block_length
+    ended = (trace.tokens[rows, start : start + settings.block_length] == eos_token_id).any(1)
+    return rows[~ended]
+
+
+def after_end(response: Int[Tensor, "B L"], block_length: int, eos_token_id: int | None) -> Bool[Tensor, "B L"]:
+    """True in the blocks that follow the one with the first EOS."""
+    if eos_token_id is None:
+        return torch.zeros_like(response, dtype=torch.bool)
+    has_eos = (response == eos_token_id).unflatten(1, (-1, block_length)).any(-1).int()
+    return (has_eos.cumsum(1) - has_eos > 0).repeat_interleave(block_length, 1)
+
+
+def keep_mask(response: Int[Tensor, "B L"], eos_token_id: int | None) -> Bool[Tensor, "B L"]:
+    """True up to and including the first EOS; everywhere when there is none."""
+    if eos_token_id is None:
+        return torch.ones_like(response, dtype=torch.bool)
+    is_eos = (response == eos_token_id).int()
+    return is_eos.cumsum(1) - is_eos == 0
+
+
+def finish(trace: Trace, prompt, prompt_mask, settings: Sampler, eos_token_id: int | None, num_generations: int):
+    """Trace -> Rollout; what lies after the end is wiped here, so that early stopping can't change the result."""
+    response = trace.tokens[:, -settings.length :]
+    over = after_end(response, settings.block_length, eos_token_id)
+    response = response if eos_token_id is None else response.masked_fill(over, eos_token_id)
+    unmask_step = trace.unmask_step.masked_fill(over, -1)
+    logp = trace.logp.masked_fill(over, 0.0)
+    if not torch.isfinite(logp).all():
+        raise FloatingPointError("logits: the model returned NaN or +inf")
+    records = dict(trace.records)
+    if "entropy" in records:
+        records["entropy"] = records["entropy"].masked_fill(over, 0.0).to(trace.dtype)
+    if "one_step" in records:
+        ended = torch.arange(settings.num_steps, device=response.device) >= steps_run(unmask_step)[:, None]
+        records["one_step"] = torch.where(ended[..., None], response[:, None], records["one_step"])
+    keep = keep_mask(response, eos_token_id)
+    logp = logp.to(trace.dtype)
+    return Rollout(prompt, prompt_mask, response, keep, unmask_step, logp, num_generations, settings, records)
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
+    """Steps until each row's end: those that a sampler with early stopping evaluates."""
+    return unmask_step.amax(1) + 1
+
+
+def network_calls(rollout: Rollout) -> int:
+    """Number of (row, step) states that the network evaluates under early stopping: sum over rows of ``steps_run``."""
+    return int(steps_run(rollout.unmask_step).sum())
+
+
+def hidden_before(rollout: Rollout, step: int) -> Bool[Tensor, "B L"]:
+    """The response positions that are [MASK] before ``step``: not yet revealed, or never."""
+    return (rollout.unmask_step < 0) | (rollout.unmask_step >= step)
+
+
+def state_before(rollout: Rollout, step: int, mask_token_id: int) -> Int[Tensor, "B PL"]:
+    """The tokens, prompt and response, that the network saw at ``step``; ``step`` = T gives the final state."""
+    response = rollout.response.masked_fill(hidden_before(rollout, step), mask_token_id)
+    return torch.cat([rollout.prompt, response], 1)
+
+
+def states(rollout: Rollout, mask_token_id: int) -> Int[Tensor, "T B PL"]:
+    """``state_before`` for every step. Past ``steps_run``, a row that ended early repeats its final state."""
+    return torch.stack([state_before(rollout, step, mask_token_id) for step in range(rollout.sampler.num_steps)])
+
+
+def attention_mask(rollout: Rollout) -> Bool[Tensor, "B PL"]:
+    """What ``encode`` takes beside a state: False at the padding of the prompt only."""
+    return torch.cat([rollout.prompt_mask, torch.ones_like(rollout.keep)], 1)
