@@ -1,0 +1,1 @@
+"""Tasks: one file each, with its prompts, data and verifier."""

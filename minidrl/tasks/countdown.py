@@ -1,0 +1,418 @@
+"""Countdown: combine the given numbers with + - * / so that the result is the target.
+
+    prompt     5,6,8>46:            the numbers, the target
+    response   5*8=40+6=46          a running calculation: each result is the left operand of the next operation
+           or  (5*8)+6              a bare expression, which the verifier accepts as well
+
+Why a running calculation: a small network cannot evaluate ``(5*8)+6`` in one look, but ``5*8=40`` is local arithmetic. Writing
+the intermediate result down leaves search as the difficulty, and search is what reinforcement learning is to teach.
+
+The verifier never calls ``eval``: a response is untrusted text. A text of more than ``MAX_CHARACTERS`` is refused unread; the
+others are tokenised by one regular expression, parsed with a bounded depth and computed in ``Fraction``. The grammar:
+
+    response    running | expression                       no white space, ASCII only
+    running     number op number '=' number (op number '=' number)*
+    expression  term (('+' | '-') term)*                   left-associative, * and / bind tighter
+    term        atom (('*' | '/') atom)*
+    atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one another
+    number      0 to 999999, without leading zeros: ``007`` is refused; no sign (unary minus is not in the grammar), no point
+
+One operation between two ``=``: ``5*8=40+6=46`` is a response and ``5*8+6=46`` is not, nor is an equation that is false. A
+running calculation can therefore not pass through a fraction or a negative number; a bare expression can.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
+CHARACTERS = "0123456789+-*/()=,>:"
+MAX_CHARACTERS = 64  # a longer response scores 0 unread
+MAX_DEPTH = 8  # nested parentheses
+MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
+REWARDS = ("strict", "binary", "any_answer")
+SPLITS = ("train", "held_out")
+
+
+# ----------------------------------------------------------------------------------------------------------- the task
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Numbers in the order in which the prompt shows them, and the target."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def prompt(self) -> str:
+        return ",".join(map(str, self.numbers)) + f">{self.target}:"
+
+    @property
+    def key(self) -> str:
+        """The puzzle whatever the order of its numbers: two puzzles with one key have the same solutions."""
+        return ",".join(map(str, sorted(self.numbers))) + f">{self.target}"
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """The task as a run uses it: difficulty, split, reward.
+
+    Difficulty: ``num_numbers`` numbers drawn from 1..``max_number``; every value on the way, the target included, is an
+    integer in 0..``max_value``; the target is at least 1 and at most ``max_target`` (0: ``max_value``). Every puzzle is
+    solvable by a running calculation, by construction.
+    Split: a puzzle (its sorted numbers with its target) is held out iff a hash of it falls into ``held_out_share``, so
+    the two splits are disjoint whatever is drawn, in whatever order.
+    """
+
+    num_numbers: int = 3
+    max_number: int = 9
+    max_value: int = 99
+    max_target: int = 0
+    held_out_share: float = 0.3
+    reward: str = "strict"
+
+    def __post_init__(self):
+        for name in ("num_numbers", "max_number", "max_value", "max_target"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"task.{name}: got {getattr(self, name)!r}; allowed whole numbers")
+        if self.num_numbers not in (2, 3, 4):
+            raise ValueError(f"task.num_numbers: got {self.num_numbers}; allowed 2, 3, 4")
+        if not 1 <= self.max_number <= 99:
+            raise ValueError(f"task.max_number: got {self.max_number}; allowed 1 to 99")
+        if not self.max_number <= self.max_value <= 999:
+            raise ValueError(f"task.max_value: got {self.max_value}; allowed max_number ({self.max_number}) to 999")
+        if not 0 <= self.max_target <= self.max_value:
+            raise ValueError(f"task.max_target: got {self.max_target}; allowed 0 (max_value) to {self.max_value}")
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"task.held_out_share: got {self.held_out_share}; allowed between 0 and 1")
+        _check_choice("task.reward", self.reward, REWARDS)
+
+    def puzzles(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
+        """``count`` random puzzles of a split ("train" or "held_out"), each drawn anew.
+
+        Every number is uniform, then the target is uniform over the reachable values; a puzzle of the other split is drawn
+        again. Raises ValueError for another split, and for one in which this difficulty has no puzzles.
+        """
+        _check_choice("split", split, SPLITS)
+        out: list[Puzzle] = []
+        misses = 0
+        while len(out) < count and misses < MAX_DRAWS:
+            numbers = tuple(int(n) for n in rng.integers(1, self.max_number + 1, self.num_numbers))
+            targets = self.targets(numbers)
+            puzzle = Puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
+            if puzzle and self.split_of(puzzle) == split:
+                out.append(puzzle)
+                misses = 0
+            else:
+                misses += 1
+        if len(out) < count:
+            raise ValueError(
+                f"task.held_out_share: got {self.held_out_share}; allowed shares that leave {split} puzzles at this difficulty"
+            )
+        return out
+
+    def held_out(self, count: int) -> list[Puzzle]:
+        """The first ``count`` held-out puzzles, each key once: the fixed test set, a prefix of every larger one.
+
+        Raises ValueError if ``count`` is below 1, or above what 100 * ``count`` draws find.
+        """
+        if count < 1:
+            raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
+        seen: dict[str, Puzzle] = {}
+        rng = np.random.default_rng(0)
+        for _ in range(100 * count):
+            puzzle = self.puzzles(1, rng, "held_out")[0]
+            seen.setdefault(puzzle.key, puzzle)
+            if len(seen) == count:
+                return list(seen.values())
+        raise ValueError(f"evaluate.n: got {count}; allowed at most {len(seen)}, the held-out puzzles found at this difficulty")
+
+    def split_of(self, puzzle: Puzzle) -> str:
+        """ "train" or "held_out", from the puzzle alone: independent of seeds, platforms and Python's hash randomisation."""
+        fraction = int.from_bytes(hashlib.sha256(puzzle.key.encode()).digest()[:8], "big") / 2**64
+        return "held_out" if fraction < self.held_out_share else "train"
+
+    def targets(self, numbers: tuple[int, ...]) -> list[int]:
+        """Every target that the numbers can reach inside the difficulty's limits, ascending."""
+        most = self.max_target or self.max_value
+        return sorted(value for value in running_calculations(numbers, self.max_value) if 1 <= value <= most)
+
+    def demonstrations(self, puzzles: list[Puzzle], rng: np.random.Generator, hit_share: float) -> list[str]:
+        """One true running calculation a puzzle, of its numbers and inside the difficulty's limits.
+
+        With probability ``hit_share`` it is drawn from those that reach the target, else from all of them, wherever they
+        end (a few on the target by chance). Demonstrations of mixed quality are what a web-scale corpus offers: they teach
+        arithmetic and format well, and the goal only weakly. A base model trained on them is capable but unfocused.
+        Raises ValueError for a share outside 0..1 and for a puzzle without a running calculation to its target.
+        """
+        if not 0 <= hit_share <= 1:
+            raise ValueError(f"hit_share: got {hit_share}; allowed 0 to 1")
+        return [self._demonstration(p, rng, rng.random() < hit_share) for p in puzzles]
+
+    def _demonstration(self, puzzle: Puzzle, rng: np.random.Generator, hit: bool) -> str:
+        by_value = running_calculations(puzzle.numbers, self.max_value)
+        if puzzle.target not in by_value:
+            raise ValueError(f"puzzle: got {puzzle.prompt} with max_value {self.max_value}; allowed targets {sorted(by_value)}")
+        chains = by_value[puzzle.target] if hit else _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
+        return chains[rng.integers(len(chains))]
+
+    @property
+    def prompt_length(self) -> int:
+        """Characters of the longest prompt."""
+        return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
+
+    def score(self, puzzle: Puzzle, response: str) -> float:
+        """Reward of a response: see ``reward``."""
+        return reward(puzzle, response, self.reward)
+
+
+def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
+
+
+# ------------------------------------------------------------------------------------ the generator: running calculations
+
+
+def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
+    """Every running calculation of all the numbers through integers in 0..max_value, by its value; do not change the lists."""
+    return _chains_by_value(tuple(sorted(numbers)), max_value)
+
+
+def _combine(left: int, right: int, max_value: int):
+    """(operator, value) for every operation whose value is an integer in 0..max_value."""
+    yield from ((op, v) for op, v in (("+", left + right), ("-", left - right), ("*", left * right)) if 0 <= v <= max_value)
+    if right and left % right == 0:
+        yield "/", left // right
+
+
+def _running(value: int, rest: tuple[int, ...], max_value: int):
+    """Every way to go on from ``value`` with the remaining numbers, as (text after the value, final value)."""
+    if not rest:
+        yield "", value
+    for i, number in enumerate(rest):
+        for op, result in _combine(value, number, max_value):
+            for tail, final in _running(result, rest[:i] + rest[i + 1 :], max_value):
+                yield f"{op}{number}={result}{tail}", final
+
+
+@functools.lru_cache(maxsize=4096)  # an entry of four numbers takes about 0.1 MB
+def _chains_by_value(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
+    by_value: dict[int, set[str]] = {}
+    for i, first in enumerate(numbers):
+        for text, value in _running(first, numbers[:i] + numbers[i + 1 :], max_value):
+            by_value.setdefault(value, set()).add(f"{first}{text}")
+    return {value: sorted(texts) for value, texts in by_value.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_chains(numbers: tuple[int, ...], max_value: int) -> list[str]:
+    return sorted(itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values()))
+
+
+# ------------------------------------------------------------------------------------------------- solver, by brute force
+
+
+class _Expression(NamedTuple):
+    text: str
+    value: Fraction
+    rank: int  # 1 sum or difference, 2 product or quotient, 3 number
+
+
+def solutions(numbers: tuple[int, ...], target: int | Fraction) -> list[str]:
+    """Every expression of all the numbers that equals the target; shortest first, then in alphabetical order.
+
+    Brute force over all binary trees, exactly: every order of the numbers, every bracketing, every choice of operators,
+    through negative numbers and fractions too. Parentheses that do not change the value are left out, so that a + (b - c)
+    and (a + b) - c are one expression, a+b-c. The work grows as n! Catalan(n - 1) 4^(n - 1): 7,680 trees for four numbers,
+    430,080 for five.
+    """
+    found = (e.text for e in _expressions(tuple(sorted(numbers))) if e.value == target)
+    return sorted(found, key=lambda text: (len(text), text))
+
+
+def solve(numbers: tuple[int, ...], target: int | Fraction) -> str | None:
+    """The first of ``solutions``, or None when no expression of all the numbers equals the target."""
+    return next(iter(solutions(numbers, target)), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _expressions(numbers: tuple[int, ...]) -> frozenset[_Expression]:
+    if len(numbers) == 1:
+        return frozenset([_Expression(str(numbers[0]), Fraction(numbers[0]), 3)])
+    return frozenset(
+        _join(left, op, right)
+        for lefts, rights in _partitions(numbers)
+        for left, right, op in itertools.product(_expressions(lefts), _expressions(rights), "+-*/")
+        if op != "/" or right.value != 0
+    )
+
+
+def _partitions(numbers: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The numbers split into two non-empty parts, in every way; the parts stay sorted."""
+    places = range(len(numbers))
+    chosen = itertools.chain.from_iterable(itertools.combinations(places, size) for size in places[1:])
+    return {(tuple(numbers[i] for i in c), tuple(numbers[i] for i in places if i not in c)) for c in chosen}
+
+
+def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
+    """The two expressions under one operator, with the parentheses that a left-associative reader needs."""
+    rank = 1 if op in "+-" else 2
+    bare = right.rank > rank or (right.rank == rank and op in "+*")
+    first = left.text if left.rank >= rank else f"({left.text})"
+    second = right.text if bare else f"({right.text})"
+    return _Expression(f"{first}{op}{second}", _apply(left.value, op, right.value), rank)
+
+
+# --------------------------------------------------------------------------------------------------------- the verifier
+
+_TOKEN = re.compile(r"0|[1-9][0-9]{0,5}|[-+*/()]")  # 007 is three numbers in a row, which no rule allows
+_END = "end"  # follows the last token
+
+
+class _Malformed(Exception):
+    """The response is not in the grammar; never leaves this file."""
+
+
+def _tokens(text: str) -> list[str]:
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != text:  # findall skips what is no token
+        raise _Malformed
+    return tokens
+
+
+def _apply(left: Fraction, op: str, right: Fraction) -> Fraction:
+    if op == "/":
+        return left / right
+    return left + right if op == "+" else left - right if op == "-" else left * right
+
+
+class _Parser:
+    """Value and numbers of a bare expression by recursive descent: each token is taken once, depth at most MAX_DEPTH."""
+
+    def __init__(self, tokens: list[str]):
+        self.tokens, self.position, self.numbers = [*tokens, _END], 0, []
+
+    def parse(self) -> tuple[Fraction, list[int]]:
+        value = self._expression(0)
+        if self._take() != _END:
+            raise _Malformed
+        return value, self.numbers
+
+    def _take(self) -> str:
+        self.position += 1
+        return self.tokens[self.position - 1]
+
+    def _expression(self, depth: int) -> Fraction:
+        return self._left_associative(lambda: self._left_associative(lambda: self._atom(depth), "*/"), "+-")
+
+    def _left_associative(self, operand, operators: str) -> Fraction:
+        value = operand()
+        while self.tokens[self.position] in operators:
+            value = _apply(value, self._take(), operand())
+        return value
+
+    def _atom(self, depth: int) -> Fraction:
+        token = self._take()
+        if token.isdigit():
+            self.numbers.append(int(token))
+            return Fraction(int(token))
+        if token != "(" or depth == MAX_DEPTH:
+            raise _Malformed
+        value = self._expression(depth + 1)
+        if self._take() != ")":
+            raise _Malformed
+        return value
+
+
+def _whole(tokens: list[str]) -> int:
+    if len(tokens) != 1 or not tokens[0].isdigit():
+        raise _Malformed
+    return int(tokens[0])
+
+
+def _evaluate_running(text: str) -> tuple[Fraction, list[int]]:
+    """Value and numbers of ``5*8=40+6=46``: every equation must be true, every result must be the next left operand."""
+    first, *parts = [_tokens(part) for part in text.split("=")]
+    numbers = [_whole(first[:1])]
+    value, step = Fraction(numbers[0]), first[1:]  # a step is what follows a result: operator, number
+    for part in parts:
+        if not step or step[0] not in "+-*/":
+            raise _Malformed
+        numbers.append(_whole(step[1:]))
+        value = _apply(value, step[0], Fraction(numbers[-1]))
+        if value != _whole(part[:1]):
+            raise _Malformed
+        step = part[1:]
+    if step:
+        raise _Malformed
+    return value, numbers
+
+
+def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
+    """(value, numbers used, in order) of a response, exactly; None if it is not in the grammar or states a false equation.
+
+    A division by zero, a text of more than ``MAX_CHARACTERS`` and an object that is no text are None as well. Never raises,
+    never evaluates code. The work is bounded: at most MAX_CHARACTERS tokens, each taken once, and at most as many
+    operations on fractions whose terms stay below 2^256 (the product of the literals times 2 an operation).
+    """
+    if not isinstance(response, str) or not 0 < len(response) <= MAX_CHARACTERS:
+        return None
+    try:
+        return _evaluate_running(response) if "=" in response else _Parser(_tokens(response)).parse()
+    except (_Malformed, ZeroDivisionError):
+        return None
+
+
+def reward(puzzle: Puzzle, response: str, kind: str) -> float:
+    """Reward of a response, by the name of the rule; ValueError for another name. A response is the answer, without tags.
+
+    strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0 otherwise. The rule as
+                 it is usually described.
+    binary       1 solved; 0 otherwise.
+    any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters included; 0 for no answer.
+                 The rule of published code, which pays for an answer tag whatever it holds. Such code computes the value
+                 with ``eval`` and allows 1e-5; what is solved is exact here, under each of the three names.
+    """
+    _check_choice("task.reward", kind, REWARDS)
+    result = evaluate(response)
+    right_numbers = result is not None and Counter(result[1]) == Counter(puzzle.numbers)
+    if right_numbers and result[0] == puzzle.target:
+        return 1.0
+    if kind == "strict":
+        return 0.1 if right_numbers else 0.0
+    return 0.1 if kind == "any_answer" and isinstance(response, str) and response else 0.0
+
+
+# -------------------------------------------------------------------------------------------------------- the tokenizer
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A character-level tokenizer in transformers' own format: 20 characters, [PAD], [MASK], [EOS]; pads on the left.
+
+    A character outside the alphabet becomes [PAD].
+    """
+    vocab = {token: i for i, token in enumerate([PAD, MASK, EOS, *CHARACTERS])}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token=PAD,
+        mask_token=MASK,
+        eos_token=EOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,709 @@
+"""Countdown: splits, generator, solver, verifier and tokenizer, judged by an evaluator of their own.
+
+``judge`` below shares nothing with the verifier: Python's own parser reads the text, a walk over its tree computes it, and
+whatever the walk does not know is refused. Laws take the module as an argument, so that the mutants at the end can break it.
+"""
+
+import ast
+import hashlib
+import itertools
+import json
+import math
+import operator
+import os
+import re
+import subprocess
+import sys
+import types
+import warnings
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from minidrl.tasks import countdown
+from minidrl.tasks.countdown import Countdown, Puzzle, evaluate, reward
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+BY_SIGN = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+LITERAL = "(?:0|[1-9][0-9]{0,5})"
+HARD = Countdown(num_numbers=4, max_number=10, max_value=150, held_out_share=0.2)
+WIDE = Countdown(held_out_share=0.3)
+PAIRS = Countdown(num_numbers=2, max_number=30, max_value=99, held_out_share=0.5, reward="binary")
+TASKS = pytest.mark.parametrize("task", [WIDE, HARD, PAIRS], ids=["three", "four", "two"])
+
+
+# ------------------------------------------------------------------------------------------------- the independent judge
+
+
+def walk(node: ast.AST) -> tuple[Fraction, list[int]]:
+    """Value and literals of a Python expression tree; KeyError for a node that is no integer and none of + - * /."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value), [node.value]
+    if not isinstance(node, ast.BinOp):
+        raise KeyError(type(node))
+    (left, used), (right, also) = walk(node.left), walk(node.right)
+    return OPERATORS[type(node.op)](left, right), used + also
+
+
+def nesting(text: str) -> int:
+    depths = itertools.accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)
+    return max(depths, default=0)
+
+
+def judge_expression(text: str):
+    literals = re.findall("[0-9]+", text)
+    if not re.fullmatch("[-+*/()0-9]+", text) or not all(re.fullmatch(LITERAL, literal) for literal in literals):
+        return None
+    if nesting(text) > 8:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python warns of 3(4) before the walk refuses it
+            return walk(ast.parse(text, mode="eval").body)
+    except (SyntaxError, KeyError, ZeroDivisionError):
+        return None
+
+
+def judge_running(text: str):
+    """Pair by pair: what stands left of each = is one operation on the result before it, and equals what stands right."""
+    parts, numbers = text.split("="), []
+    for left, right in itertools.pairwise(parts):
+        step, result = re.fullmatch(f"({LITERAL})[-+*/]({LITERAL})", left), re.match(f"{LITERAL}(?![0-9])", right)
+        claimed = judge_expression(left)
+        if not step or not result or claimed is None or claimed[0] != int(result[0]):
+            return None
+        numbers += [int(step[1])] * (not numbers) + [int(step[2])]
+    return (Fraction(int(parts[-1])), numbers) if re.fullmatch(LITERAL, parts[-1]) else None
+
+
+def judge(text: str):
+    """(value, numbers) or None, for a text of any kind and length."""
+    if len(text) > 64:
+        return None
+    return judge_running(text) if "=" in text else judge_expression(text)
+
+
+def all_runs(numbers: tuple[int, ...], max_value: int) -> dict[str, int]:
+    """Every running calculation with its value, from all orders and all operators, in Fractions."""
+    found = {}
+    for order in set(itertools.permutations(numbers)):
+        for signs in itertools.product(BY_SIGN, repeat=len(numbers) - 1):
+            value, text = Fraction(order[0]), str(order[0])
+            for sign, number in zip(signs, order[1:], strict=True):
+                value = BY_SIGN[sign](value, number)
+                if value.denominator > 1 or not 0 <= value <= max_value:
+                    break
+                text += f"{sign}{number}={value}"
+            else:
+                found[text] = int(value)
+    return found
+
+
+def all_values(numbers: tuple[Fraction, ...]) -> set[Fraction]:
+    """Every value of every binary tree: replace two numbers by what an operator makes of them, until one is left."""
+    if len(numbers) == 1:
+        return {numbers[0]}
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
+        for sign, apply in BY_SIGN.items():
+            if sign != "/" or numbers[j]:
+                found |= all_values((*rest, apply(numbers[i], numbers[j])))
+    return found
+
+
+# --------------------------------------------------------------------------------------------- difficulty and the splits
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"num_numbers": 5}, "task.num_numbers: got 5; allowed 2, 3, 4"),
+        ({"num_numbers": 3.0}, "task.num_numbers: got 3.0; allowed whole numbers"),
+        ({"max_number": 0}, "task.max_number: got 0; allowed 1 to 99"),
+        ({"max_number": 100, "max_value": 200}, "task.max_number: got 100; allowed 1 to 99"),
+        ({"max_number": "9"}, "task.max_number: got '9'; allowed whole numbers"),
+        ({"max_number": 9, "max_value": 8}, "task.max_value: got 8; allowed max_number (9) to 999"),
+        ({"max_value": 1000}, "task.max_value: got 1000; allowed max_number (9) to 999"),
+        ({"max_value": True}, "task.max_value: got True; allowed whole numbers"),
+        ({"held_out_share": 0}, "task.held_out_share: got 0; allowed between 0 and 1"),
+        ({"held_out_share": 1.0}, "task.held_out_share: got 1.0; allowed between 0 and 1"),
+        ({"held_out_share": math.nan}, "task.held_out_share: got nan; allowed between 0 and 1"),
+        ({"reward": "eval"}, "task.reward: got 'eval'; allowed strict, binary, any_answer"),
+    ],
+)
+def test_a_wrong_difficulty_is_named_with_what_is_allowed(setting, message):
+    with pytest.raises(ValueError) as error:
+        Countdown(**setting)
+    assert str(error.value) == message
+
+
+@TASKS
+def test_the_two_splits_share_no_puzzle_and_neither_is_empty(task):
+    train = {(*sorted(p.numbers), p.target) for p in task.puzzles(1500, np.random.default_rng(0))}
+    held_out = {(*sorted(p.numbers), p.target) for p in task.puzzles(1500, np.random.default_rng(1), "held_out")}
+    fixed = {(*sorted(p.numbers), p.target) for p in task.held_out(64)}
+    assert len(train) > 100 and len(held_out) > 100
+    assert train.isdisjoint(held_out | fixed)
+
+
+@TASKS
+def test_puzzles_keep_the_limits_of_the_difficulty(task):
+    puzzles = task.puzzles(600, np.random.default_rng(2)) + task.puzzles(300, np.random.default_rng(2), "held_out")
+    assert all(len(p.numbers) == task.num_numbers for p in puzzles)
+    assert {n for p in puzzles for n in p.numbers} == set(range(1, task.max_number + 1))
+    assert all(1 <= p.target <= task.max_value for p in puzzles)
+    assert all(p.prompt == ",".join(str(n) for n in p.numbers) + ">" + str(p.target) + ":" for p in puzzles)
+    assert max(len(p.prompt) for p in puzzles) <= task.prompt_length
+
+
+def test_prompt_length_is_that_of_the_longest_prompt():
+    assert WIDE.prompt_length == len("9,9,9>99:")
+    assert Countdown(num_numbers=4, max_number=10, max_value=999).prompt_length == len("10,10,10,10>999:")
+
+
+def test_a_target_is_any_value_that_a_running_calculation_reaches():
+    """All targets of one multiset turn up, and only those; 0 is no target."""
+    task = Countdown(num_numbers=2, max_number=2, max_value=99, held_out_share=0.5)
+    drawn = task.puzzles(300, np.random.default_rng(3)) + task.puzzles(300, np.random.default_rng(3), "held_out")
+    by_hand = {(1, 1, 2), (1, 1, 1), (1, 2, 3), (1, 2, 1), (1, 2, 2), (2, 2, 4), (2, 2, 1)}
+    assert {(*sorted(p.numbers), p.target) for p in drawn} == by_hand
+    assert Countdown().targets((2, 1)) == Countdown().targets((1, 2)) == [1, 2, 3]
+
+
+def test_held_out_is_the_same_set_every_time_without_repetition():
+    puzzles = WIDE.held_out(512)
+    assert len({(*sorted(p.numbers), p.target) for p in puzzles}) == len({p.key for p in puzzles}) == 512
+    assert WIDE.held_out(512) == puzzles and WIDE.held_out(100) == puzzles[:100]
+    assert {WIDE.split_of(p) for p in puzzles} == {"held_out"}
+
+
+def test_held_out_counts_that_do_not_exist_are_named():
+    tiny = Countdown(num_numbers=2, max_number=4, held_out_share=0.5)
+    every = {(*sorted(n), t) for n in itertools.product(range(1, 5), repeat=2) for t in tiny.targets(n)}
+    exist = [key for key in every if tiny.split_of(Puzzle(key[:2], key[2])) == "held_out"]
+    assert 0 < len(exist) < len(every) and len(tiny.held_out(len(exist))) == len(exist)
+    with pytest.raises(ValueError, match=f"^evaluate.n: got 60; allowed at most {len(exist)}, "):
+        tiny.held_out(60)
+    with pytest.raises(ValueError, match="^evaluate.n: got 0; allowed 1 or more$"):
+        tiny.held_out(0)
+
+
+def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
+    with pytest.raises(ValueError, match="^split: got 'test'; allowed train, held_out$"):
+        Countdown().puzzles(1, np.random.default_rng(0), "test")
+    monkeypatch.setattr(countdown, "MAX_DRAWS", 200)
+    nothing = Countdown(num_numbers=2, max_number=1, held_out_share=1e-9)
+    with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
+        nothing.puzzles(1, np.random.default_rng(0), "held_out")
+    assert len(nothing.puzzles(500, np.random.default_rng(0))) == 500  # misses are counted in a row, not in all
+
+
+CHILD = """
+import json, numpy as np
+from minidrl.tasks.countdown import Countdown
+task, rng = Countdown(held_out_share=0.3), np.random.default_rng(0)
+puzzles = task.puzzles(200, rng) + task.puzzles(200, rng, "held_out")
+print(json.dumps([[[*p.numbers, p.target, task.split_of(p)] for p in puzzles], task.demonstrations(puzzles, rng, 0.5)]))
+"""
+
+
+def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
+    outputs = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        child = subprocess.run([sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True)
+        outputs.append(json.loads(child.stdout))
+    rng = np.random.default_rng(0)
+    puzzles = WIDE.puzzles(200, rng) + WIDE.puzzles(200, rng, "held_out")
+    here = [[[*p.numbers, p.target, WIDE.split_of(p)] for p in puzzles], WIDE.demonstrations(puzzles, rng, 0.5)]
+    assert outputs == [here, here]
+
+
+# ------------------------------------------------------------------------------------------------ generator and solver
+
+
+@TASKS
+def test_demonstrations_are_true_running_calculations_inside_the_limits(task):
+    rng = np.random.default_rng(4)
+    puzzles = task.puzzles(400, rng)
+    for puzzle, text in zip(puzzles, task.demonstrations(puzzles, rng, 0.5), strict=True):
+        value, numbers = judge_running(text)
+        assert Counter(numbers) == Counter(puzzle.numbers)
+        assert all(0 <= int(part) <= task.max_value for part in re.findall(r"=(\d+)", text))
+        assert task.score(puzzle, text) == (1.0 if value == puzzle.target else 0.1 if task.reward == "strict" else 0.0)
+
+
+@pytest.mark.parametrize("hit_share", [0.0, 0.2, 1.0])
+def test_hit_share_is_the_share_aimed_at_the_target(hit_share):
+    """hits = hit_share + (1 - hit_share) * share of all running calculations that end on the target, summed over puzzles."""
+    rng = np.random.default_rng(5)
+    puzzles = WIDE.puzzles(3000, rng)
+    texts = WIDE.demonstrations(puzzles, rng, hit_share)
+    runs = {numbers: all_runs(numbers, 99) for numbers in {tuple(sorted(p.numbers)) for p in puzzles}}
+    ends = [list(runs[tuple(sorted(p.numbers))].values()) for p in puzzles]
+    expected = [hit_share + (1 - hit_share) * end.count(p.target) / len(end) for p, end in zip(puzzles, ends, strict=True)]
+    hits = sum(judge(text)[0] == p.target for p, text in zip(puzzles, texts, strict=True))
+    error = math.sqrt(sum(p * (1 - p) for p in expected))
+    assert abs(hits - sum(expected)) <= 5 * error + 1e-6
+
+
+def test_demonstrations_refuse_what_they_cannot_do():
+    with pytest.raises(ValueError, match="^hit_share: got 1.5; allowed 0 to 1$"):
+        Countdown().demonstrations([], np.random.default_rng(0), 1.5)
+    with pytest.raises(ValueError, match=r"^puzzle: got 1,1>50: with max_value 99; allowed targets \[0, 1, 2\]$"):
+        Countdown(num_numbers=2).demonstrations([Puzzle((1, 1), 50)], np.random.default_rng(0), 0.0)
+
+
+@pytest.mark.parametrize("numbers, max_value", [((3, 5, 8), 99), ((4, 4, 2), 20), ((1, 2, 6, 25), 200), ((7, 7), 99)])
+def test_running_calculations_are_all_of_them(numbers, max_value):
+    found = countdown.running_calculations(numbers, max_value)
+    assert {text: value for value, texts in found.items() for text in texts} == all_runs(numbers, max_value)
+    assert all(len(texts) == len(set(texts)) for texts in found.values())
+
+
+@TASKS
+def test_every_puzzle_is_solved_by_the_solver_and_by_a_running_calculation(task):
+    puzzles = task.puzzles(24, np.random.default_rng(6)) + task.puzzles(12, np.random.default_rng(6), "held_out")
+    for puzzle in puzzles:
+        text = countdown.solve(puzzle.numbers, puzzle.target)
+        assert reward(puzzle, text, "binary") == 1.0 and judge(text)[0] == puzzle.target
+        runs = countdown.running_calculations(puzzle.numbers, task.max_value)[puzzle.target]
+        assert runs and all(reward(puzzle, run, "binary") == 1.0 for run in runs)
+
+
+def law_solver(module):
+    """Forms known by hand: through fractions, through negative numbers, with each pair of parentheses that is needed."""
+    assert module.solutions((3, 3, 8, 8), 24) == ["8/(3-8/3)"]
+    assert set(module.solutions((2, 3), 6)) == {"2*3", "3*2"}
+    negative = {"1-2-3", "1-3-2", "1-(2+3)", "1-(3+2)", "(1-3)*2", "2*(1-3)"}
+    assert set(module.solutions((1, 2, 3), Fraction(-4))) == negative
+    assert "6-(3-5)" in module.solutions((3, 5, 6), 8) and "(5-3+6)" not in module.solutions((3, 5, 6), 8)
+    assert module.solutions((1, 2, 4), Fraction(1, 8)) == ["1/2/4", "1/4/2", "1/(2*4)", "1/(4*2)"]
+    assert module.solve((2, 2), 7) is None and module.solve((5,), 5) == "5" and module.solve((5,), 4) is None
+    assert module.solve((0, 3), 0) == "0*3" and module.solutions((0, 3), Fraction(1, 3)) == []
+
+
+def test_the_solver_finds_the_forms_known_by_hand():
+    law_solver(countdown)
+
+
+@pytest.mark.parametrize("numbers", [(1, 1, 2), (2, 3, 7), (0, 4, 4), (3, 3, 8, 8), (1, 5, 5, 5)])
+def test_the_solver_reaches_exactly_the_values_of_all_binary_trees(numbers):
+    reachable = all_values(tuple(map(Fraction, numbers)))
+    assert {value for value in reachable if countdown.solve(numbers, value) is None} == set()
+    others = {Fraction(n, d) for n in range(-60, 61) for d in (1, 2, 3, 5, 7)} - reachable
+    assert others and all(countdown.solutions(numbers, value) == [] for value in others)
+    for value in sorted(reachable)[::7]:
+        for text in countdown.solutions(numbers, value):
+            found, used = judge(text)
+            assert found == value and sorted(used) == sorted(numbers) and evaluate(text) == (found, used)
+
+
+# --------------------------------------------------------------------------------------------------------- the verifier
+
+NOTHING, CLOSE, SOLVED = (0.0, 0.0, 0.1), (0.1, 0.0, 0.1), (1.0, 1.0, 1.0)  # strict, binary, any_answer
+TABLE = [
+    # solved: running calculations and bare expressions
+    ("5,6,8>46", "5*8=40+6=46", SOLVED),
+    ("5,6,8>46", "8*5=40+6=46", SOLVED),
+    ("5,6,8>46", "5*8+6", SOLVED),
+    ("5,6,8>46", "6+5*8", SOLVED),
+    ("5,6,8>46", "((5*8))+(6)", SOLVED),
+    ("3,3,8,8>24", "8/(3-8/3)", SOLVED),
+    ("2,4,6>3", "2*6/4", SOLVED),
+    ("2,4,6>3", "6/4*2", SOLVED),
+    ("1,49,49>1", "1/49*49", SOLVED),
+    ("1,2,8>3", "8/2-1", SOLVED),
+    ("2,3,4>1", "2+3-4", SOLVED),
+    ("2,5,9>6", "2-(5-9)", SOLVED),
+    ("2,5,9>6", "2-5+9", SOLVED),
+    ("3,3,5>5", "3-3=0+5=5", SOLVED),
+    ("7>7", "7", SOLVED),
+    ("12,34>46", "12+34=46", SOLVED),
+    # right numbers, another value
+    ("5,6,8>46", "5*6=30+8=38", CLOSE),
+    ("5,6,8>46", "5*6+8", CLOSE),
+    ("5,6,8>46", "5-6-8", CLOSE),
+    ("5,6,8>46", "5/6/8", CLOSE),
+    ("2,4,6>0", "2/(4*6)", CLOSE),
+    ("2,3,4>3", "2-3-4", CLOSE),
+    ("8,4,2>4", "8/4/2", CLOSE),
+    ("2,3,4>20", "2+3*4", CLOSE),
+    ("2,3,7>1", "7/2-3", CLOSE),
+    ("1,2,5>2", "5/2*1", CLOSE),
+    # numbers: each exactly once
+    ("5,6,8>46", "5*8=40", NOTHING),
+    ("5,6,8>46", "46", NOTHING),
+    ("5,6,8>40", "5*8", NOTHING),
+    ("5,6,8>46", "5*8+6+0", NOTHING),
+    ("5,6,8>46", "5*8+6+6-6", NOTHING),
+    ("5,6,8>46", "5*8=40+5=45+1=46", NOTHING),
+    ("5,6,8>46", "40+6=46", NOTHING),
+    ("4,4,6>14", "4+4+6", SOLVED),
+    ("4,4,6>10", "4+6", NOTHING),
+    ("4,6,6>14", "4+4+6", NOTHING),
+    ("4,4,4>12", "4+4+4", SOLVED),
+    ("4,4,4>16", "4+4+4+4", NOTHING),
+    ("4,4,4>8", "4+4=8", NOTHING),
+    ("1,2>12", "12", NOTHING),
+    ("12,3>15", "1+2+3+9", NOTHING),
+    # equations: true, one operation each, each result carried on
+    ("5,6,8>46", "5*8=41+6=46", NOTHING),
+    ("5,6,8>46", "5*8=40+6=47", NOTHING),
+    ("5,6,8>46", "5*8=39+6=46", NOTHING),
+    ("5,6,8>46", "5*8=40+6", NOTHING),
+    ("5,6,8>46", "5*8=40+6=", NOTHING),
+    ("5,6,8>46", "5*8+6=46", NOTHING),
+    ("5,6,8>46", "46=5*8+6", NOTHING),
+    ("5,8>40", "5*8=40", SOLVED),
+    ("5,8>40", "5*8+6=40", NOTHING),
+    ("5,8>40", "5*8=40+6", NOTHING),
+    ("5,8>40", "5*8=40+", NOTHING),
+    ("5,8>40", "5*8=40)", NOTHING),
+    ("5,8>40", "5*8=40 ", NOTHING),
+    ("5,8>40", "5(8=40", NOTHING),
+    ("5,8>13", "5+8=13,", NOTHING),
+    ("5,6,8>46", "5*8=40=40+6=46", NOTHING),
+    ("5,6,8>46", "5*8=40+6=46=46", NOTHING),
+    ("5,6,8>46", "(5*8)=40+6=46", NOTHING),
+    ("5,6,8>46", "5*8=(40)+6=46", NOTHING),
+    ("5,6,8>46", "=5*8=40+6=46", NOTHING),
+    ("5,6,8>46", "5*8==40+6=46", NOTHING),
+    ("5,6,8>46", "5*8=40,40+6=46", NOTHING),
+    ("3,5,9>7", "3-5=-2+9=7", NOTHING),
+    ("7>7", "7=7", NOTHING),
+    # grammar
+    ("5,6,8>46", "5*8+6)", NOTHING),
+    ("5,6,8>46", "5*8+6(", NOTHING),
+    ("5,6,8>46", "5*8+6(7)", NOTHING),
+    ("5,6,8>46", "(5*8+6", NOTHING),
+    ("5,6,8>46", "(5*8+6(", NOTHING),
+    ("5,6,8>46", "5*8+6+", NOTHING),
+    ("5,6,8>46", "5*8 +6", NOTHING),
+    ("5,6,8>46", "5*8+6\n", NOTHING),
+    ("5,6,8>46", "5*8+6>", NOTHING),
+    ("5,6,8>46", "[5*8+6]", NOTHING),
+    ("5,6,8>46", "5×8+6", NOTHING),
+    ("5,6,8>46", "x", NOTHING),
+    ("5,6,8>46", " ", NOTHING),
+    ("5,6,8>46", "()", NOTHING),
+    ("5,6,8>46", "-6+5*8", NOTHING),
+    ("5,6,8>46", "+5*8+6", NOTHING),
+    ("5,6,8>46", "5*8--6", NOTHING),
+    ("5,6,8>46", "5(8)+6", NOTHING),
+    ("5,6,8>46", "05*8+6", NOTHING),
+    ("5,6,8>46", "5*8=040+6=46", NOTHING),
+    ("0,7>7", "00+7", NOTHING),
+    ("0,7>7", "0+7", SOLVED),
+    ("2,3>1", "3//2", NOTHING),
+    ("2,3>9", "3**2", NOTHING),
+    ("1,2,5>3", "1.5*2", NOTHING),
+    ("2,3>1", "3%2", NOTHING),
+    ("2,3>6", "2*3#", NOTHING),
+    ("13,2>15", "1٣+2", NOTHING),
+    ("2,3>5", "２+３", NOTHING),
+    ("2,3>8", "2³", NOTHING),
+    ("1,2,3>6", "1_2/2", NOTHING),
+    ("2,10>20", "2*1e1", NOTHING),
+    ("3,5,5>3", "3/(5-5)", NOTHING),
+    ("3,5,5>0", "(5-5)/3", SOLVED),
+    ("3,0>0", "3/0=0", NOTHING),
+    # bounds
+    ("7>7", "(" * 8 + "7" + ")" * 8, SOLVED),
+    ("7>7", "(" * 9 + "7" + ")" * 9, NOTHING),
+    ("999999,1>1000000", "999999+1", SOLVED),
+    ("1000000,1>1000001", "1000000+1", NOTHING),
+    ("1>32", "1" + "+1" * 31, NOTHING),
+    ("7>7", "9" * 10**6, NOTHING),
+    ("7>7", "(" * 10**6, NOTHING),
+]
+NOT_A_RESPONSE = ["", None, 46, 4.6, b"5*8+6", ["5", "*", "8", "+", "6"], Fraction(46)]
+
+
+def puzzle_of(text: str) -> Puzzle:
+    numbers, target = text.split(">")
+    return Puzzle(tuple(map(int, numbers.split(","))), int(target))
+
+
+def law_rewards(module):
+    """The table of rewards, under the three names."""
+    for text, response, expected in TABLE:
+        got = tuple(module.reward(puzzle_of(text), response, kind) for kind in ("strict", "binary", "any_answer"))
+        assert got == expected, (text, response[:80])
+    for response in NOT_A_RESPONSE:
+        assert module.evaluate(response) is None
+        assert {module.reward(Puzzle((5, 6, 8), 46), response, kind) for kind in module.REWARDS} == {0.0}, response
+
+
+def test_the_table_of_rewards():
+    law_rewards(countdown)
+
+
+@pytest.mark.parametrize("kind", countdown.REWARDS)
+def test_score_pays_by_the_rule_of_the_task(kind):
+    task = Countdown(reward=kind)
+    assert all(task.score(puzzle_of(text), response) == reward(puzzle_of(text), response, kind) for text, response, _ in TABLE)
+
+
+def test_an_unknown_reward_is_an_error_and_not_a_rule():
+    with pytest.raises(ValueError, match="^task.reward: got 'loose'; allowed strict, binary, any_answer$"):
+        reward(Puzzle((1, 2), 3), "1+2", "loose")
+
+
+def test_values_and_numbers_are_exact_and_in_order():
+    assert evaluate("1/3+1/6") == (Fraction(1, 2), [1, 3, 1, 6])
+    assert evaluate("2-(3-4*5)/7") == (Fraction(31, 7), [2, 3, 4, 5, 7])
+    assert evaluate("9*9=81/3=27-0=27") == (27, [9, 9, 3, 0])
+    product = math.prod(Fraction(1, n) for n in (999999, 999997, 999991, 999989))
+    assert evaluate("1/999999/999997/999991/999989") == (product, [1, 999999, 999997, 999991, 999989])
+
+
+# ------------------------------------------------------------------------------------------------------------- the fuzz
+
+PIECES = [*"0123456789+-*/()=,>:", "**", "//", "==", "1.5", "1.5*2", "007", "87**95**61", "٣", "٤٢", "５", "²", "½", "Ⅷ", "۷"]
+PIECES += ["−", "×", "÷", "（", "=", " ", "\n", "\t", "\0", "\x1b", "\u200b", "\ud800", "😀", "e", "_", "[EOS]", "[MASK]"]
+PIECES += ["__import__('os')", "<answer>", "0x1", "1e9", "nan", "inf", "(((", ")))", "10", "999999", "1000000"]
+UNITS = ["(", ")", "9", "1+", "1/", "-", "1=1", "=", "((1)", "٣", " ", "**", "()", "5*8=40+6=46", "\0", "😀"]
+EXTREMES = [
+    "1/999999+1/999998+1/999997+1/999996+1/999995+1/999994+1/999993",
+    "1/999999-1/999998/(1/999997-1/999996)/(1/999995-1/999994)+1/9",
+    "+".join("1" * 32),
+    "1/9+" * 15 + "1/9",
+    "(" * 32 + ")" * 32,
+    "(((((((1/9)/9)/9)/9)/9)/9)/9)+((((((1/9)/9)/9)/9)/9)/9)",
+    "*".join(["999999"] * 9),
+    "(" * 8 + "1" + ")+1" * 8,
+]
+
+
+def pick(rng: np.random.Generator, items: list):
+    return items[int(rng.integers(len(items)))]  # rng.choice would drop a closing NUL character
+
+
+def hostile(rng: np.random.Generator) -> str:
+    """One text: noise of pieces, of the bare alphabet, a true calculation damaged in one or two places, or a huge one."""
+    kind = rng.choice(["pieces", "grammar", "damaged", "whole", "huge"], p=[0.25, 0.24, 0.3, 0.2, 0.01])
+    if kind == "pieces":
+        return "".join(pick(rng, PIECES) for _ in range(rng.integers(0, 24)))
+    if kind == "grammar":
+        return "".join(pick(rng, [*"12345+-*/()="]) for _ in range(rng.integers(0, 12)))
+    if kind == "huge":
+        unit = pick(rng, UNITS)
+        return unit * (10**6 // len(unit) if rng.random() < 0.5 else int(rng.integers(1, 80)))
+    text = pick(rng, pick(rng, WHOLE))
+    for _ in range(rng.integers(1, 3) if kind == "damaged" else 0):
+        place = int(rng.integers(len(text)))
+        text = text[:place] + pick(rng, PIECES) * int(rng.integers(2)) + text[place + int(rng.integers(2)) :]
+    return text
+
+
+FUZZED = Puzzle((2, 3, 6), 12)
+WHOLE = [*countdown.running_calculations(FUZZED.numbers, 99).values()]
+WHOLE += [countdown.solutions(FUZZED.numbers, value) for value in (0, 1, 4, 9, 11, 12, 36, -1, Fraction(5, 2))]
+
+
+class Meter:
+    """What one answer costs: characters tokenised, tokens taken, operations, the longest term of a fraction in bits."""
+
+    def __init__(self, module, monkeypatch):
+        self.characters = self.tokens = self.operations = self.bits = 0
+        tokens, take, apply = module._tokens, module._Parser._take, module._apply
+        monkeypatch.setattr(module, "_tokens", lambda text: self.count("characters", len(text)) or tokens(text))
+        monkeypatch.setattr(module._Parser, "_take", lambda parser: self.count("tokens", 1) or take(parser))
+        monkeypatch.setattr(module, "_apply", lambda *a: self.count("operations", 1) or self.measured(apply(*a)))
+
+    def count(self, name: str, amount: int) -> None:
+        setattr(self, name, getattr(self, name) + amount)
+
+    def measured(self, value: Fraction) -> Fraction:
+        self.bits = max(self.bits, value.numerator.bit_length(), value.denominator.bit_length())
+        return value
+
+    def read(self) -> tuple[int, int, int, int]:
+        cost = (self.characters, self.tokens, self.operations, self.bits)
+        self.characters = self.tokens = self.operations = self.bits = 0
+        return cost
+
+
+def law_bounded_work(module, monkeypatch):
+    """Whatever comes in: at most 64 characters tokenised, 65 tokens taken, 32 operations, terms below 2^256."""
+    meter = Meter(module, monkeypatch)
+    for text in [unit * count for unit in UNITS for count in (1, 9, 63, 64, 65, 1000)] + EXTREMES:
+        module.evaluate(text)
+        characters, tokens, operations, bits = meter.read()
+        assert characters <= 64 and tokens <= 65 and operations <= 32 and bits <= 256, text[:80]
+    module.evaluate("2*(3+4)")
+    assert meter.read() == (7, 8, 2, 4), "the meter counts: 7 tokens and the end, two operations, 14 has 4 bits"
+
+
+def test_the_work_is_bounded_whatever_comes_in(monkeypatch):
+    law_bounded_work(countdown, monkeypatch)
+
+
+def law_fuzz(module, monkeypatch, count: int):
+    """No exception, a reward of the three, and the judge's verdict and value, on ``count`` hostile texts."""
+    rng = np.random.default_rng(8)
+    meter, paid = Meter(module, monkeypatch), Counter()
+    for text in itertools.chain(EXTREMES, (hostile(rng) for _ in range(count - len(EXTREMES)))):
+        result, cost = module.evaluate(text), meter.read()
+        assert result == judge(text), text[:80]
+        assert all(amount <= limit for amount, limit in zip(cost, (64, 65, 32, 256), strict=True)), text[:80]
+        right = result is not None and sorted(result[1]) == [2, 3, 6]
+        expected = (1.0 if result[0] == 12 else 0.1) if right else 0.0
+        assert module.reward(FUZZED, text, "strict") == expected, text[:80]
+        meter.read()
+        paid[expected] += 1
+    return paid
+
+
+def test_ten_thousand_hostile_texts(monkeypatch):
+    paid = law_fuzz(countdown, monkeypatch, 10_000)
+    assert set(paid) == {0.0, 0.1, 1.0} and min(paid.values()) >= 100 and sum(paid.values()) == 10_000
+
+
+# -------------------------------------------------------------------------------------------------------- the tokenizer
+
+
+def test_the_tokenizer_gives_one_id_a_character_and_the_text_back():
+    tok = countdown.tokenizer()
+    assert len(tok) == len(set("0123456789+-*/()=,>:")) + 3
+    assert (tok.pad_token, tok.mask_token, tok.eos_token) == ("[PAD]", "[MASK]", "[EOS]")
+    for text in ("5,6,8>46:", "5*8=40+6=46", "(5*8)+6", "0123456789+-*/()=,>:"):
+        ids = tok(text)["input_ids"]
+        assert len(ids) == len(text) and len(set(ids)) == len(set(text)) and tok.decode(ids) == text
+        assert tok.decode([*ids, tok.eos_token_id, tok.pad_token_id], skip_special_tokens=True) == text
+    assert tok("5?")["input_ids"] == [*tok("5")["input_ids"], tok.pad_token_id]
+
+
+def test_the_tokenizer_pads_on_the_left():
+    batch = countdown.tokenizer()(["1,2>3:", "1,2,3>45:"], padding=True)
+    assert batch["attention_mask"] == [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9]
+    assert batch["input_ids"][0][:3] == [countdown.tokenizer().pad_token_id] * 3
+
+
+def test_the_tokenizer_comes_back_from_disk_as_it_was(tmp_path):
+    tok = countdown.tokenizer()
+    tok.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [p.prompt for p in WIDE.puzzles(50, np.random.default_rng(9))] + ["(1+2)/3*4-5=6[EOS][MASK]"]
+    assert again.get_vocab() == tok.get_vocab() and again.padding_side == "left"
+    assert again(texts, padding=True)["input_ids"] == tok(texts, padding=True)["input_ids"]
+    assert again.all_special_ids == tok.all_special_ids and again.batch_decode(tok(texts)["input_ids"]) == texts
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+
+
+def law_split(module):
+    """held_out iff the first 8 bytes of the hash, as a fraction of 2^64, are below the share; numbers in any order."""
+    for numbers, target in [((5, 6, 8), 46), ((9, 1, 4), 13), ((7, 3, 7), 70)]:
+        key = ",".join(str(n) for n in sorted(numbers)) + ">" + str(target)
+        share = int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) / 2**64
+        for order in itertools.permutations(numbers):
+            puzzle = module.Puzzle(order, target)
+            assert module.Countdown(held_out_share=share).split_of(puzzle) == "train"
+            assert module.Countdown(held_out_share=math.nextafter(share, 1)).split_of(puzzle) == "held_out"
+
+
+def law_generator(module):
+    for numbers in [(3, 5, 8), (1, 2, 2), (9, 9, 9)]:
+        found = module.running_calculations(numbers, 99)
+        assert {text: value for value, texts in found.items() for text in texts} == all_runs(numbers, 99)
+
+
+def test_the_split_is_the_documented_hash():
+    law_split(countdown)
+
+
+MUTANTS = [
+    ("numbers may repeat", "Counter(result[1]) == Counter(puzzle.numbers)", "set(result[1]) == set(puzzle.numbers)"),
+    (
+        "numbers may be left out",
+        "Counter(result[1]) == Counter(puzzle.numbers)",
+        "Counter(result[1]) <= Counter(puzzle.numbers)",
+    ),
+    ("numbers may be added", "Counter(result[1]) == Counter(puzzle.numbers)", "Counter(result[1]) >= Counter(puzzle.numbers)"),
+    ("any numbers", "right_numbers = result is not None and", "right_numbers = result is not None or"),
+    ("order of numbers counts", "Counter(result[1]) == Counter(puzzle.numbers)", "tuple(result[1]) == puzzle.numbers"),
+    ("any value", "right_numbers and result[0] == puzzle.target", "right_numbers"),
+    ("value rounded", "result[0] == puzzle.target", "round(result[0]) == puzzle.target"),
+    ("false equations", "if value != _whole(part[:1]):", "if _whole(part[:1]) < 0:"),
+    ("result not carried on", "value = _apply(value, step[0]", "value = _apply(Fraction(numbers[-2]), step[0]"),
+    ("several operations a step", "_whole(step[1:])", "_whole(step[1:2])"),
+    ("running text goes on", "    if step:\n        raise _Malformed\n", ""),
+    ("text after the expression", "if self._take() != _END:", "if self._take() is None:"),
+    ("parenthesis left open", 'if self._take() != ")":', "if self._take() not in (')', _END):"),
+    ("depth unlimited", "or depth == MAX_DEPTH", ""),
+    ("depth one less", "depth == MAX_DEPTH", "depth == MAX_DEPTH - 1"),
+    ("length unlimited", "not 0 < len(response) <= MAX_CHARACTERS", "not response"),
+    ("any object", "not isinstance(response, str) or ", ""),
+    ("floor division accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace('//', '/'))"),
+    ("spaces accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace(' ', ''))"),
+    ("strange characters skipped", '"".join(tokens) != text', "not tokens"),
+    ("unicode digits", "[1-9][0-9]{0,5}", r"[1-9]\d{0,5}"),
+    ("leading zeros", "0|[1-9][0-9]{0,5}|", "[0-9]{1,6}|"),
+    ("long numbers", "[1-9][0-9]{0,5}", "[1-9][0-9]*"),
+    ("any operator starts a step", 'if not step or step[0] not in "+-*/":', "if not step:"),
+    ("floor division computed", "return left / right", "return Fraction(left // right)"),
+    ("float division", "return left / right", "return float(left) / float(right)"),
+    ("division by zero escapes", "except (_Malformed, ZeroDivisionError):", "except _Malformed:"),
+    ("division by zero is 0", "return left / right", "return left / right if right else right"),
+    ("minus turned round", "left - right if op ==", "right - left if op =="),
+    ("no precedence", 'self._left_associative(lambda: self._atom(depth), "*/"), "+-")', 'self._atom(depth), "*/+-")'),
+    (
+        "right-associative",
+        "operand())\n        return value",
+        "self._left_associative(operand, operators))\n        return value",
+    ),
+    ("strict pays wrong numbers", "0.1 if right_numbers else 0.0", "0.1 if result else 0.0"),
+    ("strict pays nothing", "0.1 if right_numbers else 0.0", "0.0"),
+    ("binary pays answers", 'kind == "any_answer" and isinstance', "isinstance"),
+    ("any_answer pays silence", "isinstance(response, str) and response else", "isinstance(response, str) else"),
+    ("any_answer pays well-formed only", "isinstance(response, str) and response else", "result else"),
+    ("split boundary", "fraction < self.held_out_share", "fraction <= self.held_out_share"),
+    ("split depends on order", "map(str, sorted(self.numbers))", "map(str, self.numbers)"),
+    ("split ignores the target", '+ f">{self.target}"\n', '+ ">"\n'),
+    ("split from randomised hash", "sha256(puzzle.key.encode()).digest()", "sha256(b'%d' % hash(puzzle.key)).digest()"),
+    ("limits ignored", "if 0 <= v <= max_value", "if v >= 0"),
+    ("negative numbers on the way", "if 0 <= v <= max_value", "if v <= max_value"),
+    ("inexact division generated", "if right and left % right == 0", "if right"),
+    (
+        "solver without fractions",
+        'if op != "/" or right.value != 0',
+        'if op != "/" or right.value and left.value % right.value == 0',
+    ),
+    ("solver drops parentheses", 'and op in "+*")', ")"),
+    ("solver keeps the order", "itertools.combinations(places, size)", "[tuple(range(size))]"),
+]
+SOURCE = Path(countdown.__file__).read_text()
+
+
+def laws(module, monkeypatch) -> None:
+    law_rewards(module)
+    law_split(module)
+    law_generator(module)
+    law_solver(module)
+    law_bounded_work(module, monkeypatch)
+
+
+def module_from(source: str, monkeypatch) -> types.ModuleType:
+    module = types.ModuleType("minidrl.tasks.countdown_mutant")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module
+
+
+def test_the_laws_hold_for_the_source_as_it_is(monkeypatch):
+    laws(module_from(SOURCE, monkeypatch), monkeypatch)
+
+
+@pytest.mark.parametrize("old, new", [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])
+def test_mutant_is_killed(old, new, monkeypatch):
+    assert SOURCE.count(old) == 1, "a mutant changes one place"
+    module = module_from(SOURCE.replace(old, new), monkeypatch)
+    with pytest.raises((AssertionError, TypeError, IndexError, ZeroDivisionError)):  # a failed law, or what escaped
+        laws(module, monkeypatch)
