@@ -1,0 +1,104 @@
+"""Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile]`. Run it on a quiet machine.
+
+The floor of a phase is its matrix products divided by the rate at which this machine multiplies large matrices. It counts
+only network calls that the method needs: one forward for a rolled-out or scored state, three (forward and backward) for a
+state of the update; a graph-free first pass is overhead, not floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import torch
+
+from minidrl import config, denoiser, report, sampler, trainer
+
+
+def seconds(call, repeats: int = 7) -> float:
+    """Median wall time of a call, after one warm-up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def machine_rate(size: int = 1024) -> float:
+    """Floating-point operations a second of a large float32 matrix product."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / seconds(lambda: a @ b, 30)
+
+
+def forward_flops(model: denoiser.Denoiser, width: int) -> float:
+    """Matrix products of one sequence's body: 2 a weight a token, and 4 width hidden a token and layer for attention."""
+    c = model.model.config
+    body = sum(p.numel() for p in model.model.model.layers.parameters())
+    return width * (2 * body + 4 * width * c.hidden_size * c.num_hidden_layers)
+
+
+def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
+    """One rollout of 256 responses of a prompt without padding, and the bare forwards that it needs."""
+    s = dataclasses.replace(learner.settings.sampler, order=order)
+    width = learner.task.prompt_length + s.length
+    prompt = torch.full((256, learner.task.prompt_length), 5)
+    mask, tokens = torch.ones_like(prompt, dtype=torch.bool), torch.full((256, width), 5)
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+
+    def loop():
+        return sampler.generate(
+            learner.network, prompt, mask, s, eos_token_id=None, generator=torch.Generator().manual_seed(0), early_stop=False
+        )
+
+    @torch.no_grad()
+    def bare():
+        for _ in range(s.num_steps):
+            learner.network.encode(tokens, everything)
+
+    floor = 256 * s.num_steps * forward_flops(learner.model, width) / rate
+    took, forwards = seconds(loop, 5), seconds(bare, 5)
+    return {
+        "phase": f"rollout, {order}",
+        "ms": 1000 * took,
+        "bare forwards, ms": 1000 * forwards,
+        "floor, ms": 1000 * floor,
+        "share of floor": floor / took,
+    }
+
+
+def step_row(learner: trainer.Learner, rate: float, steps: int = 6) -> dict:
+    """An RL step of the config: rollout, scoring, update."""
+    rows = [learner.step(i) for i in range(steps)][1:]
+    one = forward_flops(learner.model, learner.task.prompt_length + learner.settings.sampler.length)
+    floor = statistics.median((r["network_calls/rollout"] + 3 * r["network_calls/update"]) * one / rate for r in rows)
+    took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
+    return {
+        "phase": f"RL step, {learner.method.name}",
+        "ms": 1000 * took,
+        "floor, ms": 1000 * floor,
+        "share of floor": floor / took,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="tiny_configs/countdown_cpu.yaml")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true")
+    arguments = parser.parse_args()
+    overrides = {"threads": arguments.threads, "compile": arguments.compile}
+    learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
+    torch.set_num_threads(arguments.threads)
+    rate = machine_rate()
+    print(f"{arguments.threads} threads, matrix products at {rate / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
+    rows = [sampler_row(learner, rate, order) for order in sampler.ORDERS] + [step_row(learner, rate)]
+    print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The command line: ``python -m minidrl VERB``. One verb is one call; a user's mistake is one line and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a verb; returns the exit status: 0, 1 (a run had to stop) or 2 (the user's settings are wrong)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    from minidrl.trainer import RunError
+
+    try:
+        arguments.run(arguments, _overrides(rest))
+    except (ValueError, OSError) as error:
+        return _report(error, 2)
+    except (RunError, FloatingPointError) as error:
+        return _report(error, 1)
+    return 0
+
+
+def _report(error: Exception, status: int) -> int:
+    print(f"minidrl: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        print(f"minidrl: {message}; see python -m minidrl --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="minidrl", description="Reinforcement learning for masked diffusion language models.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
+
+    def verb(name: str, run, text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = verb("pretrain", _pretrain, "train the tiny masked diffusion LM itself")
+    sub.add_argument("config")
+    sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
+    sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
+    sub = verb("train", _train, "reinforcement learning; any setting can be given as --key value or --section.key value")
+    sub.add_argument("config")
+    sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
+    sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
+    sub = verb("evaluate", _evaluate, "solved rate of a model folder on held-out puzzles")
+    sub.add_argument("model")
+    sub.add_argument("--task", default="countdown")
+    sub.add_argument("--config", default="tiny_configs/countdown_cpu.yaml", help="where difficulty and sampler are read from")
+    sub.add_argument("--n", default="512")
+    sub.add_argument("--temperature", default="1.0")
+    sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
+    sub.add_argument("--json", action="store_true")
+    sub = verb("compare", _compare, "several methods, several seeds, one table")
+    sub.add_argument("config")
+    sub.add_argument("--methods", required=True, help="comma-separated")
+    sub.add_argument("--seeds", default="3", help="number of seeds")
+    sub.add_argument("--out", required=True)
+    sub = verb("controls", _controls, "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training")
+    sub.add_argument("runs", nargs="+", help="folders of finished runs")
+    for name, run, text in (
+        ("estimators", _estimators, "bias, std and network calls of every likelihood estimator against the exact values"),
+        ("methods", _methods, "every method as a row of its components"),
+    ):
+        verb(name, run, text).add_argument("--json", action="store_true")
+    return parser
+
+
+def _overrides(rest: list[str]) -> dict[str, str]:
+    """``--a.b value`` and ``--a.b=value`` pairs."""
+    pairs, i = {}, 0
+    while i < len(rest):
+        key, equals, value = rest[i].partition("=")
+        if not key.startswith("--"):
+            raise ValueError(f"argument {rest[i]!r}: allowed --key value")
+        if not equals:
+            if i + 1 >= len(rest):
+                raise ValueError(f"{key[2:]}: no value given; allowed --{key[2:]} value")
+            i, value = i + 1, rest[i + 1]
+        pairs[key[2:]] = value
+        i += 1
+    return pairs
+
+
+def _no_overrides(overrides: dict[str, str]) -> None:
+    if overrides:
+        raise ValueError(f"--{next(iter(overrides))}: unknown option; see python -m minidrl --help")
+
+
+def _out(arguments) -> Path:
+    return Path(arguments.out or Path("runs") / Path(arguments.config).stem)
+
+
+def _number(name: str, text: str, kind: type):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if value < 0 or (kind is int and value < 1):
+        raise ValueError(f"{name}: got {text!r}; allowed {'integers from 1' if kind is int else 'numbers from 0'}")
+    return value
+
+
+def _pretrain(arguments, overrides) -> None:
+    from minidrl import config, trainer
+
+    summary = trainer.pretrain(config.load(config.Pretrain, arguments.config, overrides), _out(arguments), arguments.resume)
+    print(json.dumps(summary, indent=2))
+
+
+def _train(arguments, overrides) -> None:
+    from minidrl import config, trainer
+
+    out = _out(arguments)
+    summary = trainer.train(config.load(config.Train, arguments.config, overrides), out, arguments.resume)
+    before, after = summary["solved_before"], summary["solved_after"]
+    print(
+        f"{summary['method']}, seed {summary['seed']}: {before:.1%} -> {after:.1%} of {summary['evaluated_on']} held-out "
+        f"puzzles at temperature {summary['temperature']:g}, {summary['steps']} steps in {summary['seconds']:.0f} s; "
+        f"curve in {out}/curve.png"
+    )
+
+
+def _evaluate(arguments, overrides) -> None:
+    from minidrl import config, denoiser, trainer
+
+    _no_overrides(overrides)
+    if arguments.task != "countdown":
+        raise ValueError(f"task: got {arguments.task!r}; allowed countdown")
+    n, samples = _number("n", arguments.n, int), _number("samples", arguments.samples, int)
+    settings = config.load(config.Train, arguments.config)
+    decoding = dataclasses.replace(settings.sampler, temperature=_number("temperature", arguments.temperature, float))
+    model, tok = denoiser.load(arguments.model)
+    scores = trainer.evaluate(model, tok, settings.task, decoding, n=n, samples=samples)
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, "temperature": decoding.temperature} | scores))
+    else:
+        print(", ".join(f"{key} {value:.1%}" for key, value in scores.items() if key != "n") + f" on {n} held-out puzzles")
+
+
+def _compare(arguments, overrides) -> None:
+    from minidrl import config, report, trainer
+
+    runs = {}
+    for method in arguments.methods.split(","):
+        for seed in range(_number("seeds", arguments.seeds, int)):
+            settings = config.load(config.Train, arguments.config, overrides | {"method": method, "seed": seed})
+            runs[Path(arguments.out) / f"{method}-{seed}"] = settings
+    for settings in runs.values():
+        trainer.method_of(settings)  # a wrong name or option must not surface after hours of other runs
+    for out, settings in runs.items():
+        if (out / "summary.json").exists():
+            config.check_unchanged(settings, out)
+        else:
+            trainer.train(settings, out, resume=trainer.has_checkpoint(out))
+    print(report.compare_table(list(runs)))
+
+
+def _controls(arguments, overrides) -> None:
+    from minidrl import controls
+
+    _no_overrides(overrides)
+    runs = [Path(run) for run in arguments.runs]
+    for run in runs:
+        if not (run / "summary.json").is_file():
+            raise ValueError(f"runs: got {str(run)!r}, which holds no summary.json; allowed folders of finished runs")
+        if not (run / "controls.json").exists():
+            controls.measure(run)
+    print(controls.table(runs))
+
+
+def _estimators(arguments, overrides) -> None:
+    from minidrl import report
+
+    _no_overrides(overrides)
+    rows = report.estimator_rows()
+    print(json.dumps(rows) if arguments.json else report.estimator_table(rows))
+
+
+def _methods(arguments, overrides) -> None:
+    from minidrl import report
+
+    _no_overrides(overrides)
+    rows = report.method_rows()
+    print(json.dumps(rows) if arguments.json else report.method_table(rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

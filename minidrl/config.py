@@ -1,0 +1,220 @@
+"""Run settings: typed, nested, checked. A YAML file and ``--any.key value`` on the command line fill the same fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from minidrl.sampler import Sampler
+from minidrl.tasks.countdown import Countdown
+
+
+def _at_least(settings: Any, section: str, **lowest: float) -> None:
+    for name, low in lowest.items():
+        if getattr(settings, name) < low:
+            raise ValueError(f"{section}{name}: got {getattr(settings, name)}; allowed from {low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Sizes of a network trained from scratch."""
+
+    hidden_size: int = 128
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 4
+    intermediate_size: int = 256
+
+    def __post_init__(self):
+        _at_least(self, "network.", hidden_size=1, num_hidden_layers=1, num_attention_heads=1, intermediate_size=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW. ``warmup`` updates rise linearly to ``learning_rate``; ``schedule`` constant or cosine (to a tenth) follows."""
+
+    learning_rate: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup: int = 0
+    schedule: str = "constant"
+
+    def __post_init__(self):
+        if self.schedule not in ("constant", "cosine"):
+            raise ValueError(f"optimizer.schedule: got {self.schedule!r}; allowed constant, cosine")
+        if not 0 < self.learning_rate < math.inf or self.max_grad_norm <= 0:
+            raise ValueError(
+                f"optimizer: got learning_rate {self.learning_rate}, max_grad_norm {self.max_grad_norm}; allowed above 0, "
+                "learning_rate finite"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}: got {getattr(self, name)}; allowed 0 up to, not including, 1")
+        _at_least(self, "optimizer.", weight_decay=0, warmup=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out evaluation: ``n`` puzzles at ``temperature`` (1 = the policy that is trained), every ``every`` updates (0: only
+    before and after)."""
+
+    n: int = 512
+    temperature: float = 1.0
+    every: int = 0
+
+    def __post_init__(self):
+        _at_least(self, "evaluate.", n=1, temperature=0, every=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain:
+    """Supervised training of the tiny masked diffusion LM itself, on demonstrations of mixed quality.
+
+    ``hit_share`` of the demonstrations aim at the target, ``late_hit_share`` of them in the second half of the training;
+    the others are true calculations that end anywhere.
+    """
+
+    task: Countdown = field(default_factory=Countdown)
+    network: Network = field(default_factory=Network)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    sampler: Sampler
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    hit_share: float = 0.2
+    late_hit_share: float = 0.2
+    steps: int = 1000
+    batch_size: int = 128
+    save_every: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    threads: int = 0
+    compile: bool = False
+
+    def __post_init__(self):
+        for name in ("hit_share", "late_hit_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}; allowed 0 to 1")
+        _at_least(self, "", steps=1, batch_size=1, save_every=0, threads=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it."""
+
+    model: str = ""
+    task: Countdown = field(default_factory=Countdown)
+    sampler: Sampler
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    method: str = "reinforce"
+    method_options: dict = field(default_factory=dict)
+    steps: int = 100
+    num_prompts: int = 16
+    num_generations: int = 12
+    num_iterations: int = 1
+    micro_batch: int = 256
+    seed: int = 0
+    save_every: int = 0
+    device: str = "cpu"
+    threads: int = 0
+    compile: bool = False
+    tensorboard: bool = False
+
+    def __post_init__(self):
+        _at_least(self, "", steps=1, num_prompts=1, num_generations=1, num_iterations=1, micro_batch=1)
+        _at_least(self, "", save_every=0, threads=0)
+
+
+def load(kind: type, path: str | Path, overrides: dict[str, str] | None = None) -> Any:
+    """The settings of a YAML file with command-line overrides on top. Paths in the file are relative to the file.
+
+    Raises ValueError, in one line that names the key, the value and what is allowed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"config: got {str(path)!r}, which is no file; the configs that ship are in tiny_configs/")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"config: {path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"config: {path} holds {type(data).__name__}; allowed a mapping of keys to values")
+    if isinstance(data.get("model"), str):
+        data["model"] = str((path.parent / data["model"]).resolve())
+    for key, value in (overrides or {}).items():
+        _set(data, key, _parsed(key, value) if isinstance(value, str) else value)
+    return from_dict(kind, data)
+
+
+def _parsed(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{key}: got {text!r}; allowed a value in YAML") from None
+
+
+def _set(data: dict, key: str, value: Any) -> None:
+    *parents, last = key.split(".") if not key.startswith("method_options.") else ("method_options", key.split(".", 1)[1])
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ValueError(f"{key}: got a value below {parent!r}, which is no section")
+    data[last] = value
+
+
+def from_dict(kind: type, data: dict, where: str = "") -> Any:
+    """A settings dataclass from plain data; unknown keys and values of the wrong type are refused."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key in data:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, 1)
+            hint = f" (did you mean {where}{near[0]}?)" if near else ""
+            raise ValueError(f"{where}{key}: unknown key{hint}; allowed {', '.join(fields)}")
+    required = [name for name, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    for key in required:
+        if key not in data:
+            raise ValueError(f"{where}{key}: missing; it has no default")
+    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in data.items()})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _convert(typing.get_args(hint)[0], value, key)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{key}: got {value!r}; allowed a section with keys {', '.join(f.name for f in dataclasses.fields(hint))}"
+            )
+        return from_dict(hint, value, f"{key}.")
+    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)  # YAML reads 3e-4 as a string
+        except ValueError:
+            number = math.nan
+        if not math.isnan(number):
+            return number
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{key}: got {value!r}; allowed a value of type {hint.__name__}")
+
+
+def to_dict(settings: Any) -> dict:
+    """Plain data, as written to a run's config.yaml."""
+    return dataclasses.asdict(settings)
+
+
+def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
+    """ValueError if a key outside ``free`` differs from the config.yaml with which the run in ``folder`` was started."""
+    started = yaml.safe_load((folder / "config.yaml").read_text())
+    for key, value in to_dict(settings).items():
+        if key not in free and started.get(key) != value:
+            raise ValueError(f"{key}: got {value!r}; allowed {started.get(key)!r}, with which the run in {folder} was started")

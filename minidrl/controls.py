@@ -1,0 +1,76 @@
+"""What a rise of the solved rate is to be compared with: the controls of an RL run, on the same held-out puzzles.
+
+base, best temperature    the policy may only have become sharper: does it beat the base at its best temperature?
+greedy before and after   what the network knows, without the luck of sampling
+pass@8 before and after   what it can reach at all
+self-training             supervised fine-tuning on the base's own correct samples, with as many rollouts and updates
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+from minidrl import config, denoiser, report, trainer
+
+TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
+
+
+def solved(model, tok, settings: config.Train, temperature: float, samples: int = 1) -> dict:
+    """Held-out scores at a temperature; with samples > 1 also pass@samples."""
+    decoding = dataclasses.replace(settings.sampler, temperature=temperature)
+    return trainer.evaluate(model, tok, settings.task, decoding, n=settings.evaluate.n, samples=samples)
+
+
+def self_training(settings: config.Train) -> trainer.Learner:
+    """Supervised fine-tuning on correct samples of the frozen base: same puzzles, rollouts, updates and optimiser as the run.
+
+    Each update maximises the log-probability of the solved rollouts of one step. That is REINFORCE with reward 1 for solved,
+    no baseline, and a sampler that never learns: the difference to the RL run is that the data are not on-policy.
+    """
+    settings = dataclasses.replace(settings, method="reinforce")
+    learner, base = trainer.Learner(settings), trainer.Learner(settings)
+    for step in tqdm(range(settings.steps), desc="self-training", mininterval=1):
+        clock = trainer.Clock()
+        experience = base.collect(step, clock)
+        correct = (experience.reward == 1).to(experience.reward.dtype)
+        if correct.any():
+            experience = dataclasses.replace(experience, adv=correct * len(correct) / correct.sum())
+            plan = learner.method.plan(experience.rollout, learner.generator(step, "plan 0"))
+            learner.update(experience, plan, None, clock)
+    return learner
+
+
+def measure(run: Path) -> dict:
+    """All controls of a finished run; written to controls.json in its folder."""
+    settings = config.from_dict(config.Train, yaml.safe_load((run / "config.yaml").read_text()))
+    before, tok = denoiser.load(settings.model)
+    after, _ = denoiser.load(run / f"checkpoint-{settings.steps}")
+    rows = {f"base, temperature {t:g}": solved(before, tok, settings, t)["solved"] for t in TEMPERATURES}
+    trained = self_training(settings).model
+    rows |= {
+        "after RL, temperature 1": solved(after, tok, settings, 1.0)["solved"],
+        "after RL, greedy": solved(after, tok, settings, 0.0)["solved"],
+        "base, pass@8": solved(before, tok, settings, 1.0, 8)["pass@8"],
+        "after RL, pass@8": solved(after, tok, settings, 1.0, 8)["pass@8"],
+        "self-training, temperature 1": solved(trained, tok, settings, 1.0)["solved"],
+        "self-training, greedy": solved(trained, tok, settings, 0.0)["solved"],
+    }
+    (run / "controls.json").write_text(json.dumps(rows, indent=2) + "\n")
+    return rows
+
+
+def table(runs: list[Path]) -> str:
+    """Markdown table of several runs' controls (percent): one column a seed, and the mean."""
+    rows = [json.loads((run / "controls.json").read_text()) for run in runs]
+    columns = [run.name for run in runs]
+    out = []
+    for name in rows[0]:
+        values = [100 * row[name] for row in rows]
+        cells = {column: f"{value:.1f}" for column, value in zip(columns, values, strict=True)}
+        out.append({"solved (%)": name} | cells | {"mean": f"{sum(values) / len(values):.1f}"})
+    return report.markdown_table(out, ("solved (%)", *columns, "mean"))

@@ -1,0 +1,669 @@
+"""Pre-training and the RL loop: what turns losses into runs that can be watched, stopped and resumed.
+
+The trainer knows no method by name. It executes the row of ``METHODS`` it is given:
+
+    puzzles -> rollout -> rewards -> credit -> plans -> anchors
+            -> [ features -> loss -> two-pass backward -> update ] x num_iterations
+
+Every random draw is keyed by (seed, step, purpose). A run that is resumed therefore repeats the uninterrupted one to the bit,
+and no two draws of a run share a stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from minidrl import algorithms as alg
+from minidrl import config, denoiser, report, sampler
+from minidrl.tasks.countdown import Puzzle, tokenizer
+
+
+class RunError(Exception):
+    """A run that had to stop; the message says why and what is on disk."""
+
+
+def keyed_generator(seed: int, step: int, purpose: str) -> torch.Generator:
+    """A CPU generator of its own for (seed, step, purpose)."""
+    return torch.Generator().manual_seed(_key(seed, step, purpose))
+
+
+def _key(seed: int, step: int, purpose: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()[:7], "big")
+
+
+# ------------------------------------------------------------------------------------------------------- text to tensors
+
+
+def encode_prompts(tok: Any, puzzles: list[Puzzle], width: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+    """Prompts (G, width), left-padded, and their mask (True = real token)."""
+    batch = tok([p.prompt for p in puzzles], padding="max_length", max_length=width, return_tensors="pt")
+    return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
+
+
+def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
+    """Responses (B, length), filled up with [EOS]: a masked diffusion model learns where a text ends from its padding."""
+    ids = [row[:length] + [tok.eos_token_id] * (length - len(row)) for row in tok(texts).input_ids]
+    return torch.tensor(ids)
+
+
+def decode(tok: Any, rollout: alg.Rollout) -> list[str]:
+    """The text of each response, up to its first [EOS]."""
+    rows = rollout.response.masked_fill(~rollout.keep, tok.eos_token_id)
+    return tok.batch_decode(rows, skip_special_tokens=True)
+
+
+# ------------------------------------------------------------------------------------------- the gradient, at any size
+#
+# A loss is a function of the features of K states a sequence, often not a linear one (a ratio of ELBOs, a softmax over a
+# group). Keeping the graph of all states until the loss is known costs memory proportional to K B. Instead:
+#
+#     pass 1   compute all features without a graph; the loss on them gives their cotangents c = d loss / d feature
+#     pass 2   recompute the features state by state and back-propagate  sum <c, feature>
+#
+# By the chain rule this is the gradient, exactly, provided both passes compute the same function: dropout would break that.
+
+
+def refuse_random_modules(model: nn.Module) -> None:
+    """ValueError if a module would draw random numbers: the two passes would then see different networks."""
+    for name, module in model.named_modules():
+        p = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "attention_dropout", 0.0)
+        if module.training and p:
+            raise ValueError(f"model: dropout {p} in {name or 'the network'}; allowed 0 (or eval mode): both passes must agree")
+
+
+def cotangents(loss_of: Callable[[dict[str, Tensor]], Tensor], feature: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and d loss / d feature for every feature that it is given."""
+    leaves = {name: value.detach().requires_grad_() for name, value in feature.items()}
+    loss = loss_of(leaves)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return loss.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def second_pass(
+    model: Any, rollout: alg.Rollout, plan: alg.Plan, cotangent: dict[str, Tensor], *, temperature: float, size: int
+) -> tuple[dict[str, Tensor], int]:
+    """Back-propagate sum <cotangent, feature>, ``size`` states at a time; states whose cotangents are all 0 are skipped.
+
+    Returns the features it met (0 at skipped states) and the number of sequences that went through the network.
+    """
+    refuse_random_modules(model)
+    flat = {name: c.flatten(0, 1) for name, c in cotangent.items()}
+    needed = torch.stack([(c != 0).any(-1) for c in flat.values()]).any(0)  # nan is not 0: it must reach the gradient
+    plan = dataclasses.replace(plan, valid=plan.valid & needed.unflatten(0, plan.valid.shape))
+    seen, calls = {name: torch.zeros_like(c) for name, c in flat.items()}, 0
+    for states in alg.state_chunks(plan, size):
+        value = alg.state_features(model, rollout, plan, states, temperature=temperature, names=tuple(flat))
+        sum((flat[name][states] * value[name]).sum() for name in flat).backward()
+        calls += len(states)
+        for name in flat:
+            seen[name][states] = value[name].detach()
+    return {name: value.unflatten(0, plan.valid.shape) for name, value in seen.items()}, calls
+
+
+def two_pass_backward(
+    model: Any,
+    rollout: alg.Rollout,
+    plan: alg.Plan,
+    loss_of: Callable[[dict[str, Tensor]], Tensor],
+    *,
+    temperature: float = 1.0,
+    names: tuple[str, ...] = ("logp",),
+    size: int = 256,
+) -> Tensor:
+    """Accumulate d loss_of(features) / d weights with memory constant in the number of states; returns the loss."""
+    refuse_random_modules(model)
+    feature = alg.features(model, rollout, plan, temperature=temperature, names=names, size=size)
+    loss, cotangent = cotangents(loss_of, feature)
+    second_pass(model, rollout, plan, cotangent, temperature=temperature, size=size)
+    return loss
+
+
+# ----------------------------------------------------------------------------------------------------- optimiser and state
+
+
+def make_optimizer(model: nn.Module, settings: config.Optimizer) -> torch.optim.AdamW:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+    )
+
+
+def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
+    """Linear warm-up, then constant or a cosine down to a tenth."""
+    warm = min(1.0, (step + 1) / max(1, settings.warmup))
+    cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / max(1, steps)))
+    return settings.learning_rate * warm * (cosine if settings.schedule == "cosine" else 1.0)
+
+
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: config.Optimizer, lr: float) -> float:
+    """One update at rate ``lr``; returns the gradient norm before clipping. A non-finite gradient raises, unapplied."""
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm))
+    if not math.isfinite(norm):
+        raise RunError(f"gradient norm is {norm}")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def save_checkpoint(folder: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Network, tokenizer, optimiser and counters, as safetensors and JSON; the folder appears whole or not at all."""
+    partial_folder = folder.with_name(folder.name + ".part")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    denoiser.save(model, tok, partial_folder)
+    names = [name for name, _ in model.named_parameters()]
+    tensors = {f"{names[i]}/{key}": value for i, slot in optimizer.state_dict()["state"].items() for key, value in slot.items()}
+    save_file(tensors, partial_folder / "optimizer.safetensors")
+    (partial_folder / "state.json").write_text(json.dumps(state))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial_folder, folder)
+
+
+def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
+    """Put a checkpoint's optimiser state back; returns its counters."""
+    tensors, slots = load_file(folder / "optimizer.safetensors"), {}
+    for i, (name, _) in enumerate(model.named_parameters()):
+        slot = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+        if slot:
+            slots[i] = slot
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+    return json.loads((folder / "state.json").read_text())
+
+
+def _checkpoint_step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    return sorted(out.glob("checkpoint-*[0-9]"), key=_checkpoint_step)
+
+
+def has_checkpoint(out: Path) -> bool:
+    """True when a run in ``out`` can be resumed."""
+    return bool(_checkpoints(out))
+
+
+def open_run(out: Path, settings: Any, resume: bool) -> Path | None:
+    """Create or re-open a run's folder; returns the checkpoint to resume from. Nothing that exists is overwritten."""
+    checkpoints = _checkpoints(out)
+    if resume:
+        if not checkpoints:
+            raise ValueError(f"resume: got {str(out)!r}, which holds no checkpoint; start without --resume, or set save_every")
+        _check_resumable(out, settings, _checkpoint_step(checkpoints[-1]))
+        _write_config(out, settings)
+        return checkpoints[-1]
+    if out.is_file():
+        raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed another --out, or --resume to continue it")
+    out.mkdir(parents=True, exist_ok=True)
+    _write_config(out, settings)
+    return None
+
+
+def _write_config(out: Path, settings: Any) -> None:
+    (out / "config.yaml").write_text(yaml.safe_dump(config.to_dict(settings), sort_keys=False))
+
+
+# What may differ when a run is continued: how long, how observed, on what machine.
+_FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "device", "threads", "compile", "tensorboard")
+
+
+def _check_resumable(out: Path, settings: Any, step: int) -> None:
+    config.check_unchanged(settings, out, free=_FREE_ON_RESUME)
+    if step > settings.steps or (step == settings.steps and (out / "summary.json").exists()):
+        raise ValueError(f"steps: got {settings.steps}; allowed above {step}, where the run in {out} stands")
+
+
+class MetricsLog:
+    """metrics.jsonl, one JSON object a line; on resume, lines from after the checkpoint are dropped. Optional TensorBoard."""
+
+    def __init__(self, folder: Path, first_step: int, tensorboard: bool = False):
+        self.path, self.writer = folder / "metrics.jsonl", None
+        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= first_step] if first_step else []
+        self.path.write_text("".join(line + "\n" for line in kept))
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("tensorboard: got true, but the package is missing; pip install tensorboard") from None
+            self.writer = SummaryWriter(folder / "tensorboard")
+
+    def write(self, row: dict) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}) + "\n")
+        if self.writer is not None:
+            for key, value in row.items():
+                if isinstance(value, float):
+                    self.writer.add_scalar(key, value, row["step"])
+
+
+def _lines(path: Path) -> list[str]:
+    # What follows the last newline is empty, or was left unfinished by a run that was killed.
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+# ------------------------------------------------------------------------------------------------------------ evaluation
+
+
+@torch.no_grad()
+def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: int, seed: int = 0, samples: int = 1) -> dict:
+    """Solved and well-formed fractions on the first ``n`` held-out puzzles.
+
+    ``settings.temperature`` is the policy that is judged; 0 is greedy. With ``samples`` k > 1 also pass@k: the share of
+    puzzles solved by at least one of k samples.
+    """
+    model.eval()
+    puzzles = task.held_out(n)
+    prompt, mask = encode_prompts(tok, puzzles, task.prompt_length, model.device)
+    rollout = sampler.generate(
+        model,
+        prompt,
+        mask,
+        settings,
+        eos_token_id=tok.eos_token_id,
+        num_generations=samples,
+        generator=keyed_generator(seed, 0, "evaluate"),
+        micro_batch=1024,
+    )
+    texts = decode(tok, rollout)
+    rows = [puzzles[i // samples] for i in range(len(texts))]
+    scores = np.array([dataclasses.replace(task, reward="strict").score(p, text) for p, text in zip(rows, texts, strict=True)])
+    solved = (scores == 1).reshape(n, samples)
+    result = {"solved": float(solved.mean()), "well_formed": float((scores >= 0.1).mean()), "n": n}
+    return result | ({f"pass@{samples}": float(solved.any(1).mean())} if samples > 1 else {})
+
+
+# ---------------------------------------------------------------------------------------------------------- pre-training
+
+
+def demonstration_rollout(task: Any, tok: Any, settings: config.Pretrain, step: int) -> alg.Rollout:
+    """A batch of demonstrations in the shape of a Rollout, so that the ELBO's plan can be used on it as it is."""
+    rng = np.random.default_rng(_key(settings.seed, step, "demonstrations"))
+    puzzles = task.puzzles(settings.batch_size, rng)
+    hit_share = settings.hit_share if 2 * step < settings.steps else settings.late_hit_share
+    prompt, prompt_mask = encode_prompts(tok, puzzles, task.prompt_length, settings.device)
+    response = encode_responses(tok, task.demonstrations(puzzles, rng, hit_share), settings.sampler.length)
+    response = response.to(settings.device)
+    nothing = torch.full_like(response, -1)
+    keep, logp = torch.ones_like(response, dtype=torch.bool), torch.zeros_like(response, dtype=torch.float32)
+    return alg.Rollout(prompt, prompt_mask, response, keep, nothing, logp, 1, settings.sampler)
+
+
+def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict:
+    """Train a fresh network by maximising the ELBO (count form, padding included); returns and writes the summary.
+
+    The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of hidden tokens equally likely.
+    """
+    _prepare(settings)
+    checkpoint = open_run(out, settings, resume)
+    tok, state = tokenizer(), {"step": 0, "seconds": 0.0}
+    model = denoiser.build(dataclasses.asdict(settings.network), tok, settings.seed).to(settings.device)
+    network = denoiser.compiled(model) if settings.compile else model
+    optimizer = make_optimizer(model, settings.optimizer)
+    if checkpoint is not None:
+        model.load_state_dict(denoiser.load(checkpoint, settings.device)[0].state_dict())
+        state |= load_optimizer(checkpoint, model, optimizer)
+    log, started = MetricsLog(out, state["step"]), time.perf_counter() - state["seconds"]
+    steps = range(state["step"], settings.steps)
+    bar = tqdm(steps, desc="pretrain", initial=state["step"], total=settings.steps, mininterval=2)
+    for step in bar:
+        loss = elbo_loss(network, demonstration_rollout(settings.task, tok, settings, step), settings, step)
+        loss.backward()
+        lr = learning_rate(settings.optimizer, step, settings.steps)
+        norm = optimizer_step(model, optimizer, settings.optimizer, lr)
+        if step % 50 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+            log.write({"step": step + 1, "loss": loss.item(), "grad_norm": norm, "learning_rate": lr})
+        if settings.save_every and (step + 1) % settings.save_every == 0:
+            save_checkpoint(out / f"checkpoint-{step + 1}", model, tok, optimizer, _progress(step, started))
+    seconds = time.perf_counter() - started
+    scores = evaluate(model, tok, settings.task, settings.sampler, n=settings.evaluate.n)
+    denoiser.save(model, tok, out)
+    summary = {"steps": settings.steps, "seconds": round(seconds, 1), "parameters": model.num_parameters()}
+    return _write_summary(out, summary | {"held_out": scores})
+
+
+def _progress(step: int, started: float) -> dict:
+    return {"step": step + 1, "seconds": time.perf_counter() - started}
+
+
+def elbo_loss(model: Any, rollout: alg.Rollout, settings: config.Pretrain, step: int) -> Tensor:
+    """-ELBO / L of a batch, one masked state a sequence, counts stratified over the batch."""
+    plan = alg.elbo_count_plan(rollout, keyed_generator(settings.seed, step, "masks"), num_states=1, domain="all", strata=False)
+    feature = alg.state_features(model, rollout, plan, torch.arange(rollout.response.shape[0]), temperature=1.0)
+    ll = alg.reduce_logp(feature["logp"][None], plan, level="sequence", normalizer=None)
+    return -ll.mean() / rollout.response.shape[1]
+
+
+def _prepare(settings: Any) -> None:
+    try:
+        torch.empty(0, device=settings.device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"device: got {settings.device!r}; allowed cpu, and cuda where torch finds a GPU") from None
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+
+
+def _write_summary(out: Path, summary: dict) -> dict:
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+# ----------------------------------------------------------------------------------------------------------- the RL loop
+
+
+@dataclasses.dataclass
+class Clock:
+    """Seconds and network calls (sequences) by phase."""
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def count(self, name: str, calls: int) -> None:
+        self.calls[name] = self.calls.get(name, 0) + calls
+
+    def row(self) -> dict[str, float]:
+        return {f"seconds/{k}": v for k, v in self.seconds.items()} | {f"network_calls/{k}": v for k, v in self.calls.items()}
+
+
+@dataclasses.dataclass
+class Experience:
+    """One rollout with what the task said about it."""
+
+    rollout: alg.Rollout
+    texts: list[str]
+    reward: Tensor
+    adv: Tensor
+
+
+def method_of(settings: config.Train) -> alg.Method:
+    """The row of ``METHODS`` that a run asks for, with its options."""
+    if settings.method not in alg.METHODS:
+        raise ValueError(f"method: got {settings.method!r}; allowed {', '.join(alg.METHODS)}")
+    return alg.with_options(alg.METHODS[settings.method], settings.method_options)
+
+
+class Learner:
+    """Network, optimiser and method of one RL run; ``step`` does one rollout and its updates."""
+
+    def __init__(self, settings: config.Train):
+        self.settings, self.task = settings, settings.task
+        self.method = method_of(settings)
+        self._temperature()  # raises before anything is loaded or written
+        _prepare(settings)
+        self.model, self.tok = denoiser.load(settings.model, settings.device)
+        self.reference = denoiser.load(settings.model, settings.device)[0] if self.method.kl else None
+        self.optimizer = make_optimizer(self.model, settings.optimizer)
+        self.network = denoiser.compiled(self.model) if settings.compile else self.model
+        self.updates = 0
+
+    def generator(self, step: int, purpose: str) -> torch.Generator:
+        return keyed_generator(self.settings.seed, step, purpose)
+
+    def collect(self, step: int, clock: Clock) -> Experience:
+        """Puzzles, rollout, rewards, advantages."""
+        s = self.settings
+        puzzles = self.task.puzzles(s.num_prompts, np.random.default_rng(_key(s.seed, step, "puzzles")))
+        with clock.phase("rollout"):
+            prompt, mask = encode_prompts(self.tok, puzzles, self.task.prompt_length, self.model.device)
+            rollout = sampler.generate(
+                self.network,
+                prompt,
+                mask,
+                s.sampler,
+                eos_token_id=self.tok.eos_token_id,
+                num_generations=s.num_generations,
+                generator=self.generator(step, "rollout"),
+                records=self.method.needs,
+                micro_batch=s.micro_batch,
+            )
+        clock.count("rollout", sampler.network_calls(rollout))
+        texts = decode(self.tok, rollout)
+        rewards = [self.task.score(puzzles[i // s.num_generations], text) for i, text in enumerate(texts)]
+        reward = torch.tensor(rewards, dtype=rollout.logp.dtype, device=rollout.logp.device)
+        return Experience(rollout, texts, reward, self.method.credit(reward, s.num_generations))
+
+    def score(
+        self, model: Any, rollout: alg.Rollout, plan: alg.Plan, clock: Clock, phase: str = "scoring"
+    ) -> dict[str, Tensor]:
+        clock.count(phase, plan.network_calls)
+        with clock.phase(phase):
+            return alg.features(model, rollout, plan, temperature=self._temperature(), size=self.settings.micro_batch)
+
+    def _temperature(self) -> float:
+        if self.method.temperature == "one":
+            return 1.0
+        if self.settings.sampler.temperature == 0:
+            raise ValueError(
+                f"sampler.temperature: got 0; allowed above 0, {self.method.name} scores at the sampling temperature"
+            )
+        return self.settings.sampler.temperature
+
+    def plans(self, step: int, experience: Experience) -> list[alg.Plan]:
+        """One plan an update; groups without any advantage are left out where they cannot contribute."""
+        count = 1 if self.method.refresh == "fixed" else self.settings.num_iterations
+        drawn = [self.method.plan(experience.rollout, self.generator(step, f"plan {i}")) for i in range(count)]
+        if self.method.kl is None:
+            silent = experience.adv.unflatten(0, (-1, self.settings.num_generations)).abs().sum(1) == 0
+            speaks = ~silent.repeat_interleave(self.settings.num_generations)
+            drawn = [
+                dataclasses.replace(plan, valid=plan.valid & speaks, scored=plan.scored & speaks[:, None]) for plan in drawn
+            ]
+        return drawn * (self.settings.num_iterations // count)
+
+    def anchors(self, step: int, plans: list[alg.Plan], rollout: alg.Rollout, clock: Clock) -> list[Tensor | None]:
+        """The ll that each update's ratio is taken against; None where pass 1 of that very update supplies it."""
+        method = self.method
+        if method.anchor == "behaviour":
+            return [alg.behaviour_anchor(method, plan, rollout) for plan in plans]
+        if method.anchor == "none" or method.refresh == "fixed":
+            return [None] * len(plans)
+        if method.refresh == "independent":
+            own = method.plan(rollout, self.generator(step, "plan of the old value"))
+            logp = self.score(self.network, rollout, own, clock)["logp"]
+            return [alg.reduced(method, own, rollout, logp)] * len(plans)
+        logps = [self.score(self.network, rollout, plan, clock)["logp"] for plan in plans[1:]]
+        return [None] + [alg.reduced(method, plan, rollout, x) for plan, x in zip(plans[1:], logps, strict=True)]
+
+    def step(self, step: int) -> dict:
+        """One rollout, ``num_iterations`` updates; returns the metrics row."""
+        clock = Clock()
+        experience = self.collect(step, clock)
+        plans = self.plans(step, experience)
+        anchors = self.anchors(step, plans, experience.rollout, clock)
+        rows, old = [], None
+        for plan, anchor in zip(plans, anchors, strict=True):
+            row, ll = self.update(experience, plan, old if anchor is None else anchor, clock)
+            old = ll if old is None else old
+            rows.append(row)
+        return self._metrics(step, experience, rows, clock)
+
+    def update(self, experience: Experience, plan: alg.Plan, anchor: Tensor | None, clock: Clock) -> tuple[dict, Tensor]:
+        """One optimiser step by the two-pass backward; returns its metrics and the ll before it."""
+        method, rollout = self.method, experience.rollout
+        if method.linear:  # the coefficients do not depend on the current score: pass 1 has nothing to find out
+            feature = {"logp": torch.zeros(plan.scored.shape, dtype=rollout.logp.dtype, device=rollout.logp.device)}
+        else:
+            feature = self.score(self.network, rollout, plan, clock)
+        reference = self.score(self.reference, rollout, plan, clock)["logp"] if method.kl else None
+        ref = None if reference is None else alg.reduced(method, plan, rollout, reference)
+        ll = alg.reduced(method, plan, rollout, feature["logp"])
+        anchor = ll if anchor is None and method.anchor == "old" else anchor
+        loss, cotangent = alg_cotangents(method, plan, rollout, feature, experience.adv, anchor, ref)
+        if not torch.isfinite(loss):
+            raise RunError(f"loss is {float(loss)}")
+        with clock.phase("update"):
+            seen, calls = second_pass(
+                self.network, rollout, plan, cotangent, temperature=self._temperature(), size=self.settings.micro_batch
+            )
+            lr = learning_rate(self.settings.optimizer, self.updates, self.settings.steps * self.settings.num_iterations)
+            norm = optimizer_step(self.model, self.optimizer, self.settings.optimizer, lr)
+        clock.count("update", calls)
+        self.updates += 1
+        return self._update_row(experience, plan, ll, anchor, ref, seen, loss, norm, lr), ll
+
+    def _update_row(self, experience, plan, ll, anchor, ref, seen, loss, norm, lr) -> dict:
+        row = {"loss": float(loss), "grad_norm": norm, "learning_rate": lr}
+        if self.method.linear and plan.replay:  # nothing was scored beforehand; the update itself saw the same values
+            ll = alg.reduced(self.method, plan, experience.rollout, seen["logp"])
+            logp = experience.rollout.logp.expand(plan.scored.shape)
+            touched = (seen["logp"] != 0).any(-1)
+            plan = dataclasses.replace(plan, scored=plan.scored & touched[..., None])
+            anchor = alg.reduced(self.method, plan, experience.rollout, logp)
+        if anchor is not None:
+            row |= alg.diagnostics(self.method, plan, experience.rollout, ll, anchor, experience.adv)
+        if ref is not None:
+            present = alg.entries(plan, self.method.reduction)[0].expand_as(ll)
+            row["kl"] = float(alg.kl_term(ll, ref, form="k3")[present].mean())
+        return row
+
+    def _metrics(self, step: int, experience: Experience, rows: list[dict], clock: Clock) -> dict:
+        reward, rollout = experience.reward, experience.rollout
+        groups = reward.unflatten(0, (-1, self.settings.num_generations))
+        solved = torch.tensor([float(r == 1) for r in reward])
+        metrics = {
+            "step": step + 1,
+            "reward": float(reward.mean()),
+            "reward_std": float(groups.std(1).mean()) if self.settings.num_generations > 1 else 0.0,
+            "solved": float(solved.mean()),
+            "frac_reward_zero_std": float((groups == groups[:, :1]).all(1).double().mean()),
+            "completions/mean_length": float(rollout.lengths.double().mean()),
+            "num_tokens": int(rollout.lengths.sum()),
+        }
+        if "entropy" in rollout.records:
+            metrics["entropy"] = float(rollout.records["entropy"][rollout.keep].mean())
+        for name in {name: None for row in rows for name in row}:
+            values = [row[name] for row in rows if name in row]
+            metrics[name] = max(values) if name == "ratio_max" else float(np.mean(values))
+        return metrics | clock.row()
+
+
+def alg_cotangents(method, plan, rollout, feature, adv, anchor, ref) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and cotangents of a method's row."""
+    return cotangents(lambda f: alg.method_loss(method, plan, rollout, f, adv, anchor, ref), feature)
+
+
+def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
+    """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png, summary.json. Returns the summary."""
+    learner = Learner(settings)
+    checkpoint = open_run(out, settings, resume)
+    state = {"step": 0, "seconds": 0.0, "solved_before": None}
+    if checkpoint is not None:
+        learner.model.load_state_dict(denoiser.load(checkpoint, settings.device)[0].state_dict())
+        state |= load_optimizer(checkpoint, learner.model, learner.optimizer)
+        learner.updates = state["step"] * settings.num_iterations
+    log = MetricsLog(out, state["step"], settings.tensorboard)
+    if state["solved_before"] is None:
+        state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
+    started = time.perf_counter() - state["seconds"]
+    bar = tqdm(
+        range(state["step"], settings.steps),
+        desc=learner.method.name,
+        initial=state["step"],
+        total=settings.steps,
+        mininterval=1,
+    )
+    for step in bar:
+        row = _guarded_step(learner, step, out, state)
+        state |= {"step": step + 1, "seconds": time.perf_counter() - started}
+        bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")
+        log.write(row | {"seconds": state["seconds"]})
+        _milestones(learner, log, out, state)
+    return _finish(learner, log, out, state)
+
+
+def _guarded_step(learner: Learner, step: int, out: Path, state: dict) -> dict:
+    """A step; where a logit, loss or gradient is not finite, weights and optimiser from before the step are left as a dump.
+
+    All randomness is keyed, so that they are all it takes to repeat the step. With several updates a step, that costs a copy
+    of both: the failure may come after the first of them.
+    """
+    states = learner.model, learner.optimizer
+    before = [copy.deepcopy(x.state_dict()) for x in states] if learner.settings.num_iterations > 1 else []
+    try:
+        return learner.step(step)
+    except (RunError, FloatingPointError) as error:
+        for x, values in zip(states, before, strict=False):  # empty where no update came before the failure
+            x.load_state_dict(values)
+        folder = out / f"failed-{step}"
+        save_checkpoint(folder, learner.model, learner.tok, learner.optimizer, state)
+        raise RunError(
+            f"step {step}: {error}; stopped. {folder} holds weights, optimiser and counters from before that step; "
+            "minidrl.trainer.replay repeats the step from them"
+        ) from None
+
+
+def replay(out: Path, failed: Path) -> dict:
+    """Repeat a failed step from its dump, with the same puzzles, noise and plans (all keyed by seed and step)."""
+    settings = config.from_dict(config.Train, yaml.safe_load((out / "config.yaml").read_text()))
+    learner = Learner(settings)
+    learner.model.load_state_dict(denoiser.load(failed, settings.device)[0].state_dict())
+    state = load_optimizer(failed, learner.model, learner.optimizer)
+    learner.updates = state["step"] * settings.num_iterations
+    return learner.step(state["step"])
+
+
+def _evaluate_into(log: MetricsLog, learner: Learner, step: int, seconds: float) -> float:
+    s = learner.settings
+    settings = dataclasses.replace(s.sampler, temperature=s.evaluate.temperature)
+    scores = evaluate(learner.model, learner.tok, learner.task, settings, n=s.evaluate.n)
+    log.write(
+        {"step": step, "seconds": seconds, "eval/temperature": s.evaluate.temperature}
+        | {f"eval/{key}": value for key, value in scores.items()}
+    )
+    return scores["solved"]
+
+
+def _milestones(learner: Learner, log: MetricsLog, out: Path, state: dict) -> None:
+    s, step = learner.settings, state["step"]
+    if s.evaluate.every and step % s.evaluate.every == 0 and step < s.steps:
+        _evaluate_into(log, learner, step, state["seconds"])
+    if s.save_every and step % s.save_every == 0 and step < s.steps:
+        save_checkpoint(out / f"checkpoint-{step}", learner.model, learner.tok, learner.optimizer, state)
+
+
+def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
+    s = learner.settings
+    solved_after = _evaluate_into(log, learner, s.steps, state["seconds"])
+    save_checkpoint(out / f"checkpoint-{s.steps}", learner.model, learner.tok, learner.optimizer, state)
+    report.write_curve(out)
+    summary = {
+        "method": learner.method.name,
+        "seed": s.seed,
+        "steps": s.steps,
+        "seconds": round(state["seconds"], 1),
+        "solved_before": state["solved_before"],
+        "solved_after": solved_after,
+        "evaluated_on": s.evaluate.n,
+        "temperature": s.evaluate.temperature,
+    }
+    return _write_summary(out, summary)

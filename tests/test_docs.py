@@ -1,0 +1,311 @@
+"""What can be checked by reading the repository: imports, docstrings, size limits, examples, pins, private paths.
+
+Each check is a function from source text to a list of problems. It runs on the files that exist, and on small wrong
+examples that it must reject.
+"""
+
+import ast
+import doctest
+import importlib.util
+import io
+import re
+import subprocess
+import tokenize
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError, install_import_hook
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "minidrl"
+FOUNDATIONS = {f"{PACKAGE}.algorithms", f"{PACKAGE}.oracle"}  # import nothing of the package
+LOOPS = {f"{PACKAGE}.trainer", f"{PACKAGE}.controls", f"{PACKAGE}.__main__"}  # use the rest; nothing below uses them
+MAX_LINES, MAX_BODY, MIN_PROSE = 1500, 20, 1 / 3
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path.read_text(encoding="utf-8") for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+PACKAGES = {module_name(path) for path in (ROOT / PACKAGE).rglob("__init__.py")}
+
+# ------------------------------------------------------------------------------------------------------------ imports
+
+
+def imports_of(name: str, source: str, modules: Iterable[str], packages: Iterable[str] = (PACKAGE,)) -> set[str]:
+    """The modules of this package that module `name` imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = name.split(".")[: len(name.split(".")) - node.level + (name in packages)]
+                base = ".".join([*parents, base] if base else parents)
+            # `from package import x` means the module package.x where there is one, otherwise the package itself
+            found |= {full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names}
+    return {module for module in found if module.split(".")[0] == PACKAGE and module != name}
+
+
+def import_problems(graph: dict[str, set[str]]) -> list[str]:
+    """Imports that do not point one way: __main__ -> trainer -> {sampler, tasks, denoiser} -> algorithms."""
+    found = [f"{name} imports {sorted(graph[name])}" for name in sorted(FOUNDATIONS & set(graph)) if graph[name]]
+    for name in sorted(set(graph) - LOOPS):
+        found += [f"{name} imports {loop}" for loop in sorted(LOOPS & graph[name])]
+    if f"{PACKAGE}.__main__" in graph.get(f"{PACKAGE}.trainer", set()):
+        found.append("trainer imports __main__")
+    remaining = dict(graph)
+    while free := [name for name, imports in remaining.items() if not imports & set(remaining)]:
+        for name in free:
+            del remaining[name]
+    return found + ([f"import cycle among {sorted(remaining)}"] if remaining else [])
+
+
+def test_imports_point_one_way():
+    graph = {name: imports_of(name, source, SOURCES, PACKAGES) for name, source in SOURCES.items()}
+    assert import_problems(graph) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import minidrl.sampler",
+        "from minidrl.sampler import generate",
+        "from minidrl import sampler",
+        "from . import sampler",
+        "from .sampler import generate",
+        "def f():\n    from minidrl import sampler",
+    ],
+)
+def test_every_form_of_import_is_seen(line: str):
+    modules = {"minidrl", "minidrl.sampler", "minidrl.algorithms"}
+    assert imports_of("minidrl.algorithms", line, modules) == {"minidrl.sampler"}
+    assert import_problems({"minidrl.algorithms": {"minidrl.sampler"}, "minidrl.sampler": set()}) != []
+
+
+def test_relative_imports_inside_a_subpackage():
+    modules, packages = {"minidrl", "minidrl.tasks", "minidrl.tasks.a", "minidrl.sampler"}, {"minidrl", "minidrl.tasks"}
+    assert imports_of("minidrl.tasks", "from .a import x", modules, packages) == {"minidrl.tasks.a"}
+    assert imports_of("minidrl.tasks.a", "from ..sampler import x", modules, packages) == {"minidrl.sampler"}
+    assert imports_of("minidrl.tasks.a", "from .. import __version__", modules, packages) == {"minidrl"}
+    assert imports_of("minidrl.tasks.a", "import torch\nfrom json import loads", modules, packages) == set()
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"minidrl.sampler": {"minidrl.tasks"}, "minidrl.tasks": {"minidrl.sampler"}},
+        {"minidrl.sampler": {"minidrl.trainer"}, "minidrl.trainer": set()},
+        {"minidrl.trainer": {"minidrl.__main__"}, "minidrl.__main__": set()},
+        {"minidrl.oracle": {"minidrl.algorithms"}, "minidrl.algorithms": set()},
+        {"minidrl.oracle": {"minidrl"}, "minidrl": set()},
+    ],
+)
+def test_a_wrong_import_graph_is_rejected(graph: dict):
+    assert import_problems(graph) != []
+
+
+# --------------------------------------------------------------------------------------------------------- docstrings
+
+
+def undocumented(source: str) -> list[str]:
+    """The module itself, and public functions and classes at its top level, that have no docstring."""
+    tree = ast.parse(source)
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    missing = [node.name for node in public if not (ast.get_docstring(node) or "").strip()]
+    return missing if (ast.get_docstring(tree) or "").strip() else ["the module", *missing]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_everything_public_has_a_docstring(name: str):
+    assert undocumented(SOURCES[name]) == []
+
+
+def test_a_missing_docstring_is_found():
+    source = '"""Doc."""\ndef f(): pass\nclass C: pass\ndef _g(): pass\ndef h():\n    """Doc."""\nasync def k(): ""\n'
+    assert undocumented(source) == ["f", "C", "k"]
+    assert undocumented("x = 1") == ["the module"]
+
+
+# -------------------------------------------------------------------------------------------- the size of algorithms.py
+
+
+def docstring_lines(tree: ast.Module) -> set[int]:
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if ast.get_docstring(node) is not None:
+                lines |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
+
+
+def comment_lines(source: str) -> set[int]:
+    """Lines that hold a comment and nothing else."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")}
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement after the docstring to the end, blank lines and comments included."""
+    statements = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return function.end_lineno - statements[0].lineno + 1 if statements else 0
+
+
+def size_problems(source: str) -> list[str]:
+    """At most 1,500 lines; bodies of at most 20 lines; a third of the lines that are not blank is prose."""
+    tree, lines = ast.parse(source), source.splitlines()
+    found = [f"{len(lines)} lines"] if len(lines) > MAX_LINES else []
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found += [f"{f.name}: {body_lines(f)} lines" for f in functions if body_lines(f) > MAX_BODY]
+    written = {number for number, line in enumerate(lines, 1) if line.strip()}
+    prose = written & (docstring_lines(tree) | comment_lines(source))
+    return found + ([f"{len(prose)} of {len(written)} lines are prose"] if len(prose) < MIN_PROSE * len(written) else [])
+
+
+PROSE = '"""' + "One line of prose.\n" * 20 + '"""\n'
+READABLE = PROSE + 'def f():\n    """Doc."""\n' + "    x = 1\n" * MAX_BODY
+LIMITED = {"example": READABLE} | {f"{PACKAGE}.algorithms": s for n, s in SOURCES.items() if n.endswith(".algorithms")}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_the_module_stays_readable(name: str):
+    assert size_problems(LIMITED[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (READABLE + "    x = 1\n", "f: 21 lines"),
+        (READABLE + "    # why\n\n    x = 1\n", "f: 23 lines"),
+        (PROSE + "class C:\n    def f(self):\n" + "        x = 1\n" * 21, "f: 21 lines"),
+        ('"""' + "Prose.\n" * MAX_LINES + '"""\n', f"{MAX_LINES + 1} lines"),
+        ("# prose\n" + "x = 1  # not prose\n" * 2 + "\n\ny = '# not prose'\n", "1 of 4 lines are prose"),
+    ],
+)
+def test_a_module_that_grew_is_rejected(source: str, problem: str):
+    assert size_problems(source) == [problem]
+
+
+# --------------------------------------------------------------------------------------------------------------- shapes
+
+
+EXAMPLE = """
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing import Literal
+
+def weighted(
+    x: Float[Tensor, "B L"], w: Float[Tensor, " L"], kind: Literal["sum"], scale: float
+) -> Float[Tensor, " B"]:
+    if kind not in ("sum", "wrong shape"):
+        raise ValueError(f"kind: got {kind}; allowed sum")
+    return scale * (x * w).sum(1) if kind == "sum" else x
+"""
+
+
+def test_shapes_are_checked_and_other_annotations_left_to_the_function(tmp_path, monkeypatch):
+    (tmp_path / "shape_example.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with install_import_hook("shape_example", "conftest.shapes_only"):
+        from shape_example import weighted
+    x, w = torch.ones(2, 3), torch.ones(3)
+    assert weighted(x, w, "sum", 2).tolist() == [6.0, 6.0]
+    for wrong in ((x, w[:2], "sum", 1.0), (x[0], w, "sum", 1.0), (x.long(), w, "sum", 1.0), (x, w, "wrong shape", 1.0)):
+        with pytest.raises(TypeCheckError):
+            weighted(*wrong)
+    with pytest.raises(ValueError, match="kind: got mean; allowed sum"):
+        weighted(x, w, "mean", 1.0)
+
+
+def test_the_hook_is_on_for_algorithms():
+    loader = importlib.util.find_spec(f"{PACKAGE}.algorithms").loader
+    assert type(loader).__module__.startswith("jaxtyping")
+
+
+# -------------------------------------------------------------------------------------------------- paths, pins, README
+
+
+def repository_files() -> list[Path]:
+    """Tracked files and files that git would add; without git, everything but environments, caches and runs."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")
+        paths = [ROOT / name for name in set(listed) if name]
+    except (OSError, subprocess.CalledProcessError):  # an unpacked archive
+        ignored = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", "runs", "build", "dist"}
+        paths = [path for path in ROOT.rglob("*") if not ignored & set(path.relative_to(ROOT).parts)]
+    return sorted(path for path in paths if path.is_file())
+
+
+FORBIDDEN = ["/" + "work" + "/", ".." + "/" + "shared", "." + "library"]
+
+
+def private_paths(data: bytes) -> list[str]:
+    """The paths of somebody's machine that occur in a file."""
+    return [word for word in FORBIDDEN if word.encode() in data]
+
+
+def test_no_file_mentions_a_private_path():
+    files = repository_files()
+    assert Path(__file__).resolve() in files
+    found = {str(path.relative_to(ROOT)): private_paths(path.read_bytes()) for path in files}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+@pytest.mark.parametrize("word", FORBIDDEN)
+def test_a_private_path_is_found(word: str):
+    assert private_paths(b"\xff see " + word.encode() + b"x") == [word]
+
+
+def requirements() -> list[Requirement]:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def test_requirements_are_exact_public_pins():
+    for requirement in requirements():
+        assert re.fullmatch(r"==\d+(\.\d+)*", str(requirement.specifier)), requirement
+        assert requirement.url is None and requirement.marker is None, requirement
+
+
+def test_pins_lie_in_the_ranges_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    ranges = [Requirement(line) for line in [*project["dependencies"], *extras["dev"], *extras["tensorboard"]]]
+    pins = {pin.name.lower(): next(iter(pin.specifier)).version for pin in requirements()}
+    assert {requirement.name.lower() for requirement in ranges} == set(pins)
+    for requirement in ranges:
+        assert requirement.specifier.contains(pins[requirement.name.lower()]), requirement
+
+
+def run_examples(text: str, name: str) -> doctest.TestResults:
+    """Run the `>>>` examples of a Markdown text, all in one namespace; a closing fence ends the expected output."""
+    text = re.sub(r"^\s*(```|~~~).*$", "", text, flags=re.MULTILINE)
+    test = doctest.DocTestParser().get_doctest(text, {}, name, name, 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    return runner.run(test)
+
+
+DOCUMENTS = {"example": "```python\n>>> x = 1 + 1\n>>> x\n2\n```\n\n    $ make test\n"} | {
+    path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("README.md"))
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_examples_in_the_readme_hold(name: str, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_examples(DOCUMENTS[name], name).failed == 0
+
+
+def test_a_wrong_example_is_found():
+    assert run_examples("```\n>>> 1 + 1\n3\n```\n", "wrong") == doctest.TestResults(failed=1, attempted=1)
+    assert run_examples(DOCUMENTS["example"], "example") == doctest.TestResults(failed=0, attempted=2)
