@@ -588,7 +588,16 @@ class KL(NamedTuple):
     target: str = "ref"
 
 
-NORMALIZERS = ("none", "kept_length", "padded_length")
+# The words that a row may use where it makes a choice by name. ``normalizer`` divides ll: by nothing, by the tokens that count,
+# or by the padded length L (which some released code does; short answers then get ratios nearer to 1).
+CHOICES = {
+    "reduction": LEVELS,
+    "normalizer": ("none", "kept_length", "padded_length"),
+    "anchor": ("behaviour", "old", "none"),
+    "refresh": ("fixed", "paired", "independent"),
+    "temperature": ("one", "sampling"),
+    "aggregation": AGGREGATIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -617,6 +626,11 @@ class Method:
     kl: KL | None = None
     needs: tuple[str, ...] = ()
 
+    def __post_init__(self):
+        for key, allowed in CHOICES.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}: got {getattr(self, key)!r} for {self.name}; allowed {', '.join(allowed)}")
+
     @property
     def linear(self) -> bool:
         """True when the loss is linear in the features: pass 1 of the two-pass backward can be skipped."""
@@ -633,8 +647,6 @@ class Method:
 
 def reduced(method: Method, plan: Plan, rollout: Rollout, logp: Float[Tensor, "K B L"]) -> Float[Tensor, "K2 B L2"]:
     """The method's ll: ``reduce_logp`` with its level and normaliser."""
-    if method.normalizer not in NORMALIZERS:
-        raise ValueError(f"normalizer: got {method.normalizer!r}; allowed {', '.join(NORMALIZERS)}")
     lengths = {"kept_length": rollout.lengths, "padded_length": torch.full_like(rollout.lengths, logp.shape[-1])}
     normalizer = None if method.normalizer == "none" else lengths[method.normalizer].to(logp.dtype)
     return reduce_logp(logp, plan, level=method.reduction, normalizer=normalizer)
@@ -702,19 +714,33 @@ def diagnostics(
 
 
 def with_options(method: Method, options: dict[str, Any]) -> Method:
-    """The row with some of its numbers replaced: {"plan.num_states": 4, "objective.epsilon_high": 0.3, "kl.beta": 0.0}."""
+    """The row with some of its numbers replaced: {"plan.num_states": 4, "objective.epsilon_high": 0.3, "kl.beta": 0.0}.
+
+    Keys: a component and one of its keywords (plan, credit, objective, kl), or a choice by name (reduction, normalizer,
+    refresh, aggregation). ``kl.beta`` 0 removes the KL term, and with it the reference model.
+    Raises ValueError for a key that the method does not have, and for a value of another kind than the present one.
+    """
     for key, value in options.items():
         part, _, name = key.partition(".")
         component = getattr(method, part, None)
         if part == "kl" and isinstance(component, KL) and name in KL._fields:
+            _check_like(key, value, getattr(component, name))
             method = replace(method, kl=None if (name, value) == ("beta", 0) else component._replace(**{name: value}))
         elif isinstance(component, partial) and name in component.keywords:
+            _check_like(key, value, component.keywords[name])
             method = replace(method, **{part: partial(component.func, **{**component.keywords, name: value})})
         elif not name and part in ("aggregation", "refresh", "normalizer", "reduction"):
             method = replace(method, **{part: value})
         else:
             raise ValueError(f"method_options.{key}: no such option of {method.name}; allowed {', '.join(_options(method))}")
     return method
+
+
+def _check_like(key: str, value: Any, present: Any) -> None:
+    # An option keeps its kind: a number stays a number, a word a word. None (every step) may become a number.
+    kinds = (str,) if isinstance(present, str) else (bool,) if isinstance(present, bool) else (int, float, type(None))
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")
 
 
 def _options(method: Method) -> list[str]:

@@ -80,7 +80,8 @@ class Pretrain:
     """Supervised training of the tiny masked diffusion LM itself, on demonstrations of mixed quality.
 
     ``hit_share`` of the demonstrations aim at the target, ``late_hit_share`` of them in the second half of the training;
-    the others are true calculations that end anywhere.
+    the others are true calculations that end anywhere. ``stop_after`` ends the training before its schedule of ``steps``
+    has run out (0: not): reinforcement learning needs a base that can still learn.
     """
 
     task: Countdown = field(default_factory=Countdown)
@@ -91,6 +92,7 @@ class Pretrain:
     hit_share: float = 0.2
     late_hit_share: float = 0.2
     steps: int = 1000
+    stop_after: int = 0
     batch_size: int = 128
     save_every: int = 0
     seed: int = 0
@@ -102,7 +104,7 @@ class Pretrain:
         for name in ("hit_share", "late_hit_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed 0 to 1")
-        _at_least(self, "", steps=1, batch_size=1, save_every=0, threads=0)
+        _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0)
 
 
 @dataclass(frozen=True, kw_only=True)

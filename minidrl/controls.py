@@ -3,6 +3,7 @@
 base, best temperature    the policy may only have become sharper: does it beat the base at its best temperature?
 greedy before and after   what the network knows, without the luck of sampling
 pass@8 before and after   what it can reach at all
+base, other orders        the same network may know more than the order of this run lets it say
 self-training             supervised fine-tuning on the base's own correct samples, with as many rollouts and updates
 """
 
@@ -15,14 +16,14 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from minidrl import config, denoiser, report, trainer
+from minidrl import config, denoiser, report, sampler, trainer
 
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
-def solved(model, tok, settings: config.Train, temperature: float, samples: int = 1) -> dict:
-    """Held-out scores at a temperature; with samples > 1 also pass@samples."""
-    decoding = dataclasses.replace(settings.sampler, temperature=temperature)
+def solved(model, tok, settings: config.Train, temperature: float, samples: int = 1, **changes) -> dict:
+    """Held-out scores at a temperature; with samples > 1 also pass@samples. ``changes``: other sampler settings."""
+    decoding = dataclasses.replace(settings.sampler, temperature=temperature, **changes)
     return trainer.evaluate(model, tok, settings.task, decoding, n=settings.evaluate.n, samples=samples)
 
 
@@ -51,6 +52,9 @@ def measure(run: Path) -> dict:
     before, tok = denoiser.load(settings.model)
     after, _ = denoiser.load(run / f"checkpoint-{settings.steps}")
     rows = {f"base, temperature {t:g}": solved(before, tok, settings, t)["solved"] for t in TEMPERATURES}
+    for order in (order for order in sampler.ORDERS if order != settings.sampler.order):
+        for t in (0.0, 1.0):
+            rows[f"base, {order}, temperature {t:g}"] = solved(before, tok, settings, t, order=order)["solved"]
     trained = self_training(settings).model
     rows |= {
         "after RL, temperature 1": solved(after, tok, settings, 1.0)["solved"],

@@ -327,8 +327,8 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
         model.load_state_dict(denoiser.load(checkpoint, settings.device)[0].state_dict())
         state |= load_optimizer(checkpoint, model, optimizer)
     log, started = MetricsLog(out, state["step"]), time.perf_counter() - state["seconds"]
-    steps = range(state["step"], settings.steps)
-    bar = tqdm(steps, desc="pretrain", initial=state["step"], total=settings.steps, mininterval=2)
+    last = settings.stop_after or settings.steps
+    bar = tqdm(range(state["step"], last), desc="pretrain", initial=state["step"], total=last, mininterval=2)
     for step in bar:
         loss = elbo_loss(network, demonstration_rollout(settings.task, tok, settings, step), settings, step)
         loss.backward()
@@ -342,7 +342,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     seconds = time.perf_counter() - started
     scores = evaluate(model, tok, settings.task, settings.sampler, n=settings.evaluate.n)
     denoiser.save(model, tok, out)
-    summary = {"steps": settings.steps, "seconds": round(seconds, 1), "parameters": model.num_parameters()}
+    summary = {"steps": last, "seconds": round(seconds, 1), "parameters": model.num_parameters()}
     return _write_summary(out, summary | {"held_out": scores})
 
 
@@ -503,7 +503,7 @@ class Learner:
         rows, old = [], None
         for plan, anchor in zip(plans, anchors, strict=True):
             row, ll = self.update(experience, plan, old if anchor is None else anchor, clock)
-            old = ll if old is None else old
+            old = ll if old is None and self.method.anchor == "old" else old
             rows.append(row)
         return self._metrics(step, experience, rows, clock)
 
@@ -557,7 +557,7 @@ class Learner:
             "solved": float(solved.mean()),
             "frac_reward_zero_std": float((groups == groups[:, :1]).all(1).double().mean()),
             "completions/mean_length": float(rollout.lengths.double().mean()),
-            "num_tokens": int(rollout.lengths.sum()),
+            "completions/tokens": int(rollout.lengths.sum()),
         }
         if "entropy" in rollout.records:
             metrics["entropy"] = float(rollout.records["entropy"][rollout.keep].mean())

@@ -1490,8 +1490,7 @@ def law_normalizers(alg: ModuleType) -> None:
     kept = alg.reduced(alg.with_options(base, {"normalizer": "kept_length"}), plan, rollout, logp)
     close(kept, [[[plain[0, b, 0] / int(rollout.keep[b].sum())] for b in range(8)]], "kept_length")
     close(alg.reduced(alg.with_options(base, {"normalizer": "padded_length"}), plan, rollout, logp), plain / 4, "padded_length")
-    bad = alg.with_options(base, {"normalizer": "words"})
-    refuses(lambda: alg.reduced(bad, plan, rollout, logp), "normalizer", "'words'", "kept_length")
+    refuses(lambda: alg.with_options(base, {"normalizer": "words"}), "normalizer", "'words'", "kept_length")
     refuses(lambda: alg.behaviour_anchor(base, plan, rollout), "anchor", "grpo", "replay")
     replay = alg.METHODS["replay-grpo"]
     refuses(lambda: alg.behaviour_anchor(replay, plan, rollout), "anchor", "replay-grpo")
@@ -1549,6 +1548,10 @@ def law_options(alg: ModuleType) -> None:
     assert alg.with_options(diffu, {"kl.beta": 0}).kl is None
     assert alg.with_options(diffu, {"kl.beta": 0.5}).kl == alg.KL("k3", 0.5)
     assert diffu.kl == alg.KL("k3", 0.04) and alg.with_options(grpo, {}) == grpo
+    for key in ("reduction", "refresh", "aggregation"):
+        refuses(lambda key=key: alg.with_options(grpo, {key: "x"}), key, "'x'", "grpo")
+    for key, value in (("plan.num_states", "many"), ("plan.strata", 1), ("plan.domain", 3), ("objective.epsilon_low", True)):
+        refuses(lambda key=key, value=value: alg.with_options(grpo, {key: value}), f"method_options.{key}", repr(value))
     refuses(lambda: alg.with_options(grpo, {"plan.states": 1}), "method_options.plan.states", "grpo", "plan.num_states")
     refuses(lambda: alg.with_options(grpo, {"kl.beta": 1.0}), "method_options.kl.beta", "grpo")
     refuses(lambda: alg.with_options(grpo, {"name": "x"}), "method_options.name", "grpo")

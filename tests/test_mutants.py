@@ -484,7 +484,8 @@ MUTANTS = [
         'if method.temperature != "sampling":',
         "law_normalizers",
     ),
-    Mutant("10.1", "if method.normalizer not in NORMALIZERS:", "if False:", "law_normalizers"),
+    Mutant("10.1", "if getattr(self, key) not in allowed:", "if False:", "law_normalizers"),
+    Mutant("10.1", "if not isinstance(value, kinds) or", "if False and", "law_options"),
     Mutant(
         "10.1",
         '"padded_length": torch.full_like(rollout.lengths, logp.shape[-1])',

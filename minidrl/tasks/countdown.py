@@ -41,6 +41,7 @@ CHARACTERS = "0123456789+-*/()=,>:"
 MAX_CHARACTERS = 64  # a longer response scores 0 unread
 MAX_DEPTH = 8  # nested parentheses
 MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
+MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 REWARDS = ("strict", "binary", "any_answer")
 SPLITS = ("train", "held_out")
 
@@ -126,18 +127,21 @@ class Countdown:
     def held_out(self, count: int) -> list[Puzzle]:
         """The first ``count`` held-out puzzles, each key once: the fixed test set, a prefix of every larger one.
 
-        Raises ValueError if ``count`` is below 1, or above what 100 * ``count`` draws find.
+        Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
         """
         if count < 1:
             raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
         seen: dict[str, Puzzle] = {}
-        rng = np.random.default_rng(0)
-        for _ in range(100 * count):
+        rng, misses = np.random.default_rng(0), 0
+        while len(seen) < count and misses < MAX_REPEATS:
             puzzle = self.puzzles(1, rng, "held_out")[0]
+            misses = misses + 1 if puzzle.key in seen else 0
             seen.setdefault(puzzle.key, puzzle)
-            if len(seen) == count:
-                return list(seen.values())
-        raise ValueError(f"evaluate.n: got {count}; allowed at most {len(seen)}, the held-out puzzles found at this difficulty")
+        if len(seen) < count:
+            raise ValueError(
+                f"evaluate.n: got {count}; allowed at most {len(seen)}, the held-out puzzles found at this difficulty"
+            )
+        return list(seen.values())
 
     def split_of(self, puzzle: Puzzle) -> str:
         """ "train" or "held_out", from the puzzle alone: independent of seeds, platforms and Python's hash randomisation."""

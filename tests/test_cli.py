@@ -1,0 +1,357 @@
+"""The command line and the settings: what a user types, and the one line that answers a mistake."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from minidrl import config, report, trainer
+from minidrl.__main__ import main
+from minidrl.algorithms import METHODS
+from minidrl.tasks.countdown import Countdown
+
+TASK = {"num_numbers": 2, "held_out_share": 0.3}
+SAMPLER = {"order": "left_to_right", "temperature": 1.0, "length": 4, "block_length": 4, "tokens_per_step": 1}
+RUN = {"model": "base", "task": TASK, "sampler": SAMPLER, "steps": 1, "num_prompts": 2, "num_generations": 3}
+RUN |= {"evaluate": {"n": 4}}
+BASE = {"task": TASK, "sampler": SAMPLER, "network": tiny.SIZES, "steps": 1, "batch_size": 4, "evaluate": {"n": 4}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("cli") / "base")
+
+
+@pytest.fixture
+def folder(base, tmp_path, monkeypatch) -> Path:
+    """The working directory of a user: two configs and the folder of a network."""
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    return tmp_path
+
+
+def run(capfd, *arguments: object) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of ``python -m minidrl ARGUMENTS``."""
+    capfd.readouterr()
+    try:
+        status = main([str(a) for a in arguments])
+    except SystemExit as exit_:
+        status = exit_.code
+    return status, *capfd.readouterr()
+
+
+def refused(capfd, *arguments: object) -> str:
+    """The line with which the arguments are refused."""
+    status, out, error = run(capfd, *arguments)
+    assert status == 2 and out == ""
+    assert error.startswith("minidrl: ") and error.count("\n") == 1 and error.endswith("\n")
+    return error
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "--method ppo": "method: got 'ppo'; allowed reinforce,",
+    "--stepz 5": "stepz: unknown key (did you mean steps?); allowed model,",
+    "--optimizer.learning_rat 5": "optimizer.learning_rat: unknown key (did you mean optimizer.learning_rate?)",
+    "--xyzzy=5": "xyzzy: unknown key; allowed",
+    "--steps many": "steps: got 'many'; allowed a value of type int",
+    "--steps 1.5": "steps: got 1.5; allowed a value of type int",
+    "--steps true": "steps: got True; allowed a value of type int",
+    "--optimizer.learning_rate fast": "optimizer.learning_rate: got 'fast'; allowed a value of type float",
+    "--optimizer.learning_rate .nan": "optimizer.learning_rate: got nan",
+    "--optimizer.learning_rate .inf": "optimizer: got learning_rate inf",
+    "--optimizer.learning_rate -1": "optimizer: got learning_rate -1.0",
+    "--optimizer.learning_rate -1e-3": "optimizer: got learning_rate -0.001",
+    "--optimizer.max_grad_norm 0": "max_grad_norm 0.0; allowed above 0",
+    "--optimizer.beta1 1": "optimizer.beta1: got 1.0; allowed 0 up to, not including, 1",
+    "--optimizer.weight_decay=-1": "optimizer.weight_decay: got -1.0; allowed from 0",
+    "--optimizer.warmup -1": "optimizer.warmup: got -1; allowed from 0",
+    "--optimizer.schedule linear": "optimizer.schedule: got 'linear'; allowed constant, cosine",
+    "--optimizer 3": "optimizer: got 3; allowed a section with keys learning_rate,",
+    "--steps.more 3": "steps.more: got a value below 'steps', which is no section",
+    "--steps -5": "steps: got -5; allowed from 1",
+    "--num_prompts 0": "num_prompts: got 0; allowed from 1",
+    "--num_generations=-1": "num_generations: got -1; allowed from 1",
+    "--num_iterations 0": "num_iterations: got 0; allowed from 1",
+    "--micro_batch 0": "micro_batch: got 0; allowed from 1",
+    "--save_every -1": "save_every: got -1; allowed from 0",
+    "--threads -1": "threads: got -1; allowed from 0",
+    "--evaluate.n 0": "evaluate.n: got 0; allowed from 1",
+    "--evaluate.every -1": "evaluate.every: got -1; allowed from 0",
+    "--evaluate.temperature -0.5": "evaluate.temperature: got -0.5; allowed from 0",
+    "--sampler.temperature -1": "temperature: got -1.0; allowed a finite number",
+    "--sampler.temperature 0": "sampler.temperature: got 0; allowed above 0",
+    "--sampler.order sideways": "order: got 'sideways'; allowed random, low_confidence, left_to_right",
+    "--sampler.block_length 3": "block_length: got 3; allowed a divisor of length = 4",
+    "--task.num_numbers 7": "task.num_numbers: got 7; allowed 2, 3, 4",
+    "--task.reward kind": "task.reward: got 'kind'; allowed strict,",
+    "--device quantum": "device: got 'quantum'; allowed cpu",
+    "--method_options.plan.states 3": "method_options.plan.states: no such option of reinforce; allowed plan.num_states,",
+    "--method_options 3": "method_options: got 3; allowed a value of type dict",
+    "--steps [1": "steps: got '[1'; allowed a value in YAML",
+    "--model nowhere": "model: got 'nowhere', which holds no config.json",
+    "--model=.": "model: got '.', which holds no config.json",
+    "--out run.yaml": "out: got 'run.yaml', which is a file",
+    "--out base": "out: got 'base', which already holds a run",
+    "--out new --resume": "resume: got 'new', which holds no checkpoint",
+    "--seed": "seed: no value given; allowed --seed value",
+    "stray": "argument 'stray': allowed --key value",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_wrong_setting_is_one_line_and_writes_nothing(arguments, folder, capfd):
+    before = sorted(folder.rglob("*"))
+    assert MISTAKES[arguments] in refused(capfd, "train", "run.yaml", *arguments.split())
+    assert sorted(folder.rglob("*")) == before
+
+
+PRETRAIN_MISTAKES = {
+    "--steps 0": "steps: got 0; allowed from 1",
+    "--batch_size 0": "batch_size: got 0; allowed from 1",
+    "--hit_share 2": "hit_share: got 2.0; allowed 0 to 1",
+    "--late_hit_share=-0.1": "late_hit_share: got -0.1; allowed 0 to 1",
+    "--save_every -1": "save_every: got -1; allowed from 0",
+    "--network.num_attention_heads 0": "network.num_attention_heads: got 0; allowed from 1",
+    "--device quantum": "device: got 'quantum'; allowed cpu",
+    "--model base": "model: unknown key",
+}
+
+
+@pytest.mark.parametrize("arguments", PRETRAIN_MISTAKES)
+def test_a_wrong_setting_of_pretraining_is_one_line_and_writes_nothing(arguments, folder, capfd):
+    before = sorted(folder.rglob("*"))
+    assert PRETRAIN_MISTAKES[arguments] in refused(capfd, "pretrain", "base.yaml", *arguments.split())
+    assert sorted(folder.rglob("*")) == before
+
+
+FILES = {
+    "steps: [1": "is no YAML",
+    "- 1\n- 2\n": "holds list; allowed a mapping",
+    "": "holds NoneType; allowed a mapping",
+    "model: base\n": "sampler: missing; it has no default",
+    "model: base\nsampler: {order: random}\n": "sampler.temperature: missing; it has no default",
+    "model: base\nsampler: 3\n": "sampler: got 3; allowed a section with keys order,",
+    "model: 3\nsampler: {}\n": "model: got 3; allowed a value of type str",
+    "1: 2\n": "1: unknown key",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_wrong_file_is_one_line(text, folder, capfd):
+    (folder / "wrong.yaml").write_text(text)
+    assert FILES[text] in refused(capfd, "train", "wrong.yaml")
+
+
+OTHER_MISTAKES = {
+    "train nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
+    "train": "the following arguments are required: config",
+    "dance": "invalid choice: 'dance'",
+    "": "the following arguments are required: verb",
+    "evaluate base --config run.yaml --n 0": "n: got '0'; allowed integers from 1",
+    "evaluate base --config run.yaml --n many": "n: got 'many'; allowed integers from 1",
+    "evaluate base --config run.yaml --n 100": "evaluate.n: got 100; allowed at most",
+    "evaluate base --config run.yaml --temperature -1": "temperature: got '-1'; allowed numbers from 0",
+    "evaluate base --config run.yaml --temperature nan": "temperature: got nan; allowed a finite number",
+    "evaluate base --config run.yaml --samples 0": "samples: got '0'; allowed integers from 1",
+    "evaluate base --config run.yaml --task chess": "task: got 'chess'; allowed countdown",
+    "evaluate base --config run.yaml --sample 3": "--sample: unknown option",
+    "evaluate base --config nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
+    "evaluate nowhere --config run.yaml": "model: got 'nowhere', which holds no config.json",
+    "evaluate gpt --config run.yaml": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
+    "methods --jsn": "--jsn",
+    "estimators --n 3": "--n: unknown option",
+    "compare run.yaml --methods reinforce,ppo --out all": "method: got 'ppo'; allowed reinforce",
+    "compare run.yaml --methods reinforce --seeds 0 --out all": "seeds: got '0'; allowed integers from 1",
+    "compare run.yaml --methods reinforce": "the following arguments are required: --out",
+}
+
+
+@pytest.mark.parametrize("arguments", OTHER_MISTAKES)
+def test_a_wrong_command_is_one_line_and_writes_nothing(arguments, folder, capfd):
+    (folder / "gpt").mkdir()
+    (folder / "gpt/config.json").write_text('{"model_type": "gpt2"}')
+    before = sorted(folder.rglob("*"))
+    assert OTHER_MISTAKES[arguments] in refused(capfd, *arguments.split())
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_an_error_of_the_system_is_one_line(folder, capfd, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "save_file", full)
+    status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
+    assert status == 2 and error.splitlines()[-1] == "minidrl: [Errno 28] No space left on device"
+
+
+def test_the_process_exits_with_status_2(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "minidrl", "train", "nowhere.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("minidrl: config: got 'nowhere.yaml', which is no file") and done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ overrides
+
+
+def test_overrides_in_both_spellings_reach_the_settings(folder, capfd):
+    words = ["--seed", "3", "--optimizer.learning_rate=3e-4", "--method=grpo", "--method_options.plan.num_states", "2"]
+    status, out, _ = run(capfd, "train", "run.yaml", "--out", "new", *words, "--evaluate.temperature=0.5")
+    assert status == 0 and out.startswith("grpo, seed 3: ") and "at temperature 0.5, 1 steps" in out
+    settings = config.load(config.Train, "new/config.yaml")
+    assert (settings.seed, settings.optimizer.learning_rate, settings.method) == (3, 3e-4, "grpo")
+    assert settings.method_options == {"plan.num_states": 2} and settings.evaluate.temperature == 0.5
+    assert settings.num_prompts == RUN["num_prompts"], "the file's other values stay"
+
+
+def test_a_number_in_scientific_notation_is_a_number(folder):
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN) + "optimizer: {learning_rate: 3e-4, warmup: 2}\n")
+    assert yaml.safe_load("3e-4") == "3e-4", "what YAML 1.1 makes of it"
+    optimizer = config.load(config.Train, "run.yaml").optimizer
+    assert (optimizer.learning_rate, optimizer.warmup) == (3e-4, 2)
+
+
+def test_a_model_in_a_config_is_relative_to_the_config_and_one_in_an_option_to_the_user(folder, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert config.load(config.Train, "../run.yaml").model == str(folder / "base")
+    assert config.load(config.Train, "../run.yaml", {"model": "mine"}).model == "mine"
+
+
+def test_no_limit_on_the_gradient_norm_can_be_asked_for(folder):
+    assert config.load(config.Train, "run.yaml", {"optimizer.max_grad_norm": ".inf"}).optimizer.max_grad_norm == float("inf")
+
+
+@pytest.mark.parametrize("kind", [config.Train, config.Pretrain])
+def test_settings_survive_being_written_down(kind, folder):
+    settings = config.load(kind, folder / ("run.yaml" if kind is config.Train else "base.yaml"), {"optimizer.beta2": 0.9})
+    assert config.from_dict(kind, yaml.safe_load(yaml.safe_dump(config.to_dict(settings)))) == settings
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "tiny_configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_config_that_ships_is_valid(path):
+    text = yaml.safe_load(path.read_text())
+    settings = config.load(config.Pretrain if "network" in text else config.Train, path)
+    assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
+    if "method" in text:
+        assert trainer.method_of(settings).name == text["method"]
+
+
+def test_a_changed_run_is_noticed(folder):
+    settings = config.load(config.Train, "run.yaml")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(settings)))
+    config.check_unchanged(settings, folder)
+    other = dataclasses.replace(settings, steps=9, seed=1)
+    with pytest.raises(ValueError, match="^steps: got 9; allowed 1, with which the run in .* was started$"):
+        config.check_unchanged(other, folder)
+    with pytest.raises(ValueError, match="^seed: got 1; allowed 0"):
+        config.check_unchanged(other, folder, free=("steps",))
+
+
+# ---------------------------------------------------------------------------------------------------------------- verbs
+
+
+def test_pretrain_train_resume_evaluate(folder, capfd):
+    """The whole way, on the folders that the verbs themselves have written."""
+    status, out, _ = run(capfd, "pretrain", "base.yaml", "--out", "fresh")
+    assert status == 0 and json.loads(out)["held_out"]["n"] == 4
+    status, out, _ = run(capfd, "train", "run.yaml", "--model", "fresh", "--out", "new")
+    assert status == 0 and "curve in new/curve.png" in out and (folder / "new/curve.png").stat().st_size > 1000
+    assert "allowed above 1" in refused(capfd, "train", "run.yaml", "--model", "fresh", "--out", "new", "--resume")
+    status, _, _ = run(capfd, "train", "run.yaml", "--model", "fresh", "--out", "new", "--resume", "--steps", "2")
+    assert status == 0 and json.loads((folder / "new/summary.json").read_text())["steps"] == 2
+    words = ["evaluate", "new/checkpoint-2", "--config", "run.yaml", "--n", "4"]
+    status, out, error = run(capfd, *words, "--samples", "2", "--temperature", "0.5", "--json")
+    assert status == 0 and error == ""
+    scores = json.loads(out)
+    assert scores.keys() == {"model", "temperature", "solved", "well_formed", "n", "pass@2"}
+    assert (scores["model"], scores["temperature"], scores["n"]) == ("new/checkpoint-2", 0.5, 4)
+    assert scores["pass@2"] >= scores["solved"] >= 0
+    status, out, _ = run(capfd, *words)
+    assert status == 0 and out.startswith("solved ") and out.endswith(" on 4 held-out puzzles\n")
+
+
+def test_out_defaults_to_a_folder_named_like_the_config(folder, capfd):
+    assert run(capfd, "train", "run.yaml")[0] == 0
+    assert (folder / "runs/run/summary.json").is_file()
+
+
+def test_a_run_that_has_to_stop_exits_with_status_1(folder, capfd):
+    status, out, error = run(capfd, "train", "run.yaml", "--out", "new", "--steps", "2", "--optimizer.learning_rate", "1e30")
+    last = error.splitlines()[-1]
+    assert status == 1 and out == "" and "Traceback" not in error
+    assert last.startswith("minidrl: step 1: logits: the model returned NaN") and "new/failed-1 holds weights" in last
+
+
+def test_logits_that_are_nan_from_the_start_exit_with_status_1(folder, capfd, monkeypatch):
+    def broken(*_, **__):
+        raise FloatingPointError("logits: the model returned NaN or +inf")
+
+    monkeypatch.setattr(trainer.sampler, "generate", broken)
+    for words in (["train", "run.yaml", "--out", "new"], ["evaluate", "base", "--config", "run.yaml", "--n", "4"]):
+        assert run(capfd, *words) == (1, "", "minidrl: logits: the model returned NaN or +inf\n")
+
+
+def test_compare_runs_what_is_missing_and_refuses_runs_with_other_settings(folder, capfd, monkeypatch):
+    words = ["compare", "run.yaml", "--methods", "reinforce,grpo", "--seeds", "2", "--out", "all"]
+    status, table, _ = run(capfd, *words)
+    assert status == 0
+    assert {path.name for path in (folder / "all").iterdir()} == {"reinforce-0", "reinforce-1", "grpo-0", "grpo-1"}
+    assert table.splitlines()[0].startswith("| method") and table.count("grpo") >= 2
+    monkeypatch.setattr(trainer, "Learner", lambda *_: pytest.fail("a finished run is not repeated"))
+    assert run(capfd, *words)[:2] == (0, table)
+    message = "steps: got 3; allowed 1, with which the run in all/reinforce-0 was started"
+    assert message in refused(capfd, *words, "--steps", "3")
+
+
+def test_compare_continues_an_interrupted_run(folder, capfd):
+    words = "compare run.yaml --methods reinforce --seeds 1 --out all --steps 3 --save_every 1".split()
+    step = trainer.Learner.step
+
+    def interrupted(learner, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return step(learner, number)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer.Learner, "step", interrupted)
+        run(capfd, *words)
+    assert run(capfd, *words)[0] == 0
+    rows = report.read_metrics(folder / "all/reinforce-0")
+    assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3]
+
+
+def test_methods_in_json_and_as_a_table(capfd):
+    status, out, error = run(capfd, "methods", "--json")
+    rows = json.loads(out)
+    assert status == 0 and error == "" and [row["method"] for row in rows] == list(METHODS)
+    assert all(row["source"] and row["objective"] and row["likelihood"] for row in rows)
+    table = run(capfd, "methods")[1]
+    assert len(table.splitlines()) == len(METHODS) + 2 and all(f"| {name}" in table for name in METHODS)
+
+
+def test_estimators_in_json(capfd):
+    status, out, error = run(capfd, "estimators", "--json")
+    rows = json.loads(out)
+    assert status == 0 and error == "" and len(rows) > 3
+    assert all(row.keys() == set(report.ESTIMATOR_COLUMNS) for row in rows)
+
+
+def test_help_is_no_mistake(capfd):
+    status, out, error = run(capfd, "--help")
+    assert status == 0 and error == "" and "pretrain" in out and "compare" in out

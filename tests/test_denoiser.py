@@ -1,0 +1,179 @@
+"""The network: bidirectional, blind to padding, and back from disk to the bit or not at all."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from minidrl import denoiser
+from minidrl.tasks.countdown import tokenizer
+
+TOKENS = torch.randint(3, 23, (4, 9), generator=torch.Generator().manual_seed(0))
+LEFT = torch.tensor([0, 4, 2, 1])
+MASK = torch.arange(9) >= LEFT[:, None]
+
+
+# ------------------------------------------------------------------------------------------------------------- function
+
+
+def test_a_later_token_changes_an_earlier_logit():
+    model, other = tiny.network(), TOKENS.clone()
+    other[:, -1] = torch.where(TOKENS[:, -1] == 5, 6, 5)
+    before, after = (model.head(model.encode(x, MASK))[:, 4, 3:] for x in (TOKENS, other))
+    assert ((before - after).abs().amax(-1) > 1e-3).all()
+
+
+def test_what_stands_in_the_padding_changes_nothing():
+    model, other = tiny.network(), TOKENS.masked_fill(~MASK, 7)
+    assert not torch.equal(TOKENS, other)
+    assert torch.equal(model.encode(TOKENS, MASK)[MASK], model.encode(other, MASK)[MASK])
+    assert not torch.allclose(model.encode(TOKENS, None)[MASK], model.encode(other, None)[MASK], atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_a_left_padded_batch_equals_its_rows_alone(dtype, tolerance):
+    model = tiny.network(dtype)
+    together = model.head(model.encode(TOKENS, MASK))
+    for row, start in enumerate(LEFT.tolist()):
+        alone = model.head(model.encode(TOKENS[row : row + 1, start:], None))
+        torch.testing.assert_close(together[row, start:], alone[0], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_logit_of_mask_and_no_other_is_minus_infinity(dtype):
+    model = tiny.network(dtype)
+    logits = model.head(model.encode(TOKENS, MASK))
+    assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (logits[..., model.mask_token_id] == -torch.inf).all()
+    assert int(torch.isfinite(logits).sum()) == logits.numel() - TOKENS.numel()
+
+
+def test_a_compiled_network_shares_weights_and_answers_alike(monkeypatch):
+    calls = []
+
+    def spy(function: Callable) -> Callable:
+        return lambda *inputs: calls.append(len(inputs)) or function(*inputs)
+
+    monkeypatch.setattr(torch, "compile", spy)
+    model = tiny.network()
+    other = denoiser.compiled(model)
+    assert torch.equal(other.encode(TOKENS, MASK), model.encode(TOKENS, MASK))
+    assert calls == [2], "the copy goes through torch.compile, the original does not"
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- initialisation
+
+
+def test_build_follows_its_seed_and_leaves_the_global_generators_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("reseeds the GPUs"))
+    before, numpy_before = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
+    first, second, third = (tiny.weights(denoiser.build(tiny.SIZES, tokenizer(), seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert repr(np.random.get_state()) == numpy_before  # noqa: NPY002
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.lm_head.weight"], third["model.lm_head.weight"])
+
+
+def test_no_embedding_row_is_frozen():
+    model = tiny.network()
+    model.encode(torch.zeros_like(TOKENS), None).square().sum().backward()
+    assert model.model.model.embed_tokens.weight.grad[0].abs().sum() > 0, "row 0 is [PAD]"
+
+
+def test_sizes_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="network.hidden_size: got 30; allowed multiples of"):
+        denoiser.build({**tiny.SIZES, "hidden_size": 30}, tokenizer(), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- save and load
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("denoiser") / "model")
+
+
+def test_a_saved_network_comes_back_to_the_bit(saved, tmp_path, capfd):
+    before = tiny.weights(tiny.network())
+    denoiser.save(*denoiser.load(saved), tmp_path / "again")
+    model, tok = denoiser.load(tmp_path / "again")
+    after = model.state_dict()
+    assert before.keys() == after.keys() and len(before) > 10
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not model.training and model.mask_token_id == tok.mask_token_id and tok.padding_side == "left"
+    assert tok("5*8=40").input_ids == tokenizer()("5*8=40").input_ids
+    assert capfd.readouterr() == ("", ""), "progress bars of a library are no business of the user's"
+
+
+def edit_config(**changes) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def edit_weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def drop_mask(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    del values["mask_token_id"]
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+BROKEN = {
+    "no folder": (shutil.rmtree, "holds no config.json"),
+    "no config.json": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
+    "config.json is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
+    "config.json is a list": (lambda folder: (folder / "config.json").write_text("[]"), "allowed a bidirectional llama"),
+    "causal llama": (edit_config(is_causal=True), "allowed a bidirectional llama"),
+    "another architecture": (edit_config(model_type="gpt2"), "model_type 'gpt2'; allowed a bidirectional llama"),
+    "no [MASK]": (drop_mask, "with a mask_token_id"),
+    "a size of the wrong type": (edit_config(num_hidden_layers="two"), "cannot be read.*num_hidden_layers"),
+    "a weight is missing": (edit_weights(lambda w: w.pop("model.norm.weight")), "missing_keys.*model.norm.weight"),
+    "a weight too many": (edit_weights(lambda w: w.update(extra=torch.ones(1))), "unexpected_keys.*extra"),
+    "a weight of another shape": (
+        edit_weights(lambda w: w.update({"model.norm.weight": torch.ones(7)})),
+        r"mismatched_keys.*model.norm.weight.*\[7\]",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read.*model.safetensors"),
+    "half a weights file": (truncate, "cannot be read.*not fully covered"),
+    "no weights file at all": (lambda folder: (folder / "model.safetensors").write_bytes(b"weights " * 99), "cannot be read"),
+    "no tokenizer": (remove_tokenizer, "cannot be read.*tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_one_line_that_names_it(name, saved, tmp_path, capfd):
+    damage, message = BROKEN[name]
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    damage(folder)
+    with pytest.raises(ValueError, match=f"^model: got .*copy.*{message}") as caught:
+        denoiser.load(folder)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", ""), "no report beside the line"

@@ -1,0 +1,791 @@
+"""Training, end to end: the gradient is the gradient, a run can be watched, stopped, resumed and replayed.
+
+Laws take the implementation (`backward`) as an argument, so that the mutants beside them can break it.
+"""
+
+import ast
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import memory_table
+import tiny
+from minidrl import algorithms as alg
+from minidrl import config, denoiser, report, sampler, trainer
+from minidrl.tasks.countdown import Countdown, tokenizer
+
+METHODS = tuple(alg.METHODS)
+
+
+@pytest.fixture(autouse=True)
+def varied_rewards(monkeypatch):
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("trainer") / "base")
+
+
+# ---------------------------------------------------------------------------------- the two-pass backward is the gradient
+
+
+@dataclasses.dataclass
+class Problem:
+    """A gradient to be computed: everything that the second update of a step would be given."""
+
+    model: nn.Module
+    rollout: alg.Rollout
+    plan: alg.Plan
+    loss_of: Callable
+    temperature: float = 1.0
+    names: tuple[str, ...] = ("logp",)
+
+
+def second_update(learner: trainer.Learner, experience: trainer.Experience) -> tuple[alg.Plan, torch.Tensor, torch.Tensor]:
+    """Plan, anchor and reference of the second update, after a first one that has moved the weights."""
+    method, rollout, clock = learner.method, experience.rollout, trainer.Clock()
+    plans = learner.plans(0, experience)
+    anchor = learner.anchors(0, plans, rollout, clock)[1]
+    if anchor is None and method.anchor == "old":
+        anchor = alg.reduced(method, plans[0], rollout, learner.score(learner.network, rollout, plans[0], clock)["logp"])
+    tiny.perturb(learner.model, 0.1)
+    ref = learner.score(learner.reference, rollout, plans[1], clock)["logp"] if method.kl else None
+    return plans[1], anchor, None if ref is None else alg.reduced(method, plans[1], rollout, ref)
+
+
+def method_problem(learner: trainer.Learner) -> tuple[Problem, Callable[[], object]]:
+    """The problem of a method's second update, and that update itself."""
+    experience = tiny.experience(learner)
+    plan, anchor, ref = second_update(learner, experience)
+    rollout, adv = experience.rollout, experience.adv
+
+    def loss_of(feature):
+        return alg.method_loss(learner.method, plan, rollout, feature, adv, anchor, ref)
+
+    problem = Problem(learner.model, rollout, plan, loss_of, learner._temperature())
+    return problem, lambda: learner.update(experience, plan, anchor, trainer.Clock())
+
+
+def nonlinear_loss(feature: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Every feature multiplies every other, each state with a weight of its own: no cotangent can be left out or mixed up."""
+    weight = torch.arange(1, len(feature["logp"]) + 1)[:, None, None]
+    sums = torch.stack([(weight * feature[name]).sum((0, 2)) / 6 for name in alg.FEATURES])
+    return sums.tanh().prod(0).sum() + (sums / 5).sum(0).logsumexp(0) + sums.prod(0).mean()
+
+
+def nonlinear_problem(model: nn.Module) -> Problem:
+    made = tiny.rollout(model)
+    plan = alg.elbo_count_plan(made, torch.Generator().manual_seed(4), num_states=3, domain="keep", strata=True)
+    return Problem(model, made, plan, nonlinear_loss, temperature=0.8, names=alg.FEATURES)
+
+
+def gradient_of(backward: Callable, problem: Problem, **options) -> torch.Tensor:
+    words = {"temperature": problem.temperature, "names": problem.names}
+    backward(problem.model, problem.rollout, problem.plan, problem.loss_of, **words, **options)
+    return tiny.gradient(problem.model)
+
+
+def relative_error(backward: Callable, problem: Problem) -> float:
+    """Distance to the gradient of the joint graph, in units of that gradient's norm."""
+    exact = gradient_of(memory_table.joint_backward, problem)
+    assert exact.norm() > 1e-4, "a gradient that vanishes can't be judged"
+    return float((gradient_of(backward, problem) - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("network", tiny.NETWORKS)
+@pytest.mark.parametrize("name", METHODS)
+def test_two_passes_give_the_gradient_of_every_method(name, network, monkeypatch):
+    build, tolerance = tiny.NETWORKS[network]
+    problem, _ = method_problem(tiny.learner_on(monkeypatch, build(), method=name))
+    assert relative_error(trainer.two_pass_backward, problem) < tolerance
+
+
+@pytest.mark.parametrize("network", tiny.NETWORKS)
+@pytest.mark.parametrize("name", METHODS)
+def test_an_update_applies_the_gradient_of_every_method(name, network, monkeypatch):
+    build, tolerance = tiny.NETWORKS[network]
+    problem, update = method_problem(tiny.learner_on(monkeypatch, build(), method=name))
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
+    assert relative_error(lambda *_, **__: update(), problem) < tolerance
+
+
+@pytest.mark.parametrize("network", tiny.NETWORKS)
+def test_two_passes_give_the_gradient_of_a_loss_that_mixes_all_features(network):
+    build, tolerance = tiny.NETWORKS[network]
+    assert relative_error(trainer.two_pass_backward, nonlinear_problem(build())) < tolerance
+
+
+def only_logp(loss_of, feature):
+    """The other features are taken for data."""
+    logp = feature["logp"].detach().requires_grad_()
+    loss = loss_of({**feature, "logp": logp})
+    return loss.detach(), {"logp": torch.autograd.grad(loss, logp)[0]}
+
+
+def one_leaf_at_a_time(loss_of, feature):
+    """The loss is taken for a sum of functions of one feature each."""
+    grads = {}
+    for name in feature:
+        leaf = feature[name].detach().requires_grad_()
+        loss = loss_of({other: leaf if other == name else torch.zeros_like(leaf) for other in feature})
+        grads[name] = torch.autograd.grad(loss, leaf)[0]
+    return loss.detach(), grads
+
+
+def reversed_states(loss_of, feature):
+    """The cotangent of another state."""
+    loss, grads = trainer.cotangents(loss_of, feature)
+    return loss, {name: value.flip(0) for name, value in grads.items()}
+
+
+def backward_with(cotangents: Callable) -> Callable:
+    """``two_pass_backward`` with another middle."""
+
+    def backward(model, rollout, plan, loss_of, *, temperature, names):
+        feature = alg.features(model, rollout, plan, temperature=temperature, names=names)
+        trainer.second_pass(model, rollout, plan, cotangents(loss_of, feature)[1], temperature=temperature, size=256)
+
+    return backward
+
+
+def first_chunk_only(model, rollout, plan, loss_of, *, temperature, names):
+    """The second pass ends after its first micro-batch."""
+    feature = alg.features(model, rollout, plan, temperature=temperature, names=names)
+    states = torch.arange(plan.valid.numel()).view(plan.valid.shape)
+    plan = dataclasses.replace(plan, valid=plan.valid & (states < plan.valid.numel() // 2))
+    cotangent = trainer.cotangents(loss_of, feature)[1]
+    trainer.second_pass(model, rollout, plan, cotangent, temperature=temperature, size=4)
+
+
+MUTANTS = {
+    "only logp is a leaf": backward_with(only_logp),
+    "one leaf at a time": backward_with(one_leaf_at_a_time),
+    "cotangents of other states": backward_with(reversed_states),
+    "half of the states": first_chunk_only,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_law_kills_a_mutant(name):
+    assert relative_error(backward_with(trainer.cotangents), nonlinear_problem(tiny.tabular())) < 1e-12
+    assert relative_error(MUTANTS[name], nonlinear_problem(tiny.tabular())) > 1e-3
+
+
+@pytest.mark.parametrize("network", ["tiny denoiser, float64", "tabular denoiser, float64"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_micro_batch_size_does_not_change_the_gradient(size, network):
+    problem = nonlinear_problem(tiny.NETWORKS[network][0]())
+    whole = gradient_of(trainer.two_pass_backward, problem, size=1000)
+    parts = gradient_of(trainer.two_pass_backward, problem, size=size)
+    assert (parts - whole).norm() < 1e-12 * whole.norm()
+
+
+def test_states_without_cotangent_are_skipped_and_the_gradient_is_the_same():
+    problem = nonlinear_problem(tiny.network(torch.float64))
+    problem.loss_of = lambda f: nonlinear_loss({name: value[1:2, ::2] for name, value in f.items()})
+    needed = int(problem.plan.valid[1, ::2].sum())
+    feature = alg.features(problem.model, problem.rollout, problem.plan, temperature=0.8, names=problem.names)
+    cotangent = trainer.cotangents(problem.loss_of, feature)[1]
+    seen, calls = trainer.second_pass(problem.model, problem.rollout, problem.plan, cotangent, temperature=0.8, size=4)
+    skipping, exact = tiny.gradient(problem.model), gradient_of(memory_table.joint_backward, problem)
+    assert calls == needed < problem.plan.network_calls
+    assert (skipping - exact).norm() < 1e-12 * exact.norm()
+    torch.testing.assert_close(seen["logp"][1, ::2], feature["logp"][1, ::2])
+    assert seen["logp"][0].abs().sum() == 0
+
+
+def with_attention_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.05
+    return model
+
+
+def with_dropout_module(model: nn.Module) -> nn.Module:
+    model.extra = nn.Dropout(0.05)
+    return model
+
+
+@pytest.mark.parametrize("add_dropout", [with_attention_dropout, with_dropout_module])
+def test_dropout_is_refused_in_training_mode_only(add_dropout):
+    model = add_dropout(tiny.network())
+    problem = nonlinear_problem(model)
+    model.train()
+    with pytest.raises(ValueError, match="model: dropout 0.05 in .*; allowed 0"):
+        gradient_of(trainer.two_pass_backward, problem)
+    assert all(p.grad is None for p in model.parameters())
+    model.eval()
+    assert gradient_of(trainer.two_pass_backward, problem).norm() > 0
+
+
+def test_training_mode_without_dropout_is_allowed():
+    problem = nonlinear_problem(tiny.network().train())
+    assert relative_error(trainer.two_pass_backward, problem) < 1e-5
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_the_memory_of_two_passes_is_constant_in_the_number_of_states_and_that_of_the_joint_graph_is_not():
+    two_pass = {k: memory_table.peak_memory(k, two_pass=True) for k in memory_table.STATES}
+    joint = {k: memory_table.peak_memory(k, two_pass=False) for k in memory_table.STATES}
+    assert all(peak == pytest.approx(two_pass[1], rel=0.01) for peak in two_pass.values())
+    assert all(peak == pytest.approx(k * joint[1], rel=0.05) for k, peak in joint.items())
+    assert two_pass[1] == pytest.approx(joint[1], rel=0.05) and joint[1] > 100_000
+
+
+# ------------------------------------------------------------------------------------------------------- reading a run
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
+
+
+def updates(out: Path) -> list[dict]:
+    return [row for row in metrics(out) if "reward" in row]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    first, second = load_file(a), load_file(b)
+    assert first.keys() == second.keys() and first
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def no_curve(monkeypatch):
+    monkeypatch.setattr(report, "write_curve", lambda out: None)
+
+
+# -------------------------------------------------------------------------------------------------------- pre-training
+
+
+def pretrain_settings(**changes) -> config.Pretrain:
+    words = {"task": tiny.TASK, "network": config.Network(**tiny.SIZES), "sampler": tiny.SAMPLER, "batch_size": 16}
+    return config.Pretrain(**{**words, "evaluate": config.Evaluation(n=4), "steps": 3, **changes})
+
+
+def test_pretraining_writes_a_run_and_a_network_that_train_can_start_from(tmp_path):
+    out = tmp_path / "base"
+    summary = trainer.pretrain(pretrain_settings(save_every=2), out)
+    assert config.load(config.Pretrain, out / "config.yaml").steps == 3
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert summary["steps"] == 3 and summary["held_out"]["n"] == 4 and summary["parameters"] > 1000
+    assert metrics(out)[0]["step"] == 1 and metrics(out)[0]["loss"] == pytest.approx(math.log(22), rel=0.1)
+    assert (out / "checkpoint-2" / "model.safetensors").is_file()
+    assert denoiser.load(out)[0].num_parameters() == summary["parameters"]
+
+
+def test_pretraining_learns(tmp_path):
+    settings = pretrain_settings(steps=51, optimizer=config.Optimizer(learning_rate=1e-2))
+    trainer.pretrain(settings, tmp_path / "base")
+    first, last = metrics(tmp_path / "base")
+    assert (first["step"], last["step"]) == (1, 51) and last["loss"] < first["loss"] - 0.5
+
+
+def test_demonstrations_are_made_on_the_device_of_the_network():
+    made = trainer.demonstration_rollout(tiny.TASK, tokenizer(), pretrain_settings(device="meta"), 0)
+    tensors = [getattr(made, f.name) for f in dataclasses.fields(made) if torch.is_tensor(getattr(made, f.name))]
+    assert {x.device.type for x in tensors} == {"meta"} and len(tensors) == 6
+
+
+def test_demonstrations_change_their_aim_in_the_second_half(monkeypatch):
+    shares, demonstrations = [], Countdown.demonstrations
+    monkeypatch.setattr(Countdown, "demonstrations", lambda *a: shares.append(a[-1]) or demonstrations(*a))
+    settings = pretrain_settings(hit_share=0.1, late_hit_share=0.9, steps=4)
+    for step in range(4):
+        trainer.demonstration_rollout(tiny.TASK, tokenizer(), settings, step)
+    assert shares == [0.1, 0.1, 0.9, 0.9]
+
+
+def test_resumed_pretraining_equals_the_uninterrupted_one(tmp_path, monkeypatch):
+    settings = pretrain_settings(steps=4, save_every=2, optimizer=config.Optimizer(schedule="cosine", warmup=3))
+    trainer.pretrain(settings, tmp_path / "whole")
+    step, count = trainer.optimizer_step, []
+
+    def interrupted(*arguments):
+        count.append(1)
+        return step(*arguments) if len(count) < 4 else stop()
+
+    monkeypatch.setattr(trainer, "optimizer_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.pretrain(settings, tmp_path / "parts")
+    monkeypatch.setattr(trainer, "optimizer_step", step)
+    trainer.pretrain(settings, tmp_path / "parts", resume=True)
+    assert_same_tensors(tmp_path / "whole/model.safetensors", tmp_path / "parts/model.safetensors")
+    assert untimed(metrics(tmp_path / "whole")) == untimed(metrics(tmp_path / "parts"))
+
+
+def stop():
+    raise KeyboardInterrupt
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+ALWAYS = {"step", "reward", "reward_std", "solved", "frac_reward_zero_std", "completions/mean_length", "completions/tokens"}
+ALWAYS |= {"loss", "grad_norm", "learning_rate", "seconds", "network_calls/rollout", "network_calls/update"}
+RATIOS = {"ratio_mean", "ratio_max", "ratio_std", "log_ratio_std", "clip_fraction", "bypass_fraction", "effective_sample_size"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs(name, base, tmp_path, capfd):
+    out = tmp_path / "run"
+    summary = trainer.train(tiny.settings(base, method=name), out)
+    expected = {"config.yaml", "metrics.jsonl", "curve.png", "summary.json", "checkpoint-2"}
+    assert {path.name for path in out.iterdir()} == expected
+    wanted = {"method": name, "seed": 0, "steps": 2, "evaluated_on": 4, "temperature": 1.0}
+    assert {key: summary[key] for key in wanted} == wanted and json.loads((out / "summary.json").read_text()) == summary
+    assert 0 <= summary["solved_before"] <= 1 and 0 <= summary["solved_after"] <= 1 and summary["seconds"] >= 0
+    rows, method = updates(out), alg.METHODS[name]
+    assert [row["step"] for row in rows] == [1, 2] and [row["step"] for row in metrics(out)] == [0, 1, 2, 2]
+    for row in rows:
+        assert row.keys() >= ALWAYS | RATIOS | ({"kl"} if method.kl else set()) | set(method.needs)
+        assert all(math.isfinite(value) for value in row.values()) and row["grad_norm"] > 0
+        assert 0 < row["effective_sample_size"] <= 1 + 1e-6 and row["ratio_max"] >= row["ratio_mean"] > 0
+    assert not torch.equal(*(load_file(f / "model.safetensors")["lm_head.weight"] for f in (base, out / "checkpoint-2")))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_no_method_is_named_in_the_trainer():
+    words = {n.value for n in ast.walk(ast.parse(Path(trainer.__file__).read_text())) if isinstance(n, ast.Constant)}
+    assert len(words) > 50 and words.isdisjoint(METHODS)
+
+
+def test_a_config_written_by_a_run_is_that_run(base, tmp_path, no_curve):
+    settings = tiny.settings(base, steps=1, method_options={"plan.min_entropy": 0.01}, optimizer=config.Optimizer(beta2=0.95))
+    trainer.train(settings, tmp_path / "run")
+    assert config.load(config.Train, tmp_path / "run/config.yaml") == settings
+
+
+def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path, no_curve):
+    trainer.train(tiny.settings(base, steps=1, optimizer=config.Optimizer(learning_rate=3e-8)), tmp_path / "run")
+    assert updates(tmp_path / "run")[0]["learning_rate"] == pytest.approx(3e-8)
+
+
+# -------------------------------------------------------------------------------------------------- stopping and resuming
+
+
+def interrupt_at(monkeypatch, step: int) -> None:
+    """Ctrl-C during a step."""
+    run = trainer.Learner.step
+    monkeypatch.setattr(trainer.Learner, "step", lambda learner, n: stop() if n == step else run(learner, n))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path, no_curve):
+    optimizer = config.Optimizer(learning_rate=1e-3, schedule="cosine", warmup=5)
+    evaluation = config.Evaluation(n=4, every=1)
+    settings = tiny.settings(base, method="grpo", steps=4, save_every=2, optimizer=optimizer, evaluate=evaluation)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer.train(settings, whole)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, 3)
+        trainer.train(settings, parts)
+    assert [row["step"] for row in updates(parts)] == [1, 2, 3]
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "los')  # a line that was being written
+    trainer.train(settings, parts, resume=True)
+    assert untimed(metrics(parts)) == untimed(metrics(whole))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert_same_tensors(whole / "checkpoint-4" / file, parts / "checkpoint-4" / file)
+    times = [row["seconds"] for row in updates(parts)]
+    assert times == sorted(times)
+
+
+def test_the_optimizer_state_matters_for_that(base, tmp_path, no_curve, monkeypatch):
+    settings = tiny.settings(base, steps=2, save_every=1)
+    trainer.train(settings, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, 1)
+        trainer.train(settings, tmp_path / "parts")
+    state = json.loads((tmp_path / "parts/checkpoint-1/state.json").read_text())
+    monkeypatch.setattr(trainer, "load_optimizer", lambda *_: state)
+    trainer.train(settings, tmp_path / "parts", resume=True)
+    name = "lm_head.weight"
+    a, b = (load_file(tmp_path / run / "checkpoint-2/model.safetensors")[name] for run in ("whole", "parts"))
+    assert not torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is(base, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    before = content(tmp_path)
+    for resume, message in ((False, "already holds a run"), (True, "holds no checkpoint")):
+        with pytest.raises(ValueError, match=message):
+            trainer.train(tiny.settings(base), tmp_path / "run", resume)
+        with pytest.raises(ValueError, match=message):
+            trainer.pretrain(pretrain_settings(), tmp_path / "run", resume)
+    with pytest.raises(ValueError, match="which is a file"):
+        trainer.train(tiny.settings(base), tmp_path / "run/notes.txt")
+    assert content(tmp_path) == before
+
+
+def test_a_run_is_not_resumed_as_another_one(base, tmp_path, no_curve):
+    out, settings = tmp_path / "run", tiny.settings(base)
+    trainer.train(settings, out)
+    before = content(out)
+    for changes, message in (
+        ({"method": "grpo"}, "method: got 'grpo'; allowed 'reinforce'"),
+        ({"seed": 1}, "seed: got 1; allowed 0"),
+        ({"steps": 1}, "steps: got 1; allowed above 2"),
+        ({}, "steps: got 2; allowed above 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer.train(dataclasses.replace(settings, **changes), out, resume=True)
+        assert content(out) == before
+    trainer.train(dataclasses.replace(settings, steps=3, micro_batch=5), out, resume=True)
+    assert [row["step"] for row in updates(out)] == [1, 2, 3]
+    assert config.load(config.Train, out / "config.yaml").steps == 3
+
+
+def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, no_curve, monkeypatch):
+    settings, out, save = tiny.settings(base, steps=3, save_every=1), tmp_path / "run", trainer.save_file
+    monkeypatch.setattr(
+        trainer, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(settings, out)
+    assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2.part"}
+    assert trainer.open_run(out, settings, resume=True) == out / "checkpoint-1"
+    monkeypatch.setattr(trainer, "save_file", save)
+    trainer.train(settings, out, resume=True)
+    assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+
+
+def test_the_last_checkpoint_is_the_one_with_the_highest_number(tmp_path, base):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.part", "failed-12"):
+        (tmp_path / name).mkdir()
+    settings = tiny.settings(base, steps=20)
+    trainer._write_config(tmp_path, settings)
+    assert trainer.open_run(tmp_path, settings, resume=True).name == "checkpoint-10"
+
+
+# --------------------------------------------------------------------------------------------------- what is not finite
+
+
+def assert_dump(error: pytest.ExceptionInfo, out: Path, step: int, weights: Path) -> None:
+    """The message names the dump, which holds the weights of ``weights``."""
+    folder = out / f"failed-{step}"
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+    assert_same_tensors(folder / "model.safetensors", weights / "model.safetensors")
+    assert json.loads((folder / "state.json").read_text())["step"] == step
+
+
+def poison(model: nn.Module) -> nn.Module:
+    """A network whose gradient, and nothing else, is nan."""
+    next(model.parameters()).register_hook(lambda grad: grad * torch.nan)
+    return model
+
+
+def test_a_gradient_that_is_nan_stops_the_run_and_can_be_replayed(base, tmp_path, monkeypatch):
+    load = denoiser.load
+    monkeypatch.setattr(denoiser, "load", lambda *where: (poison(load(*where)[0]), tokenizer()))
+    with pytest.raises(trainer.RunError, match="step 0: gradient norm is nan; stopped") as error:
+        trainer.train(tiny.settings(base), tmp_path / "run")
+    assert_dump(error, tmp_path / "run", 0, base)
+    with pytest.raises(trainer.RunError, match="^gradient norm is nan"):
+        trainer.replay(tmp_path / "run", tmp_path / "run/failed-0")
+    monkeypatch.setattr(denoiser, "load", load)
+    assert trainer.replay(tmp_path / "run", tmp_path / "run/failed-0")["step"] == 1, "the repaired network passes"
+
+
+def test_a_failure_in_the_second_update_is_replayed_from_before_the_first(base, tmp_path, monkeypatch):
+    """The second update sees weights that the first has made infinite: only from before the step does it come again."""
+    settings = tiny.settings(base, method="grpo", optimizer=config.Optimizer(learning_rate=1e30))
+    with pytest.raises(trainer.RunError, match="step 0: loss is nan; stopped") as error:
+        trainer.train(settings, tmp_path / "run")
+    assert_dump(error, tmp_path / "run", 0, base)
+    rates, step = [], trainer.optimizer_step
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *a: rates.append(a[-1]) or step(*a))
+    with pytest.raises(trainer.RunError, match="^loss is nan"):
+        trainer.replay(tmp_path / "run", tmp_path / "run/failed-0")
+    assert rates == [1e30], "one update passed, the second failed"
+
+
+def test_a_failure_in_a_later_step_is_dumped_with_its_optimizer(base, tmp_path, monkeypatch):
+    settings = tiny.settings(base, steps=3, save_every=1, num_iterations=1, optimizer=config.Optimizer(schedule="cosine"))
+    clip, norms = nn.utils.clip_grad_norm_, []
+
+    def broken_clip(*arguments):
+        norms.append(clip(*arguments))
+        return norms[-1] if len(norms) < 3 else torch.tensor(torch.inf)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", broken_clip)
+    with pytest.raises(trainer.RunError, match="step 2: gradient norm is inf") as error:
+        trainer.train(settings, tmp_path / "run")
+    out = tmp_path / "run"
+    assert_dump(error, out, 2, out / "checkpoint-2")
+    assert_same_tensors(out / "failed-2/optimizer.safetensors", out / "checkpoint-2/optimizer.safetensors")
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
+    row = trainer.replay(out, out / "failed-2")
+    assert row["grad_norm"] == float(norms[-1]), "the same puzzles, noise, plan and weights"
+    assert row["learning_rate"] == trainer.learning_rate(settings.optimizer, 2, 3)
+
+
+def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_path, monkeypatch):
+    load = denoiser.load
+
+    def broken(*where):
+        model, tok = load(*where)
+        model.model.lm_head.weight.data[5] = torch.nan
+        return model, tok
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError):
+        patch.setattr(denoiser, "load", broken)
+        trainer.train(tiny.settings(base), tmp_path / "before")
+    settings = tiny.settings(base, num_iterations=1, optimizer=config.Optimizer(learning_rate=1e30))
+    with pytest.raises(trainer.RunError, match="step 1: logits: the model returned NaN"):
+        trainer.train(settings, tmp_path / "within")
+    assert (tmp_path / "within/failed-1/optimizer.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_gradient_that_is_nan_is_no_gradient_of_zero(name, monkeypatch):
+    """The loss is 0, its derivative is nan: a state whose cotangent is nan must not pass for one that can be skipped."""
+    _, update = method_problem(tiny.learner_on(monkeypatch, tiny.network(), method=name))
+    monkeypatch.setattr(alg, "method_loss", lambda *a: (a[3]["logp"] * 0).sqrt().sum())
+    with pytest.raises(trainer.RunError, match="gradient norm is nan"):
+        update()
+
+
+# ----------------------------------------------------------------------------------------------------------- invariance
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_micro_batch_changes_neither_metrics_nor_weights(name, monkeypatch):
+    results = []
+    for size in (3, 1000):
+        learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, micro_batch=size)
+        results.append((learner.step(0), tiny.weights(learner.model)))
+    (row, weights), (other_row, other_weights) = results
+    assert untimed([row])[0] == pytest.approx(untimed([other_row])[0], rel=1e-6, abs=1e-9)
+    assert all(torch.allclose(weights[key], other_weights[key], atol=1e-6, rtol=0) for key in weights)
+    assert any(not torch.equal(weights[key], value) for key, value in tiny.network(torch.float64).state_dict().items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_leaves_the_global_generators_alone(name, base):
+    def states():
+        return torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002
+
+    before = states()
+    trainer.Learner(tiny.settings(base, method=name)).step(0)
+    assert states() == before
+
+
+def test_a_step_depends_on_seed_and_step_and_not_on_global_state(base):
+    def row(seed: int, step: int) -> dict:
+        return untimed([trainer.Learner(tiny.settings(base, seed=seed)).step(step)])[0]
+
+    first = row(0, 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        assert row(0, 0) == first
+    assert row(1, 0) != first and row(0, 1) != first
+
+
+def test_draws_of_one_run_share_no_stream():
+    drawn = [
+        float(torch.rand((), generator=trainer.keyed_generator(seed, step, purpose), dtype=torch.float64))
+        for seed in (0, 1, 11)
+        for step in (0, 1, 10)
+        for purpose in ("rollout", "plan 0", "plan 1")
+    ]
+    assert len(set(drawn)) == 27
+
+
+# -------------------------------------------------------------------------------------------------- groups without signal
+
+
+def half_silent(experience: trainer.Experience, learner: trainer.Learner) -> trainer.Experience:
+    """The first group's rewards made equal."""
+    reward = experience.reward.clone()
+    reward[: tiny.GENERATIONS] = 0.5
+    return dataclasses.replace(experience, reward=reward, adv=learner.method.credit(reward, tiny.GENERATIONS))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name, monkeypatch):
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name)
+    experience = half_silent(tiny.experience(learner), learner)
+    drawn = learner.method.plan(experience.rollout, learner.generator(0, "plan 0"))
+    plan, rows = learner.plans(0, experience)[0], tiny.GENERATIONS
+    assert drawn.valid[:, :rows].any(), "there was something to leave out"
+    assert torch.equal(plan.scored[:, rows:], drawn.scored[:, rows:]) and torch.equal(
+        plan.valid[:, rows:], drawn.valid[:, rows:]
+    )
+    if learner.method.kl:
+        assert torch.equal(plan.valid, drawn.valid)
+        return
+    assert not plan.valid[:, :rows].any() and not plan.scored[:, :rows].any()
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
+    anchor = learner.anchors(0, [plan, plan], experience.rollout, trainer.Clock())[1]
+    gradients = []
+    for which in (plan, drawn):
+        learner.update(experience, which, anchor, trainer.Clock())
+        gradients.append(tiny.gradient(learner.model))
+    assert (gradients[0] - gradients[1]).norm() < 1e-12 * gradients[1].norm()
+
+
+def score_of_even_targets(task, puzzle, response) -> float:
+    return tiny.varied_score(task, puzzle, response) if puzzle.target % 2 else 0.25
+
+
+def test_groups_of_equal_rewards_are_counted(base, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", score_of_even_targets)
+    learner = trainer.Learner(tiny.settings(base, num_prompts=8, method="replay-grpo"))
+    groups = learner.collect(0, trainer.Clock()).reward.view(8, tiny.GENERATIONS)
+    silent = sum(len(set(group)) == 1 for group in groups.tolist())
+    row = learner.step(0)
+    assert 0 < silent < 8 and row["frac_reward_zero_std"] == silent / 8
+    assert row["reward_std"] == pytest.approx(float(groups.std(1).mean()))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_rewards_change_no_weight(name, base, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
+    learner = trainer.Learner(tiny.settings(base, method=name))
+    before, row = tiny.weights(learner.model), learner.step(0)
+    assert all(torch.equal(before[key], value) for key, value in learner.model.state_dict().items())
+    assert row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0 and row["network_calls/update"] == 0
+
+
+def test_a_run_in_which_nothing_could_be_learned_can_be_resumed(base, tmp_path, no_curve, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
+    settings = tiny.settings(base, steps=1)
+    trainer.train(settings, tmp_path / "run")
+    trainer.train(dataclasses.replace(settings, steps=2), tmp_path / "run", resume=True)
+    assert_same_tensors(base / "model.safetensors", tmp_path / "run/checkpoint-2/model.safetensors")
+
+
+# --------------------------------------------------------------------------------------------------------------- ratios
+
+
+def rows_of_updates(learner: trainer.Learner) -> list[dict]:
+    """The metrics of each update of step 0."""
+    rows, update = [], learner.update
+
+    def spy(*arguments):
+        row, ll = update(*arguments)
+        rows.append(row)
+        return row, ll
+
+    learner.update = spy
+    learner.step(0)
+    return rows
+
+
+def refreshed(name: str) -> list[str]:
+    found = [m.name for m in alg.METHODS.values() if m.refresh == name and m.anchor == "old"]
+    assert found, "the table has such a row"
+    return found
+
+
+@pytest.mark.parametrize("name", refreshed("fixed") + refreshed("paired"))
+def test_old_and_new_share_their_masks_so_the_first_ratio_is_exactly_one(name, base):
+    first, second = rows_of_updates(trainer.Learner(tiny.settings(base, method=name)))
+    assert (first["ratio_mean"], first["ratio_max"], first["ratio_std"]) == (1, 1, 0)
+    assert second["ratio_std"] > 1e-3, "the first update moved the weights"
+
+
+@pytest.mark.parametrize("name", refreshed("paired"))
+def test_paired_anchors_come_from_the_old_weights(name, base):
+    """With a step size of next to nothing, the second ratio is 1 as well: its masks are new, but both sides see them."""
+    still = config.Optimizer(learning_rate=1e-12)
+    second = rows_of_updates(trainer.Learner(tiny.settings(base, method=name, optimizer=still)))[1]
+    assert second["log_ratio_std"] < 1e-4 and second["ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", refreshed("independent"))
+def test_independent_masks_make_the_first_ratio_noise(name, base):
+    first = rows_of_updates(trainer.Learner(tiny.settings(base, method=name)))[0]
+    assert first["log_ratio_std"] > 1e-2 and first["ratio_mean"] != 1
+
+
+def sampled(base: Path, name: str, temperature: float, **changes) -> trainer.Learner:
+    settings = dataclasses.replace(tiny.SAMPLER, temperature=temperature)
+    return trainer.Learner(tiny.settings(base, method=name, num_iterations=1, sampler=settings, **changes))
+
+
+@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.temperature == "sampling"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_sampler_and_the_trainer_agree_on_what_was_drawn(name, temperature, base, monkeypatch):
+    """Same padding, same temperature, same states: the ratio to the behaviour policy is 1, in silent groups too."""
+    monkeypatch.setattr(Countdown, "score", score_of_even_targets)
+    row = sampled(base, name, temperature, num_prompts=8).step(0)
+    assert 0 < row["frac_reward_zero_std"] < 1
+    assert row["ratio_mean"] == pytest.approx(1, abs=1e-5) and row["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert row["log_ratio_std"] < 1e-5
+
+
+def test_that_agreement_can_fail(base, monkeypatch):
+    monkeypatch.setattr(trainer.Learner, "_temperature", lambda learner: 1.0)
+    assert sampled(base, "replay-grpo", 0.7).step(0)["log_ratio_std"] > 1e-2
+
+
+def test_a_temperature_of_zero_cannot_be_scored_and_is_refused_before_anything_is_written(base, tmp_path):
+    greedy = dataclasses.replace(tiny.SAMPLER, temperature=0.0)
+    with pytest.raises(ValueError, match="sampler.temperature: got 0; allowed above 0"):
+        trainer.train(tiny.settings(base, sampler=greedy), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ the pieces
+
+
+def test_learning_rate_by_hand():
+    warm = config.Optimizer(learning_rate=2.0, warmup=4)
+    assert [trainer.learning_rate(warm, step, 100) for step in (0, 1, 3, 4, 99)] == [0.5, 1.0, 2.0, 2.0, 2.0]
+    cosine = config.Optimizer(learning_rate=2.0, schedule="cosine")
+    assert [trainer.learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([2.0, 1.1, 0.2])
+
+
+def test_the_rollout_sees_the_micro_batch(base, monkeypatch):
+    sizes, generate = [], sampler.generate
+    monkeypatch.setattr(sampler, "generate", lambda *a, **words: sizes.append(words["micro_batch"]) or generate(*a, **words))
+    trainer.Learner(tiny.settings(base, micro_batch=5)).collect(0, trainer.Clock())
+    assert sizes == [5]
+
+
+def test_evaluation_counts_by_hand(base, monkeypatch):
+    model, tok = denoiser.load(base)
+    scores = iter([1.0, 0.0, 0.1, 1.0, 0.0, 0.0, 1.0, 1.0])  # 4 puzzles x 2 samples
+    monkeypatch.setattr(Countdown, "score", lambda *_: next(scores))
+    result = trainer.evaluate(model, tok, tiny.TASK, tiny.SAMPLER, n=4, samples=2)
+    assert result == {"solved": 4 / 8, "well_formed": 5 / 8, "n": 4, "pass@2": 3 / 4}
+
+
+def test_prompts_are_padded_on_the_left_and_responses_filled_with_eos():
+    tok = tokenizer()
+    puzzle = tiny.TASK.held_out(1)[0]
+    ids, mask = trainer.encode_prompts(tok, [puzzle], 12)
+    start = 12 - len(puzzle.prompt)
+    assert mask[0].tolist() == [False] * start + [True] * len(puzzle.prompt)
+    assert tok.decode(ids[0, start:]) == puzzle.prompt
+    response = trainer.encode_responses(tok, ["5*8=40", "1"], 4)
+    assert tok.decode(response[0]) == "5*8=" and response[1].tolist() == [*tok("1").input_ids, *[tok.eos_token_id] * 3]
+
+
+@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.kl])
+def test_the_reference_stays_where_it_was_while_the_policy_moves(name, base):
+    learner = trainer.Learner(tiny.settings(base, method=name))
+    before = tiny.weights(learner.reference)
+    learner.step(0)
+    assert all(torch.equal(before[key], value) for key, value in learner.reference.state_dict().items())
+    assert any(not torch.equal(before[key], value) for key, value in learner.model.state_dict().items())

@@ -1,0 +1,118 @@
+"""Networks, rollouts and settings that take seconds: shared by the end-to-end tests."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from minidrl import algorithms as alg
+from minidrl import config, denoiser, sampler, trainer
+from minidrl.oracle import TabularDenoiser
+from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TASK = Countdown(num_numbers=2, held_out_share=0.3)
+SAMPLER = sampler.Sampler(order="left_to_right", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
+GROUPS, GENERATIONS = 3, 4
+
+
+# ------------------------------------------------------------------------------------------------------------- networks
+
+
+def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> denoiser.Denoiser:
+    """An untrained network, with a head large enough that its answers are far from uniform."""
+    model = denoiser.build(SIZES, tokenizer(), seed).eval()
+    with torch.no_grad():
+        model.model.lm_head.weight.mul_(10)
+    return exact(model.to(dtype))
+
+
+def exact(model: denoiser.Denoiser) -> denoiser.Denoiser:
+    """transformers' RMSNorm computes in float32 whatever the dtype; a float64 network gets torch's, on the same weights."""
+    if model.model.dtype != torch.float64:
+        return model
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model
+
+
+def tabular() -> TabularDenoiser:
+    """Arbitrary conditionals over 3 tokens, one table row for each of the 4**4 states."""
+    return TabularDenoiser.random(SAMPLER.length, 3, torch.Generator().manual_seed(3))
+
+
+NETWORKS = {
+    "tiny denoiser, float32": (lambda: network(torch.float32), 1e-5),
+    "tiny denoiser, float64": (lambda: network(torch.float64), 1e-12),
+    "tabular denoiser, float64": (tabular, 1e-12),
+}
+
+
+def perturb(model: nn.Module, scale: float) -> None:
+    """Every weight moves by about ``scale`` of its tensor's root mean square, as updates would move it."""
+    noise = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += scale * p.square().mean().sqrt() * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    """The accumulated gradient of all weights as one vector, in float64; it is cleared."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return torch.cat([g.flatten() for g in grads]).double()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- rollouts
+
+
+def rollout(model: nn.Module, settings: sampler.Sampler = SAMPLER, records: tuple[str, ...] = ("entropy",)) -> alg.Rollout:
+    """3 left-padded prompts x 4 responses; token 2, [EOS] of the tiny tokenizer, ends a response."""
+    noise = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, model.vocab_size, (GROUPS, 5), generator=noise)
+    mask = torch.arange(5) >= torch.tensor([[0], [2], [1]])
+    words = {"eos_token_id": 2, "num_generations": GENERATIONS, "generator": noise, "records": records}
+    return sampler.generate(model, prompt, mask, settings, **words)
+
+
+def experience(learner: trainer.Learner) -> trainer.Experience:
+    """A rollout of the learner's network with arbitrary rewards, a different one in each row."""
+    made = rollout(learner.model, learner.settings.sampler)
+    reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
+    return trainer.Experience(made, [], reward, learner.method.credit(reward, GENERATIONS))
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def settings(model: Path | str = "", **changes) -> config.Train:
+    """A run of two steps with two updates each."""
+    words = {"steps": 2, "num_prompts": GROUPS, "num_generations": GENERATIONS, "num_iterations": 2, "task": TASK}
+    words |= {"optimizer": config.Optimizer(learning_rate=1e-3), "evaluate": config.Evaluation(n=4), "sampler": SAMPLER}
+    return config.Train(**{**words, "model": str(model), **changes})
+
+
+def checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    denoiser.save(network(dtype), tokenizer(), folder)
+    return folder
+
+
+def learner_on(monkeypatch, model: nn.Module, **changes) -> trainer.Learner:
+    """A Learner that finds copies of ``model`` where it would load a checkpoint."""
+    monkeypatch.setattr(denoiser, "load", lambda *_: (copy.deepcopy(model), tokenizer()))
+    return trainer.Learner(settings(**changes))
+
+
+def varied_score(task: Countdown, puzzle: Puzzle, response: str) -> float:
+    """A reward from the letters alone: an untrained network solves nothing, and equal rewards teach nothing."""
+    return sum(map(ord, response)) % 5 / 4
