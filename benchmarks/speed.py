@@ -51,7 +51,14 @@ def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
 
     def loop():
         return sampler.generate(
-            learner.network, prompt, mask, s, eos_token_id=None, generator=torch.Generator().manual_seed(0), early_stop=False
+            learner.network,
+            prompt,
+            mask,
+            s,
+            eos_token_id=None,
+            generator=torch.Generator().manual_seed(0),
+            early_stop=False,
+            micro_batch=learner.settings.micro_batch,
         )
 
     @torch.no_grad()

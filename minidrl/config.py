@@ -122,7 +122,7 @@ class Train:
     num_prompts: int = 16
     num_generations: int = 12
     num_iterations: int = 1
-    micro_batch: int = 256
+    micro_batch: int = 128
     seed: int = 0
     save_every: int = 0
     device: str = "cpu"

@@ -286,7 +286,7 @@ def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: i
         eos_token_id=tok.eos_token_id,
         num_generations=samples,
         generator=keyed_generator(seed, 0, "evaluate"),
-        micro_batch=1024,
+        micro_batch=128,
     )
     texts = decode(tok, rollout)
     rows = [puzzles[i // samples] for i in range(len(texts))]
@@ -443,7 +443,7 @@ class Learner:
                 eos_token_id=self.tok.eos_token_id,
                 num_generations=s.num_generations,
                 generator=self.generator(step, "rollout"),
-                records=self.method.needs,
+                records=sorted({*self.method.needs, "entropy"}),  # entropy is logged for every method
                 micro_batch=s.micro_batch,
             )
         clock.count("rollout", sampler.network_calls(rollout))
@@ -559,8 +559,7 @@ class Learner:
             "completions/mean_length": float(rollout.lengths.double().mean()),
             "completions/tokens": int(rollout.lengths.sum()),
         }
-        if "entropy" in rollout.records:
-            metrics["entropy"] = float(rollout.records["entropy"][rollout.keep].mean())
+        metrics["entropy"] = float(rollout.records["entropy"][rollout.keep].mean())
         for name in {name: None for row in rows for name in row}:
             values = [row[name] for row in rows if name in row]
             metrics[name] = max(values) if name == "ratio_max" else float(np.mean(values))
