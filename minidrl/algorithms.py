@@ -581,11 +581,10 @@ def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, lev
 
 
 class KL(NamedTuple):
-    """A KL penalty: form (7.2), weight, and whether the reference is the initial model or the weights before the update."""
+    """A KL penalty: form (7.2) and weight. The reference is the model that the run started from."""
 
     form: str
     beta: float
-    target: str = "ref"
 
 
 # The words that a row may use where it makes a choice by name. ``normalizer`` divides ll: by nothing, by the tokens that count,

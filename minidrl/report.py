@@ -374,7 +374,7 @@ def method_rows() -> list[dict[str, str]]:
             "objective": _call(m.objective),
             "advantage": _call(m.credit),
             "aggregation": m.aggregation,
-            "KL": f"{m.kl.form}, beta {m.kl.beta:g}, to {m.kl.target}" if m.kl else "none",
+            "KL": f"{m.kl.form}, beta {m.kl.beta:g}" if m.kl else "none",
             "source": m.source,
             "title": m.title,
             "differs": m.differs,

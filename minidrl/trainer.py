@@ -259,6 +259,10 @@ class MetricsLog:
                 if isinstance(value, float):
                     self.writer.add_scalar(key, value, row["step"])
 
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
 
 def _lines(path: Path) -> list[str]:
     # What follows the last newline is empty, or was left unfinished by a run that was killed.
@@ -351,7 +355,7 @@ def _progress(step: int, started: float) -> dict:
 
 
 def elbo_loss(model: Any, rollout: alg.Rollout, settings: config.Pretrain, step: int) -> Tensor:
-    """-ELBO / L of a batch, one masked state a sequence, counts stratified over the batch."""
+    """-ELBO / L of a batch, one masked state a sequence."""
     plan = alg.elbo_count_plan(rollout, keyed_generator(settings.seed, step, "masks"), num_states=1, domain="all", strata=False)
     feature = alg.state_features(model, rollout, plan, torch.arange(rollout.response.shape[0]), temperature=1.0)
     ll = alg.reduce_logp(feature["logp"][None], plan, level="sequence", normalizer=None)
@@ -518,7 +522,8 @@ class Learner:
         ref = None if reference is None else alg.reduced(method, plan, rollout, reference)
         ll = alg.reduced(method, plan, rollout, feature["logp"])
         anchor = ll if anchor is None and method.anchor == "old" else anchor
-        loss, cotangent = alg_cotangents(method, plan, rollout, feature, experience.adv, anchor, ref)
+        adv = experience.adv
+        loss, cotangent = cotangents(lambda f: alg.method_loss(method, plan, rollout, f, adv, anchor, ref), feature)
         if not torch.isfinite(loss):
             raise RunError(f"loss is {float(loss)}")
         with clock.phase("update"):
@@ -564,11 +569,6 @@ class Learner:
             values = [row[name] for row in rows if name in row]
             metrics[name] = max(values) if name == "ratio_max" else float(np.mean(values))
         return metrics | clock.row()
-
-
-def alg_cotangents(method, plan, rollout, feature, adv, anchor, ref) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and cotangents of a method's row."""
-    return cotangents(lambda f: alg.method_loss(method, plan, rollout, f, adv, anchor, ref), feature)
 
 
 def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
@@ -653,6 +653,7 @@ def _milestones(learner: Learner, log: MetricsLog, out: Path, state: dict) -> No
 def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
     s = learner.settings
     solved_after = _evaluate_into(log, learner, s.steps, state["seconds"])
+    log.close()
     save_checkpoint(out / f"checkpoint-{s.steps}", learner.model, learner.tok, learner.optimizer, state)
     report.write_curve(out)
     summary = {
