@@ -213,10 +213,10 @@ def complementary_plan(rollout: Rollout, generator: torch.Generator, *, num_stat
 # ============================================================================================== 3. Plans: trajectory replay
 #
 # Denoising is a Markov decision process: the state is the partly hidden text, the action reveals some tokens. For samplers
-# whose choice of positions does not depend on the weights (random order, left to right) the log-probability of a step is
+# whose choice of positions does not depend on the weights (random or fixed order) the log-probability of a step is
 # exactly the sum of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the exact policy
 # gradient. For confidence-ordered samplers the choice of positions depends on the weights too, and the token-only score
-# used here (as in all published code) is biased: see notebook 03.
+# used here, and in the released code of EGSPO, d2 and TraceRL, is biased: see notebook 03.
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
@@ -251,7 +251,7 @@ def replay_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int
     trajectory, uniformly without replacement, weight T/k; unbiased, at k/T of the cost.
     ``min_entropy`` > 0 (nats, summed over the step's tokens; needs the record ``entropy``) leaves out the steps whose
     action was all but certain. What is lost is at most 2 max|A| sum of their entropies (per unit of logit gradient), and
-    what remains is unbiased where the positions to reveal are known before the draw (random order, left to right).
+    what remains is unbiased where the positions to reveal are known before the draw (random or fixed order).
     Source: policy gradients on the denoising process, e.g. d2, TraceRL, EGSPO. Bias: see above.
     """
     last = _last_deciding_step(rollout)
@@ -756,7 +756,7 @@ _ROWS = (
         name="reinforce",
         title="exact policy gradient of the denoising trajectory",
         source="Williams 1992, on the denoising process; baseline of Dr. GRPO (arXiv 2503.20783)",
-        differs="token-only score: exact for random and left-to-right order, biased for confidence order",
+        differs="token-only score: exact for random and fixed orders, biased for confidence order",
         plan=partial(replay_plan, num_states=None, min_entropy=0.0),
         credit=_MEAN,
         objective=partial(reinforce),
