@@ -554,17 +554,16 @@ class Learner:
     def _metrics(self, step: int, experience: Experience, rows: list[dict], clock: Clock) -> dict:
         reward, rollout = experience.reward, experience.rollout
         groups = reward.unflatten(0, (-1, self.settings.num_generations))
-        solved = torch.tensor([float(r == 1) for r in reward])
         metrics = {
             "step": step + 1,
             "reward": float(reward.mean()),
             "reward_std": float(groups.std(1).mean()) if self.settings.num_generations > 1 else 0.0,
-            "solved": float(solved.mean()),
+            "solved": float((reward == 1).double().mean()),
             "frac_reward_zero_std": float((groups == groups[:, :1]).all(1).double().mean()),
             "completions/mean_length": float(rollout.lengths.double().mean()),
             "completions/tokens": int(rollout.lengths.sum()),
+            "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
         }
-        metrics["entropy"] = float(rollout.records["entropy"][rollout.keep].mean())
         for name in {name: None for row in rows for name in row}:
             values = [row[name] for row in rows if name in row]
             metrics[name] = max(values) if name == "ratio_max" else float(np.mean(values))
