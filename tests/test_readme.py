@@ -1,0 +1,52 @@
+"""README.md shows what the module says today."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_mutants import MUTANTS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def readme():
+    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def test_the_tables_are_current(readme):
+    """The map to the letter; the estimators' Monte-Carlo values within what their own standard errors allow."""
+    text, parts = readme.README.read_text(), readme.parts()
+    assert readme.between(text, "methods") == parts["methods"]
+    written, now = cells(readme.between(text, "estimators")), cells(parts["estimators"])
+    assert [row[:2] for row in written] == [row[:2] for row in now]
+    for old, new in zip(written, now, strict=True):
+        slack = 6 * float(old[5]) + 0.02
+        assert abs(float(old[2]) - float(new[2])) <= slack and abs(float(old[3]) - float(new[3])) <= slack, (old, new)
+
+
+def test_a_stale_table_is_seen(readme):
+    assert readme.between("<!-- methods -->\n| x |\n<!-- /methods -->", "methods") != readme.parts()["methods"]
+
+
+def test_the_counts_are_current(readme):
+    """N equations, N laws, N mutants; that none survives is what test_mutants asserts."""
+    equations = set(re.findall(r'"""\((\d+\.\d+)\)', (ROOT / "minidrl" / "algorithms.py").read_text()))
+    laws = re.findall(r"^def law_", (ROOT / "tests" / "laws.py").read_text(), re.MULTILINE)
+    text = " ".join(readme.README.read_text().split())
+    assert f"{len(equations)} equations, {len(laws)} laws" in text and f"{len(MUTANTS)} wrong versions" in text
+
+
+def test_nothing_is_left_to_fill_in():
+    assert "@@" not in (ROOT / "README.md").read_text()
