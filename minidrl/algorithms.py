@@ -79,7 +79,7 @@ class Plan:
 
     hidden    what the model does not see, prompt included
     scored    the response positions whose log-probability is read (always hidden ones)
-    weight    the estimator's weight of a state, 1/K of an average included; 0 drops the state
+    weight    the estimator's weight of a state, 1/K of an average included
     valid     False = padding of a ragged plan: the network is not called for it
     replay    True = the states are those of the recorded trajectory, so that the sampler's own logp can be the anchor
     """
@@ -109,12 +109,17 @@ def _random_subset(
     return (rank < count[..., None]) & domain
 
 
+def _after_visible_prompt(rollout: Rollout, masked: Bool[Tensor, "K B L"]) -> Bool[Tensor, "K B T"]:
+    # The hidden positions of a state whose prompt is all visible.
+    prompt = torch.zeros((*masked.shape[:2], rollout.prompt.shape[1]), dtype=torch.bool, device=masked.device)
+    return torch.cat([prompt, masked], -1)
+
+
 def _response_plan(
     rollout: Rollout, masked: Bool[Tensor, "K B L"], domain: Bool[Tensor, "B L"], weight: Float[Tensor, "K B"]
 ) -> Plan:
     # Positions outside the domain (after EOS) are hidden in every state and never scored: they carry no information.
-    visible_prompt = torch.zeros((*masked.shape[:2], rollout.prompt.shape[1]), dtype=torch.bool, device=masked.device)
-    hidden = torch.cat([visible_prompt, masked | ~domain], -1)
+    hidden = _after_visible_prompt(rollout, masked | ~domain)
     return Plan(hidden, masked, weight.to(rollout.logp.dtype), masked.any(-1))
 
 
@@ -271,8 +276,7 @@ def _replay_states(rollout: Rollout, steps: Int[Tensor, "K B"], valid: Bool[Tens
     unmask = rollout.unmask_step[None]
     scored = (unmask == steps[..., None]) & valid[..., None]
     masked = (unmask >= steps[..., None]) | (unmask < 0)
-    visible_prompt = torch.zeros((*steps.shape, rollout.prompt.shape[1]), dtype=torch.bool, device=steps.device)
-    return Plan(torch.cat([visible_prompt, masked], -1), scored, scale.expand(steps.shape), valid, replay=True)
+    return Plan(_after_visible_prompt(rollout, masked), scored, scale.expand(steps.shape), valid, replay=True)
 
 
 # ============================================================================================================ 4. Features

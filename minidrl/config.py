@@ -214,6 +214,11 @@ def to_dict(settings: Any) -> dict:
     return dataclasses.asdict(settings)
 
 
+def of_run(kind: type, folder: Path) -> Any:
+    """The settings with which the run in ``folder`` was started."""
+    return from_dict(kind, yaml.safe_load((folder / "config.yaml").read_text()))
+
+
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
     """ValueError if a key outside ``free`` differs from the config.yaml with which the run in ``folder`` was started."""
     started = yaml.safe_load((folder / "config.yaml").read_text())

@@ -13,7 +13,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import yaml
 from tqdm import tqdm
 
 from minidrl import config, denoiser, report, sampler, trainer
@@ -48,7 +47,7 @@ def self_training(settings: config.Train) -> trainer.Learner:
 
 def measure(run: Path) -> dict:
     """All controls of a finished run; written to controls.json in its folder."""
-    settings = config.from_dict(config.Train, yaml.safe_load((run / "config.yaml").read_text()))
+    settings = config.of_run(config.Train, run)
     before, tok = denoiser.load(settings.model)
     after, _ = denoiser.load(run / f"checkpoint-{settings.steps}")
     rows = {f"base, temperature {t:g}": solved(before, tok, settings, t)["solved"] for t in TEMPERATURES}

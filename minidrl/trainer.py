@@ -181,6 +181,12 @@ def save_checkpoint(folder: Path, model: Any, tok: Any, optimizer: torch.optim.O
     os.replace(partial_folder, folder)
 
 
+def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
+    """Put a checkpoint's weights and optimiser state back; returns its counters."""
+    model.load_state_dict(denoiser.load(folder, model.device)[0].state_dict())
+    return load_optimizer(folder, model, optimizer)
+
+
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
     """Put a checkpoint's optimiser state back; returns its counters."""
     tensors, slots = load_file(folder / "optimizer.safetensors"), {}
@@ -294,7 +300,8 @@ def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: i
     )
     texts = decode(tok, rollout)
     rows = [puzzles[i // samples] for i in range(len(texts))]
-    scores = np.array([dataclasses.replace(task, reward="strict").score(p, text) for p, text in zip(rows, texts, strict=True)])
+    strict = dataclasses.replace(task, reward="strict")
+    scores = np.array([strict.score(p, text) for p, text in zip(rows, texts, strict=True)])
     solved = (scores == 1).reshape(n, samples)
     result = {"solved": float(solved.mean()), "well_formed": float((scores >= 0.1).mean()), "n": n}
     return result | ({f"pass@{samples}": float(solved.any(1).mean())} if samples > 1 else {})
@@ -328,8 +335,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     network = denoiser.compiled(model) if settings.compile else model
     optimizer = make_optimizer(model, settings.optimizer)
     if checkpoint is not None:
-        model.load_state_dict(denoiser.load(checkpoint, settings.device)[0].state_dict())
-        state |= load_optimizer(checkpoint, model, optimizer)
+        state |= load_checkpoint(checkpoint, model, optimizer)
     log, started = MetricsLog(out, state["step"]), time.perf_counter() - state["seconds"]
     last = settings.stop_after or settings.steps
     bar = tqdm(range(state["step"], last), desc="pretrain", initial=state["step"], total=last, mininterval=2)
@@ -429,6 +435,12 @@ class Learner:
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         self.network = denoiser.compiled(self.model) if settings.compile else self.model
         self.updates = 0
+
+    def restore(self, checkpoint: Path) -> dict:
+        """Continue from a checkpoint: weights, optimiser, number of updates; returns its counters."""
+        state = load_checkpoint(checkpoint, self.model, self.optimizer)
+        self.updates = state["step"] * self.settings.num_iterations
+        return state
 
     def generator(self, step: int, purpose: str) -> torch.Generator:
         return keyed_generator(self.settings.seed, step, purpose)
@@ -576,9 +588,7 @@ def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
     checkpoint = open_run(out, settings, resume)
     state = {"step": 0, "seconds": 0.0, "solved_before": None}
     if checkpoint is not None:
-        learner.model.load_state_dict(denoiser.load(checkpoint, settings.device)[0].state_dict())
-        state |= load_optimizer(checkpoint, learner.model, learner.optimizer)
-        learner.updates = state["step"] * settings.num_iterations
+        state |= learner.restore(checkpoint)
     log = MetricsLog(out, state["step"], settings.tensorboard)
     if state["solved_before"] is None:
         state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
@@ -622,12 +632,8 @@ def _guarded_step(learner: Learner, step: int, out: Path, state: dict) -> dict:
 
 def replay(out: Path, failed: Path) -> dict:
     """Repeat a failed step from its dump, with the same puzzles, noise and plans (all keyed by seed and step)."""
-    settings = config.from_dict(config.Train, yaml.safe_load((out / "config.yaml").read_text()))
-    learner = Learner(settings)
-    learner.model.load_state_dict(denoiser.load(failed, settings.device)[0].state_dict())
-    state = load_optimizer(failed, learner.model, learner.optimizer)
-    learner.updates = state["step"] * settings.num_iterations
-    return learner.step(state["step"])
+    learner = Learner(config.of_run(config.Train, out))
+    return learner.step(learner.restore(failed)["step"])
 
 
 def _evaluate_into(log: MetricsLog, learner: Learner, step: int, seconds: float) -> float:

@@ -37,8 +37,8 @@ MUTANTS = [
     Mutant("", "needed = (plan.valid & plan.scored.any(-1))", "needed = plan.scored.any(-1)", "law_lengths_and_calls"),
     Mutant(
         "2.3",
-        "torch.cat([visible_prompt, masked | ~domain], -1)",
-        "torch.cat([visible_prompt, masked], -1)",
+        "_after_visible_prompt(rollout, masked | ~domain)",
+        "_after_visible_prompt(rollout, masked)",
         "law_response_plan_states",
     ),
     Mutant(
