@@ -1,8 +1,9 @@
-"""Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile]`. Run it on a quiet machine.
+"""Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile] [--methods all]`.
 
 The floor of a phase is its matrix products divided by the rate at which this machine multiplies large matrices. It counts
-only network calls that the method needs: one forward for a rolled-out or scored state, three (forward and backward) for a
-state of the update; a graph-free first pass is overhead, not floor.
+only network calls that the method needs: one forward for a rolled-out state and for a state that old weights or a reference
+score, three (forward and backward) for a state of the update; a graph-free first pass is overhead, not floor. The rate is
+measured before every row, because that of a shared machine drifts. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 
 import torch
 
+from minidrl import algorithms as alg
 from minidrl import config, denoiser, report, sampler, trainer
 
 
@@ -81,7 +83,7 @@ def step_row(learner: trainer.Learner, rate: float, steps: int = 6) -> dict:
     """An RL step of the config: rollout, scoring, update."""
     rows = [learner.step(i) for i in range(steps)][1:]
     one = forward_flops(learner.model, learner.task.prompt_length + learner.settings.sampler.length)
-    floor = statistics.median((r["network_calls/rollout"] + 3 * r["network_calls/update"]) * one / rate for r in rows)
+    floor = statistics.median(needed_calls(r) for r in rows) * one / rate
     took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
     return {
         "phase": f"RL step, {learner.method.name}",
@@ -91,19 +93,35 @@ def step_row(learner: trainer.Learner, rate: float, steps: int = 6) -> dict:
     }
 
 
+def needed_calls(row: dict) -> float:
+    """Forwards that a step needs. The first pass scores the states of the update once more: that much scoring is overhead."""
+    update, scoring = row.get("network_calls/update", 0), row.get("network_calls/scoring", 0)
+    return row["network_calls/rollout"] + 3 * update + max(scoring - update, 0)
+
+
+def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
+    """The config's learner."""
+    overrides = {"threads": arguments.threads, "compile": arguments.compile, **changes}
+    learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
+    torch.set_num_threads(arguments.threads)
+    return learner
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="tiny_configs/countdown_cpu.yaml")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--methods", default="", help="RL steps of these rows instead (comma-separated, or all)")
     arguments = parser.parse_args()
-    overrides = {"threads": arguments.threads, "compile": arguments.compile}
-    learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
-    torch.set_num_threads(arguments.threads)
-    rate = machine_rate()
-    print(f"{arguments.threads} threads, matrix products at {rate / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
-    rows = [sampler_row(learner, rate, order) for order in sampler.ORDERS] + [step_row(learner, rate)]
+    learner = learner_of(arguments)
+    print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
+    if arguments.methods:
+        names = list(alg.METHODS) if arguments.methods == "all" else arguments.methods.split(",")
+        rows = [step_row(learner_of(arguments, method=name, method_options={}), machine_rate()) for name in names]
+    else:
+        rows = [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [step_row(learner, machine_rate())]
     print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
 
 

@@ -5,9 +5,8 @@ gradients need, the likelihood of a response and the ratio of two likelihoods, e
 field differ in how they estimate them, and in little else. Here each choice is a short pure function, and a paper is a row
 of the table ``METHODS`` at the end of the file:
 
-    rollout --credit--> adv
-            --plan----> masked states --features--> logp --reduce--> ll --objective(adv, anchor, ref)--> loss per entry
-                                                                                     --aggregate-------> loss
+    rollout --plan--> masked states --features--> logp --reduce--> ll --objective(adv, anchor, ref)--> loss per entry
+    reward, plan --credit--> adv                                                  --aggregate-------> loss
 
 Notation (one name for one thing, in every function)
 
@@ -22,7 +21,7 @@ Notation (one name for one thing, in every function)
     ll             reduced log-likelihood, nats                             (K, B, L) token, (K, B, 1) step, (1, B, 1) sequence
     anchor         the ll that a ratio is taken against: of the sampler, or of the weights before the first update
     ratio          exp(ll - anchor)
-    adv            advantage, broadcastable to ll; reward (B,)
+    adv            advantage: one a response (B,), or one a state of the plan (K, B); reward (B,)
     beta           weight of the KL term; cap, epsilon_low, epsilon_high    clipping
 
 Conventions. Losses are minimised. All randomness of an estimator lives in its ``Plan`` and comes from an explicit
@@ -40,6 +39,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -54,7 +54,9 @@ class Rollout:
     ``unmask_step`` reproduces every state of a sampler that never re-masks: before step s the hidden positions are those
     with ``unmask_step >= s`` and those that were never revealed (-1). ``logp`` are the log-probabilities with which the
     revealed tokens were really drawn: at the sampling temperature, in the state before their step; 0 where nothing was
-    revealed. ``records`` holds what the method asked the sampler for: ``entropy (B, L)``, ``one_step (B, T, L)``.
+    revealed. ``records`` holds what the method asked the sampler for: ``entropy (B, L)``; completions of every state in one
+    step, greedy or drawn: ``one_step``, ``one_step_sampled (B, T, L)``; the likeliest tokens of each position when it was
+    revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
     """
 
     prompt: Int[Tensor, "B P"]
@@ -81,14 +83,21 @@ class Plan:
     scored    the response positions whose log-probability is read (always hidden ones)
     weight    the estimator's weight of a state, 1/K of an average included
     valid     False = padding of a ragged plan: the network is not called for it
-    replay    True = the states are those of the recorded trajectory, so that the sampler's own logp can be the anchor
+    step      replay plans: the step of the recorded trajectory whose state this is (what its tokens were drawn from)
+    targets   the tokens whose log-probability is read; None: those of the response
     """
 
     hidden: Bool[Tensor, "K B T"]
     scored: Bool[Tensor, "K B L"]
     weight: Float[Tensor, "K B"]
     valid: Bool[Tensor, "K B"]
-    replay: bool = False
+    step: Int[Tensor, "K B"] | None = None
+    targets: Int[Tensor, "K B L"] | None = None
+
+    @property
+    def replay(self) -> bool:
+        """True = the states are those that the sampler saw, so that its own logp can be the anchor."""
+        return self.step is not None
 
     @property
     def network_calls(self) -> int:
@@ -102,7 +111,7 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator, device: torch.d
 
 
 def _random_subset(
-    noise: Float[Tensor, "K B L"], domain: Bool[Tensor, "B L"], count: Int[Tensor, "K B"]
+    noise: Float[Tensor, "K B L"], domain: Bool[Tensor, "*K B L"], count: Int[Tensor, "K B"]
 ) -> Bool[Tensor, "K B L"]:
     # The positions of the `count` smallest noises inside the domain: a uniformly random subset of that size.
     rank = noise.masked_fill(~domain, torch.inf).argsort(-1).argsort(-1)
@@ -215,13 +224,92 @@ def complementary_plan(rollout: Rollout, generator: torch.Generator, *, num_stat
     return _response_plan(rollout, both, inside, (n + 1).double() / (num_states * both.sum(-1).clamp(min=1)))
 
 
+# Where the noise of an ELBO comes from. By the law of total variance, with N times and M masks for each,
+#
+#     Var = Var_t(E[.|t]) / N + E_t(Var(.|t)) / (N M)
+#
+# The first part grows as L^2 with the length, the second as L log L: at 256 positions nearly all noise is that of the time,
+# at 6 positions it is that of the masks. VRPO (arXiv 2505.19223) concludes: given N M, take M = 1. GDPO goes further and draws
+# no time at all: the integral over t is one-dimensional and smooth, which is what quadrature is for. The price is a bias
+# where g(t) is no polynomial of low degree, for example where all the doubt sits at t -> 1 (texts with several modes).
+
+
+def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """(2.5) Nodes t and weights w of the Gauss-Legendre rule on (0, 1): sum_n w_n g(t_n) = integral of g.
+
+    Exact for polynomials of degree 2N - 1. The ELBO's integrand g(t) is one of degree n - 1 at most, so N >= n/2 nodes
+    integrate it exactly; otherwise the error is g's 2N-th derivative somewhere times N!^4 / ((2N+1) (2N)!^3).
+    """
+    _check_count("plan.num_nodes", num_nodes)
+    x, w = numpy.polynomial.legendre.leggauss(num_nodes)
+    return torch.from_numpy((x + 1) / 2), torch.from_numpy(w / 2)
+
+
+COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
+
+
+def quadrature_plan(
+    rollout: Rollout, generator: torch.Generator, *, num_nodes: int, masks_per_node: int, counts: str, domain: str
+) -> Plan:
+    """(2.6) Semi-deterministic Monte Carlo ELBO: times t_n from (2.5), only the masks are random. K = nodes x masks.
+
+    bernoulli    each position hidden with probability t, weight 1/t: GDPO (arXiv 2510.08554, eq. 5)
+    rounded      k = round(1 + t (n-1)) positions, weight n/k: the count that a hidden position sees on average
+    stochastic   k rounded up or down at random so that its mean is 1 + t (n-1), weight n/k
+    floor        k = floor(t n) positions, weight 1/t: the released code; a node with k = 0 is lost
+
+    Variance: sum of w_n^2 Var(.|t_n) / masks: that of the time is gone. Bias: for bernoulli the quadrature error alone (2.5);
+    with floor a constant logp is estimated as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72 at n = 8 and three nodes.
+    """
+    _check_count("plan.masks_per_node", masks_per_node)
+    if counts not in COUNTS:
+        raise ValueError(f"plan.counts: got {counts!r}; allowed {', '.join(COUNTS)}")
+    inside = _domain(rollout, domain)
+    t, w = (x.repeat_interleave(masks_per_node)[:, None].to(inside.device) for x in gauss_legendre(num_nodes))
+    noise, n = _uniform((len(t), *inside.shape), generator, inside.device), inside.sum(-1)
+    if counts == "bernoulli":
+        return _response_plan(rollout, (noise < t[..., None]) & inside, inside, (w / masks_per_node / t).expand(-1, len(n)))
+    up = _uniform((len(t), len(n)), generator, inside.device) if counts == "stochastic" else 0.5
+    count = (t * n).floor() if counts == "floor" else torch.minimum((1 + t * (n - 1) + up).floor(), n)
+    scale = 1 / t if counts == "floor" else n / count
+    masked = _random_subset(noise, inside, count.long())
+    return _response_plan(rollout, masked, inside, (w / masks_per_node * scale).expand(-1, len(n)))
+
+
+def block_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, block_length: int, p_mask: float) -> Plan:
+    """(2.7) States as a block-wise sampler sees them: 1 .. m of the m tokens of one block hidden, later blocks all hidden.
+
+    Prompt and earlier blocks are hidden token by token with probability ``p_mask``; every hidden token up to EOS is scored.
+    The blocks of a response's states are drawn without replacement while they last. Weight n / (K hidden): the mean
+    log-probability of a hidden token, times n. Source: SPG (arXiv 2510.09541), released code of StableDRL.
+    Bias: no bound on log p; it weighs the states by how a block-wise sampler passes through them.
+    """
+    _check_count("plan.num_states", num_states)
+    _check_count("plan.block_length", block_length)
+    if not 0 <= p_mask <= 1:
+        raise ValueError(f"plan.p_mask: got {p_mask}; allowed 0 to 1")
+    keep, device = rollout.keep, rollout.keep.device
+    block = torch.arange(keep.shape[1], device=device) // block_length
+    used = (rollout.lengths[:, None] - 1) // block_length + 1
+    order = _uniform((len(keep), int(block[-1]) + 1), generator, device).masked_fill(block.unique() >= used, torch.inf)
+    chosen = order.argsort(-1).gather(1, torch.arange(num_states, device=device) % used).T[..., None]
+    inside = keep & (block == chosen)
+    count = (_uniform(tuple(inside.shape[:2]), generator, device) * inside.sum(-1)).floor().long() + 1
+    noise, drop = (_uniform((num_states, *keep.shape), generator, device) for _ in range(2))
+    prompt = _uniform((num_states, *rollout.prompt.shape), generator, device) < p_mask
+    scored = keep & (_random_subset(noise, inside, count) | (block > chosen) | ((block < chosen) & (drop < p_mask)))
+    weight = rollout.lengths.double() / (num_states * scored.sum(-1))
+    hidden = torch.cat([prompt & rollout.prompt_mask, scored | ~keep], -1)
+    return Plan(hidden, scored, weight.to(rollout.logp.dtype), scored.any(-1))
+
+
 # ============================================================================================== 3. Plans: trajectory replay
 #
 # Denoising is a Markov decision process: the state is the partly hidden text, the action reveals some tokens. For samplers
 # whose choice of positions does not depend on the weights (random or fixed order) the log-probability of a step is
 # exactly the sum of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the exact policy
 # gradient. For confidence-ordered samplers the choice of positions depends on the weights too, and the token-only score
-# used here, and in the released code of EGSPO, d2 and TraceRL, is biased: see notebook 03.
+# of the released code of EGSPO, d2 and TraceRL is biased: notebook 03. The missing factor is the feature (4.2).
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
@@ -230,13 +318,26 @@ def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
     return rollout.unmask_step.masked_fill(~rollout.keep, -1).max(-1).values
 
 
+def _record(rollout: Rollout, name: str) -> Tensor:
+    if name not in rollout.records:
+        raise ValueError(f"records: the rollout holds no record {name!r}; the method must ask the sampler for it (needs)")
+    return rollout.records[name]
+
+
+def _num_steps(rollout: Rollout) -> int:
+    return rollout.sampler.num_steps if rollout.sampler is not None else int(rollout.unmask_step.max()) + 1
+
+
+def _check_num_states(rollout: Rollout, num_states: int) -> None:
+    _check_count("plan.num_states", num_states)
+    if num_states > _num_steps(rollout):
+        raise ValueError(f"plan.num_states: got {num_states}; allowed up to the {_num_steps(rollout)} steps of the sampler")
+
+
 def _step_entropy(rollout: Rollout, num_steps: int) -> Float[Tensor, "T B"]:
-    if "entropy" not in rollout.records:
-        raise ValueError(
-            "plan.min_entropy: the rollout holds no record 'entropy'; the method must ask the sampler for it (needs)"
-        )
+    # Summed over the tokens of a step, nats.
     step = rollout.unmask_step.clamp(min=0)
-    entropy = rollout.records["entropy"].masked_fill(rollout.unmask_step < 0, 0)
+    entropy = _record(rollout, "entropy").masked_fill(rollout.unmask_step < 0, 0)
     return torch.zeros(num_steps, step.shape[0], dtype=entropy.dtype, device=step.device).scatter_add_(0, step.T, entropy.T)
 
 
@@ -266,7 +367,7 @@ def replay_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int
         valid = valid & (_step_entropy(rollout, int(rollout.unmask_step.max()) + 1)[: steps.shape[0]] >= min_entropy)
     scale = torch.ones_like(last, dtype=rollout.logp.dtype)
     if num_states is not None:
-        _check_count("plan.num_states", num_states)
+        _check_num_states(rollout, num_states)
         steps, scale = _choose(valid, num_states, generator)
         valid = valid.gather(0, steps)
     return _replay_states(rollout, steps, valid, scale.to(rollout.logp.dtype))
@@ -276,7 +377,63 @@ def _replay_states(rollout: Rollout, steps: Int[Tensor, "K B"], valid: Bool[Tens
     unmask = rollout.unmask_step[None]
     scored = (unmask == steps[..., None]) & valid[..., None]
     masked = (unmask >= steps[..., None]) | (unmask < 0)
-    return Plan(_after_visible_prompt(rollout, masked), scored, scale.expand(steps.shape), valid, replay=True)
+    return Plan(_after_visible_prompt(rollout, masked), scored, scale.expand(steps.shape), valid, step=steps)
+
+
+# Most steps of a confidence-ordered sampler reveal tokens that were all but certain. They cost as many calls as the others and
+# teach nothing: E|grad log p| of a categorical is at most twice its entropy (nats, per unit of logit gradient).
+
+
+def entropy_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, shared: bool, weight: str) -> Plan:
+    """(3.2) The K steps of the trajectory whose actions were most uncertain, in decreasing order of entropy.
+
+    Leaving out a fixed set of steps costs at most 2 G max|A| sum of their expected entropies (nats), G the largest gradient
+    of a logit: so keep the most uncertain ones. But each trajectory here has its own K steps, and which ones depends on its
+    actions: such a selection is biased even where that bound holds. ``shared``: the steps of highest mean entropy in
+    the batch, the same for all responses, which is all but fixed. Needs the record ``entropy``.
+    ``weight`` of a state: sum = 1; mean = 1/K; token_mean = 1/(K tokens of the step).
+    Source: EGSPO (arXiv 2603.12554); the released code selects per trajectory and averages. No rescaling by T/K.
+    """
+    _check_num_states(rollout, num_states)
+    if weight not in ("sum", "mean", "token_mean"):
+        raise ValueError(f"plan.weight: got {weight!r}; allowed sum, mean, token_mean")
+    last = _last_deciding_step(rollout)
+    entropy = _step_entropy(rollout, _num_steps(rollout))
+    decided = torch.arange(len(entropy), device=last.device)[:, None] > last
+    if shared:
+        entropy = (entropy.masked_fill(decided, 0).sum(1, keepdim=True) / len(last)).expand_as(entropy)
+    order = entropy.masked_fill(decided, -torch.inf).argsort(dim=0, descending=True, stable=True)[:num_states]
+    plan = _replay_states(rollout, order, ~decided.gather(0, order), torch.ones_like(last, dtype=rollout.logp.dtype))
+    tokens = plan.scored.sum(-1).clamp(min=1) if weight == "token_mean" else 1
+    return plan if weight == "sum" else replace(plan, weight=plan.weight / (num_states * tokens))
+
+
+# The opposite economy: keep all tokens, look at fewer states. Between one state (mean field) and T states (exact) lies
+# every compromise; its error is what the tokens of a segment tell about each other.
+
+
+def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> Plan:
+    """(3.3) The trajectory with every ``merge`` consecutive steps taken for one: fewer network calls, a coarser likelihood.
+
+    A segment's tokens are all scored in the state before its first step. merge = 1 is (3.1), merge = T the mean field (2.1) of
+    the revealed tokens. Not a replay: the sampler drew the later tokens of a segment knowing the earlier ones.
+    Source: TraceRL (arXiv 2509.06949, shrinkage), d2 (arXiv 2509.21474, StepMerge).
+    """
+    _check_count("plan.merge", merge)
+    merged = replace(rollout, unmask_step=torch.div(rollout.unmask_step, merge, rounding_mode="floor"), sampler=None)
+    return replace(replay_plan(merged, generator, num_states=None, min_entropy=0.0), step=None)
+
+
+def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
+    """(3.4) The states of the trajectory, each asked for its own completion: all hidden positions, targets from ``one_step``.
+
+    Weight L / (number of hidden positions). What is scored was predicted, not revealed: no behaviour anchor exists for it.
+    Source: MDPO (arXiv 2508.13148).
+    """
+    plan = replay_plan(rollout, generator, num_states=None, min_entropy=0.0)
+    scored = plan.hidden[..., rollout.prompt.shape[1] :] & plan.valid[..., None]
+    targets = _record(rollout, "one_step").transpose(0, 1)[: len(scored)]
+    return replace(plan, scored=scored, targets=targets, weight=scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight))
 
 
 # ============================================================================================================ 4. Features
@@ -288,7 +445,7 @@ def _replay_states(rollout: Rollout, steps: Int[Tensor, "K B"], valid: Bool[Tens
 # The logits of a state are needed at its scored positions only. With 126k tokens and 256 positions the full logits of one
 # sequence take 130 MB in float32, so hidden states are selected before the vocabulary head, never after it.
 
-FEATURES = ("logp", "entropy")
+FEATURES = ("logp", "entropy", "order_logp", "topk_logp", "kl_ref")
 
 
 def plan_inputs(rollout: Rollout, plan: Plan, states: Int[Tensor, " S"], mask_token_id: int) -> tuple[Tensor, Tensor]:
@@ -307,23 +464,91 @@ def state_features(
     *,
     temperature: float,
     names: tuple[str, ...] = ("logp",),
-) -> dict[str, Float[Tensor, "S L"]]:
-    """(4.1) logp_i = log softmax(z_i / temperature)[y_i] and entropy_i, at the scored positions of S states; 0 elsewhere.
+    reference: Any = None,
+) -> dict[str, Float[Tensor, "S L *M"]]:
+    """(4.1) logp_i = log softmax(z_i / temperature)[target_i] and its kin, at the scored positions of S states; 0 elsewhere.
 
-    The vocabulary head is applied to the scored rows only. Shapes: S flat state numbers k*B + b, in any order; each row is
-    computed on its own, so splitting S into micro-batches changes nothing. Units: nats.
+    entropy      of softmax(z_i / temperature)
+    topk_logp    log-probabilities of the M tokens of the record ``topk_ids``                                  (S, L, M)
+    kl_ref       KL(policy || reference) of the token's distribution, exact over the vocabulary
+    order_logp   log-probability that the step chose these positions (4.2), in equal shares on its tokens
+
+    The vocabulary head is applied where it is needed only. S flat state numbers k*B + b, in any order; each row is computed
+    on its own, so splitting S into micro-batches changes nothing. Units: nats.
     """
-    tokens, attention_mask = plan_inputs(rollout, plan, states, model.mask_token_id)
-    scored = plan.scored.flatten(0, 1)[states]
-    h = model.encode(tokens, attention_mask)[:, rollout.prompt.shape[1] :][scored]
-    log_probs = (model.head(h) / temperature).log_softmax(-1)
-    target = rollout.response[states % rollout.response.shape[0]][scored]
-    values = {"logp": log_probs.gather(-1, target[:, None])[:, 0]}
+    row, scored = states % rollout.response.shape[0], plan.scored.flatten(0, 1)[states]
+    rows = scored | _candidates(rollout, plan, states) if "order_logp" in names else scored
+    targets = rollout.response[row] if plan.targets is None else plan.targets.flatten(0, 1)[states]
+    logits = _logits(model, rollout, plan, states, rows)
+    log_probs = (logits / temperature).log_softmax(-1)
+    read = log_probs[scored[rows]]
+    values = {"logp": read.gather(-1, targets[scored][:, None])[:, 0]}
     if "entropy" in names:
-        # [MASK] has logp -inf and p 0: its term is 0, and must not turn the gradient into nan.
-        values["entropy"] = -(log_probs.exp() * log_probs.masked_fill(log_probs == -torch.inf, 0)).sum(-1)
-    empty = torch.zeros(scored.shape, dtype=log_probs.dtype, device=log_probs.device)
-    return {name: empty.masked_scatter(scored, values[name]) for name in names}
+        values["entropy"] = -_expectation(read, read)
+    if "topk_logp" in names:
+        values["topk_logp"] = read.gather(-1, _record(rollout, "topk_ids")[row][scored])
+    if "kl_ref" in names:
+        with torch.no_grad():
+            theirs = (_logits(reference, rollout, plan, states, scored) / temperature).log_softmax(-1)
+        values["kl_ref"] = _expectation(read, read - theirs)
+    if "order_logp" in names:
+        values["order_logp"] = order_logp(logits, log_probs, rows, scored, targets)[scored]
+    return {name: _spread(values[name], scored) for name in names}
+
+
+def _logits(model: Any, rollout: Rollout, plan: Plan, states: Tensor, rows: Bool[Tensor, "S L"]) -> Float[Tensor, "R V"]:
+    tokens, attention_mask = plan_inputs(rollout, plan, states, model.mask_token_id)
+    return model.head(model.encode(tokens, attention_mask)[:, rollout.prompt.shape[1] :][rows])
+
+
+def _expectation(log_probs: Float[Tensor, "R V"], value: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
+    # sum_v p_v value_v. [MASK] has p = 0 and logp = -inf: its term is 0, and must not turn the gradient into nan.
+    return (log_probs.exp() * value.masked_fill(log_probs == -torch.inf, 0)).sum(-1)
+
+
+def _spread(values: Float[Tensor, R * M], where: Bool[Tensor, "S L"]) -> Float[Tensor, "S L *M"]:
+    out = values.new_zeros((*where.shape, *values.shape[1:]))
+    return out.masked_scatter(where.reshape(*where.shape, *(1 for _ in values.shape[1:])), values)
+
+
+def _candidates(rollout: Rollout, plan: Plan, states: Int[Tensor, " S"]) -> Bool[Tensor, "S L"]:
+    # Where the step might have revealed a token: hidden positions of the current block, if the order looks at confidences.
+    hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :]
+    if rollout.sampler.order != "low_confidence":
+        return torch.zeros_like(hidden)
+    block = torch.arange(hidden.shape[1], device=hidden.device) // rollout.sampler.block_length
+    return hidden & (block == (block * plan.scored.flatten(0, 1)[states]).amax(-1, keepdim=True))
+
+
+def order_logp(
+    logits: Float[Tensor, "R V"],
+    log_probs: Float[Tensor, "R V"],
+    rows: Bool[Tensor, "S L"],
+    scored: Bool[Tensor, "S L"],
+    targets: Int[Tensor, "S L"],
+) -> Float[Tensor, "S L"]:
+    """(4.2) log-probability that the low-confidence sampler chose the scored positions, given the tokens drawn there.
+
+    A candidate j was passed over because its own proposal was less confident than every chosen token:
+    log prod_j F_j,  F_j = sum of p_j(v) over the tokens v whose confidence is below the lowest chosen one. p at the sampling
+    temperature, confidence at temperature 1 as float32 logarithm; on ties the lower position wins, as in the sampler.
+    With (4.1) it makes the exact kernel of the sampler: its score is the policy gradient wherever J is differentiable. J jumps
+    where two confidences cross; there F_j may become 0, and log F_j is then that of the smallest number, with gradient 0.
+    Bias of leaving it out: the score of the revealed tokens alone has a mean that is not 0. Extra cost: head rows, no call.
+    """
+    confidence = (logits - logits.logsumexp(-1, keepdim=True)).float()
+    chosen = confidence[scored[rows]].gather(-1, targets[scored][:, None])[:, 0]
+    chosen = chosen.new_full(scored.shape, torch.inf).masked_scatter(scored, chosen.detach())
+    lowest, position = chosen.amin(-1, keepdim=True), torch.arange(scored.shape[1], device=chosen.device)
+    last = position.where(chosen == lowest, -1).amax(-1, keepdim=True)
+    passed = rows & ~scored
+    state, place = passed.nonzero(as_tuple=True)
+    mine, limit = confidence[passed[rows]], lowest[state]
+    below = (mine < limit) | ((mine == limit) & (place[:, None] > last[state]))
+    probability = (log_probs[passed[rows]].exp() * below).sum(-1)
+    log_f = probability.clamp(min=torch.finfo(probability.dtype).tiny).log()
+    total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
+    return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
 
 
 def state_chunks(plan: Plan, size: int) -> Iterator[Int[Tensor, " S"]]:
@@ -334,14 +559,14 @@ def state_chunks(plan: Plan, size: int) -> Iterator[Int[Tensor, " S"]]:
 
 @torch.no_grad()
 def features(
-    model: Any, rollout: Rollout, plan: Plan, *, temperature: float, names: tuple[str, ...] = ("logp",), size: int = 256
-) -> dict[str, Float[Tensor, "K B L"]]:
+    model: Any, rollout: Rollout, plan: Plan, *, temperature: float, names: tuple[str, ...] = ("logp",), size: int = 256, **more
+) -> dict[str, Float[Tensor, "K B L *M"]]:
     """All features of a plan, without a graph: what anchors, references and the first of two passes need."""
     shape = plan.scored.shape
     out: dict[str, Tensor] = {}
     for states in state_chunks(plan, size):
-        for name, value in state_features(model, rollout, plan, states, temperature=temperature, names=names).items():
-            flat = out.setdefault(name, torch.zeros((shape[0] * shape[1], shape[2]), dtype=value.dtype, device=value.device))
+        for name, value in state_features(model, rollout, plan, states, temperature=temperature, names=names, **more).items():
+            flat = out.setdefault(name, value.new_zeros((shape[0] * shape[1], *value.shape[1:])))
             flat[states] = value
     return {name: out.get(name, rollout.logp.new_zeros(shape).flatten(0, 1)).unflatten(0, shape[:2]) for name in names}
 
@@ -352,37 +577,81 @@ def features(
 # clips single words, a sequence ratio keeps or drops a whole response. For a step or a sequence the log-probabilities are
 # summed first, so noise adds up as well; the length normaliser exists to keep the exponent small.
 
-LEVELS = ("token", "step", "sequence")
+LEVELS = ("token", "step", "pair", "sequence")
+Entries = Float[Tensor, "*s"]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
 
 
 def reduce_logp(
-    logp: Float[Tensor, "K B L"], plan: Plan, *, level: str, normalizer: Float[Tensor, " B"] | None
+    logp: Float[Tensor, "K B L"], plan: Plan, *, level: str, normalizer: Float[Tensor, "*K B"] | None
 ) -> Float[Tensor, "K2 B L2"]:
     """(5.1) From token log-probabilities to the log-likelihoods whose ratio the objective uses.
 
     token      ll[k,b,i] = logp[k,b,i]                    one ratio a token         (K, B, L)
     step       ll[k,b]   = sum_i logp[k,b,i]              one ratio a denoising step (K, B, 1)
+    pair       ll[j,b]   = the ELBO estimate of states 2j and 2j + 1 alone, see (2.4)          (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp   one ratio a response      (1, B, 1); the ELBO of sections 2
 
-    ``normalizer`` (B,) divides ll: None for the log-likelihood itself, the length for the geometric mean per token that
-    GSPO-style ratios use. It changes a ratio by the power 1/length, so it is never implied.
+    ``normalizer`` (B,) or (K, B) divides ll: None for the log-likelihood itself, the length for the geometric mean per token
+    that GSPO-style ratios use. It changes a ratio by the power 1/length, so it is never implied.
     """
     if level not in LEVELS:
         raise ValueError(f"reduction: got {level!r}; allowed {', '.join(LEVELS)}")
     ll = logp * plan.scored
     if level != "token":
         ll = ll.sum(-1, keepdim=True)
-    if level == "sequence":
-        ll = (ll * plan.weight[..., None]).sum(0, keepdim=True)
-    return ll if normalizer is None else ll / normalizer[None, :, None]
+    if level in ("pair", "sequence"):
+        pairs = len(ll) // 2 if level == "pair" else 1
+        ll = pairs * (ll * plan.weight[..., None]).unflatten(0, (pairs, -1)).sum(1)
+    return ll if normalizer is None else ll / normalizer[..., None]
 
 
 def entries(plan: Plan, level: str) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
     """Which entries of ll exist, and the weight with which each enters a sum (a sequence has absorbed its weights)."""
-    if level == "sequence":
-        present = plan.scored.any(-1).any(0)[None, :, None]
+    if level in ("pair", "sequence"):
+        pairs = len(plan.scored) // 2 if level == "pair" else 1
+        present = plan.scored.any(-1, keepdim=True).unflatten(0, (pairs, -1)).any(1)
         return present, torch.ones_like(present, dtype=plan.weight.dtype)
     return plan.scored if level == "token" else plan.scored.any(-1, keepdim=True), plan.weight[..., None]
+
+
+# What should be lowered for a bad answer? Lowering a lower bound does not lower the likelihood below it. SPG therefore
+# raises the ELBO of good answers and lowers an upper bound of bad ones. The bound it derives (from a Renyi divergence) drops
+# constants, so that the result is called an evidence upper bound and is none; what remains is a soft maximum over states:
+# the gradient goes to the states in which the token was likely. beta -> 0 gives back the mean, a large beta the maximum.
+
+
+def eubo(logp: Float[Tensor, "K B L"], plan: Plan, *, beta: float) -> Float[Tensor, "1 B 1"]:
+    """(5.2) ll_b = n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta over the h positions hidden in some state.
+
+    Source: SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as in the plans of section 2. Bias: it is no upper
+    bound. The inequality behind it holds up to a constant, and a mean of K states inside the logarithm is biased down
+    (Jensen): it may lie below the ELBO of the same states. A surrogate that pushes rare tokens of bad answers harder.
+    """
+    seen = plan.scored.any(0)
+    terms = (beta * logp + plan.weight[..., None].log()).masked_fill(~plan.scored, -torch.inf)
+    mean = terms.masked_fill(~seen, 0).logsumexp(0).masked_fill(~seen, 0).sum(-1) / beta / seen.sum(-1).clamp(min=1)
+    n = (plan.weight * plan.scored.sum(-1)).sum(0)  # sum_k n/(K l_k) l_k
+    return (n * mean)[None, :, None]
+
+
+def sandwich(
+    ll: Entries,
+    adv: Entries,
+    feature: dict,
+    plan: Plan,
+    rollout: Rollout,
+    normalizer: Tensor,
+    *,
+    eubo_beta: float,
+    omega: float,
+) -> dict[str, Tensor]:
+    """(5.3) score = ELBO where adv > 0, omega EUBO + (1 - omega) ELBO elsewhere: what the gradient flows through.
+
+    A lower bound is safe to raise and, so the argument goes, an upper bound is what to lower (but see (5.2)). The EUBO gets
+    ll's normaliser. Source: SPG; StableDRL, which keeps the plain ELBO in its ratio. omega = 0: the ELBO for all.
+    """
+    upper = eubo(feature["logp"], plan, beta=eubo_beta) / normalizer[:, None]
+    return {"score": torch.where(adv > 0, ll, omega * upper + (1 - omega) * ll)}
 
 
 # ============================================================================================================== 6. Credit
@@ -436,12 +705,85 @@ def leave_one_out(reward: Float[Tensor, " B"], num_generations: int) -> Float[Te
     return (num_generations / (num_generations - 1) * (group - group.mean(1, keepdim=True))).flatten()
 
 
+# One reward for the whole trajectory credits every step alike, although many of them changed nothing. The network offers an
+# estimate of what a state was worth before its step: the argmax of all hidden positions at once, which the rollout's forward
+# has computed anyway. It is exact at the last step if the completion is drawn instead of maximised; the greedy one is off by at
+# most (range of rewards) (1 - probability of the greedy completion). It is a baseline, not a critic: differences of
+# consecutive values would telescope, these do not.
+
+SCHEDULES = ("constant", "linear")
+CENTERS = ("rank", "reward")
+
+
+def stepwise_advantage(
+    reward: Float[Tensor, " B"],
+    num_generations: int,
+    step_reward: Float[Tensor, "K B"],
+    valid: Bool[Tensor, "K B"],
+    time: Float[Tensor, "K B"],
+    *,
+    lam: float,
+    schedule: str,
+    normalize: bool,
+    center: str,
+) -> Float[Tensor, "K B"]:
+    """(6.4) adv_k = R_k - mean of R_k over the group,  R_k = ((1 + lam_k) reward - lam_k step_reward_k) / (1 + lam_k).
+
+    ``step_reward`` is the reward of the text that the state before step k would become in one step: an estimate of the state's
+    value at no network call. It is a control variate with coefficient lam/(1 + lam): exact samplers stay unbiased for any lam.
+    ``normalize`` false leaves the division out: the gradient counts 1 + lam times. ``schedule`` linear: lam_k = lam time,
+    time = step / T. Groups are centred rank by rank (members may stand at different steps there), over the valid ones.
+    ``center`` reward: only the reward is centred, lam (reward - step_reward) is not. lam = 0: ``group_mean`` in every row.
+    Source: EGSPO-SA (arXiv 2603.12554). The mean contains the sample itself, as in (6.1).
+    """
+    for key, value, allowed in (("schedule", schedule, SCHEDULES), ("center", center, CENTERS)):
+        if value not in allowed:
+            raise ValueError(f"credit.{key}: got {value!r}; allowed {', '.join(allowed)}")
+    if lam < 0:
+        raise ValueError(f"credit.lam: got {lam}; allowed from 0")
+    lams = lam * time if schedule == "linear" else torch.full_like(time, lam)
+    gain, total = lams * (reward - step_reward), 1 + lams if normalize else torch.ones_like(lams)
+    centred = reward.expand_as(gain) + gain if center == "rank" else reward.expand_as(gain)
+    present = valid.unflatten(1, (-1, num_generations))
+    group = (centred / total).unflatten(1, (-1, num_generations))
+    mean = (group * present).sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
+    return (group - mean).flatten(1, 2) + (0 if center == "rank" else gain / total)
+
+
+def progress_advantage(
+    reward: Float[Tensor, " B"],
+    num_generations: int,
+    step_reward: Float[Tensor, "K B"],
+    valid: Bool[Tensor, "K B"],
+    time: Float[Tensor, "K B"],
+    *,
+    num_states: int,
+    eps: float,
+) -> Float[Tensor, "K B"]:
+    """(6.5) A_k = (r_k - r_{k-1} + 1) + mean of the later rewards, z-scored over the group state by state; the others are 0.
+
+    r_k: reward of the completion of state k in one step, the last of the later ones the final reward. Only the ``num_states``
+    states of a group with the largest sum of |A| keep theirs: without a KL term no other costs the update a call.
+    Source: MDPO (arXiv 2508.13148), code.
+    """
+    after = torch.cat([step_reward * valid, reward[None]])
+    later = after.flip(0).cumsum(0).flip(0)[1:] / (1 + (valid.flip(0).cumsum(0).flip(0) - valid.long())).to(reward.dtype)
+    value = (step_reward.diff(dim=0, prepend=torch.zeros_like(step_reward[:1])) + 1 + later).unflatten(1, (-1, num_generations))
+    present = valid.unflatten(1, (-1, num_generations))
+    count = present.sum(2, keepdim=True).clamp(min=1)
+    gap = (value - (value * present).sum(2, keepdim=True) / count) * present
+    score = gap / ((gap.square().sum(2, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + eps)
+    rank = score.abs().sum(2, keepdim=True).argsort(dim=0, descending=True, stable=True).argsort(0)
+    return (score * (rank < num_states)).flatten(1, 2)
+
+
 # ======================================================================================================== 7. Ratios and KL
 #
 # A ratio of exact likelihoods turns samples of an old policy into samples of the new one. For a diffusion model three things
 # can stand in the denominator: the sampler's own log-probability of each revealed token (behaviour), the old weights' estimate
 # on the same masks (old, shared), or on other masks (old, independent). Only the first is what importance sampling means; the
-# second measures how far the weights moved; the third is the second times the exponential of Monte-Carlo noise.
+# second measures how far the weights moved; the third is the second times the exponential of Monte-Carlo noise. With noise of
+# standard deviation s in each of the two, a ratio at equal weights has mean exp(s^2), variance exp(2 s^2) (exp(2 s^2) - 1).
 
 
 def log_ratio(ll: Float[Tensor, "*s"], anchor: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
@@ -477,26 +819,31 @@ def kl_term(ll: Float[Tensor, "*s"], ref: Float[Tensor, "*s"], *, form: str) -> 
 # Each returns a loss per entry of ll. Judge it by its gradient: the value of a surrogate means nothing. At ratio 1 all of them
 # have the gradient of ``reinforce`` (self-normalised weights: divided by the group size). On a single on-policy update every
 # clip is inert, so methods differ only through reuse of a rollout, noise in the ratio, and credit.
+#
+# What multiplies -adv grad ll, at ratio r (pi and mu: the token's probability now and in the sampler; s: the sign of adv):
+#
+#     reinforce               1
+#     truncated_is            min(r, cap)                                   never 0: every sample keeps teaching
+#     ppo_clip                r, but 0 for s (r - 1) > epsilon              ratio, hard edge, one side; s < 0: no bound
+#     dual_clip               the same, and 0 for s < 0, r > bound          closes that side
+#     dppo                    r, but 0 for s (pi - mu) > delta (tv)         probability, hard edge, one side
+#     spo                     r (1 - s (r - 1) / epsilon)                   ratio, a line that turns back beyond the edge
+#     drpo                    r (1 - s (pi - mu) / delta)                   probability, a line that turns back
+#     self_normalized_clip    min(r, cap) / sum over the group              N times this on policy: 1
 
 
-def reinforce(ll: Float[Tensor, "*s"], anchor: None, adv: Float[Tensor, "*s"], num_generations: int) -> Float[Tensor, "*s"]:
-    """(8.1) loss = -adv ll. Gradient: -adv grad ll.
+def reinforce(ll: Entries, anchor: None, adv: Entries, num_generations: int, *, score: Entries | None = None) -> Entries:
+    """(8.1) loss = -adv ll, or -adv score where the row scores something else (5.3). Gradient: -adv grad ll.
 
     Source: REINFORCE (Williams, 1992). Exact for on-policy samples when ll is the log-probability of what was sampled.
     Linear in ll: its coefficients do not depend on the current weights, so the two-pass backward skips its first pass.
     """
-    return -adv * ll
+    return -adv * (ll if score is None else score)
 
 
 def ppo_clip(
-    ll: Float[Tensor, "*s"],
-    anchor: Float[Tensor, "*s"],
-    adv: Float[Tensor, "*s"],
-    num_generations: int,
-    *,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> Float[Tensor, "*s"]:
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float
+) -> Entries:
     """(8.2) loss = -min(ratio adv, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) adv).
 
     Gradient: -adv ratio grad ll, and 0 where adv > 0 and ratio > 1 + epsilon_high, or adv < 0 and ratio < 1 - epsilon_low.
@@ -528,18 +875,202 @@ def self_normalized_clip(
     num_generations: int,
     *,
     cap: float,
+    score: Float[Tensor, "K B L"] | None = None,
 ) -> Float[Tensor, "K B L"]:
-    """(8.4) loss = -w adv ll, w the detached weights (8.3); to be summed over a group, not averaged.
+    """(8.4) loss = -w adv score, w the detached weights (8.3), score = ll or (5.3); to be summed over a group, not averaged.
 
-    Gradient: -w adv grad ll: inside the convex hull of the group's adv grad ll, so bounded by max |adv| |grad ll| whatever
-    the ratios. Clipped samples still learn (PPO gives them 0). No gradient flows through the ratio or the normaliser.
+    Gradient: -w adv grad score: inside the convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
+    whatever the ratios. Clipped samples still learn (PPO gives them 0). No gradient flows through ratio or normaliser.
     Source: StableDRL: the paper's clip to [1 - eps, 1 + eps] at eps = 5 is the cap 6, because a ratio is positive; the
-    released code caps at 5. Sequence level only. Bounds magnitude, not concentration: one weight may still go to 1.
+    released code caps at 5. cap = inf: self-normalised importance sampling, where one outlier takes all the weight.
+    Sequence level only. Bounds magnitude, not concentration: one weight may still go to 1.
     """
     if cap <= 0:
         raise ValueError(f"objective.cap: got {cap}; allowed above 0")
     weights = self_normalized_weights(log_ratio(ll.detach(), anchor), num_generations, log_cap=math.log(cap))
-    return -weights * adv * ll
+    return -weights * adv * (ll if score is None else score)
+
+
+def truncated_is(
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, floor: float, cap: float, score: Entries | None = None
+) -> Entries:
+    """(8.5) loss = -w adv score, w = clip(ratio, floor, cap) detached. Gradient: -w adv grad score; never 0, bounded by cap.
+
+    Truncated importance sampling (TIS: floor 0, cap 2 to 5); CISPO (arXiv 2506.13585, cap 1 + epsilon_high; verl's code has the
+    floor 1 - epsilon_low as well); StableDRL's clip without its normaliser. cap = inf, floor = 0: the gradient of ratio adv.
+    """
+    if not 0 <= floor < cap:
+        raise ValueError(f"objective: got floor {floor}, cap {cap}; allowed 0 <= floor < cap")
+    weights = log_ratio(ll.detach(), anchor).exp().clamp(floor, cap)
+    return -weights * adv * (ll if score is None else score)
+
+
+def dual_clip(
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float, bound: float
+) -> Entries:
+    """(8.6) PPO's loss (8.2), where adv < 0 at most -bound adv: gradient 0 there beyond ratio = bound > 1.
+
+    It closes the bypass of the conditional clip. Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
+    """
+    if not bound > 1:
+        raise ValueError(f"objective.bound: got {bound}; allowed above 1")
+    loss = ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    return torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)
+
+
+# Trust regions by divergence. mu = exp(anchor) is the probability with which the sampler drew the token, pi = exp(ll) the
+# present one. A ratio clip allows a shift |pi - mu| of epsilon mu: next to nothing for a rare token, far too much for a
+# likely one. A bound on the divergence allows every token the same shift. These objectives need true token probabilities
+# of the sampler: replay plans, token level, the sampling temperature, behaviour anchors.
+
+
+def _check_delta(delta: float) -> None:
+    if not delta > 0:
+        raise ValueError(f"objective.delta: got {delta}; allowed above 0")
+
+
+def _divergence(mu: Float[Tensor, "*s M"], pi: Float[Tensor, "*s M"], form: str) -> Float[Tensor, "*s"]:
+    # Of two distributions over the last axis. Probabilities of 0, which certain tokens leave for the rest, stay finite.
+    if form not in ("tv", "kl"):
+        raise ValueError(f"form: got {form!r}; allowed tv, kl")
+    if form == "tv":
+        return (pi - mu).abs().sum(-1) / 2
+    tiny = torch.finfo(pi.dtype).tiny
+    return torch.special.xlogy(mu, mu.clamp(min=tiny) / pi.clamp(min=tiny)).sum(-1)
+
+
+def binary_divergence(ll: Entries, anchor: Entries, *, form: str) -> Entries:
+    """(8.7) Divergence of the two-point distributions (mu, 1 - mu) and (pi, 1 - pi), the token against all others; detached.
+
+    tv   |pi - mu|
+    kl   mu log(mu/pi) + (1 - mu) log((1 - mu)/(1 - pi)), nats
+    Both are at most the divergence of the full distributions (data processing); tv <= sqrt(kl / 2) (Pinsker).
+    Source: DPPO (arXiv 2602.04879, eq. 13 and 15).
+    """
+    pi, mu = (torch.stack([x.exp(), -torch.expm1(x)], -1) for x in (ll.detach(), anchor))
+    return _divergence(mu, pi, form)
+
+
+def topk_divergence(
+    ll: Entries, adv: Entries, feature: dict, plan: Plan, rollout: Rollout, normalizer: Tensor, *, form: str
+) -> dict[str, Tensor]:
+    """(8.8) Divergence over the sampler's M likeliest tokens, the drawn token, and one bucket for all others; detached.
+
+    tv   sum |pi_a - mu_a| / 2          kl   sum mu_a log(mu_a / pi_a), nats
+    Between (8.7) and the full divergence. Where the drawn token is not among the M it is an item of its own (the released
+    code puts it in place of the M-th). Needs the records ``topk_ids``, ``topk_logp``. Source: DPPO, eq. 14 and 16.
+    """
+    drawn = (_record(rollout, "topk_ids") == rollout.response[..., None]).any(-1)
+    own = (~drawn).expand(ll.shape)[..., None]
+    mu = torch.cat([_record(rollout, "topk_logp").expand_as(feature["topk_logp"]), rollout.logp.expand_as(ll)[..., None]], -1)
+    pi = torch.cat([feature["topk_logp"], feature["logp"][..., None]], -1).detach()
+    kept = torch.cat([torch.ones_like(own).expand_as(feature["topk_logp"]), own], -1)
+    mu, pi = (torch.cat([x.exp() * kept, 1 - (x.exp() * kept).sum(-1, keepdim=True)], -1).clamp(min=0) for x in (mu, pi))
+    return {"divergence": _divergence(mu, pi, form)}
+
+
+def trust_mask(log_ratios: Entries, adv: Entries, outside: Bool[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
+    """(8.9) False where the policy is outside its trust region and the update would carry it further away.
+
+    That is adv > 0 with ratio > 1, or adv < 0 with ratio < 1; the way back is never barred. PPO's clip is the case
+    outside = |ratio - 1| > epsilon.
+    """
+    return ~(outside & (torch.sign(adv) * log_ratios > 0))
+
+
+def dppo(
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    delta: float,
+    form: str,
+    divergence: Entries | None = None,
+) -> Entries:
+    """(8.10) loss = -ratio adv M, M the detached mask (8.9) with outside = divergence > delta. Gradient: -adv ratio M grad ll.
+
+    The divergence is (8.7) of this form, or (8.8) where the row supplies it. With form tv it has PPO's gradient with
+    epsilon = delta / mu for each token. Source: DPPO (arXiv 2602.04879, eq. 12).
+    """
+    _check_delta(delta)
+    u = log_ratio(ll, anchor)
+    divergence = binary_divergence(ll, anchor, form=form) if divergence is None else divergence
+    return -u.exp() * adv * trust_mask(u.detach(), adv, divergence > delta)
+
+
+def dppo_released(
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float, form: str, cap: float
+) -> Entries:
+    """(8.11) loss = -w adv ll, w = min(ratio, cap) M detached: another value than (8.10), the same gradient below the cap.
+
+    Source: verl (dppo_tv, dppo_kl), cap 20.
+    """
+    _check_delta(delta)
+    u = log_ratio(ll.detach(), anchor)
+    inside = trust_mask(u, adv, binary_divergence(ll, anchor, form=form) > delta)
+    return -(u.exp().clamp(max=cap) * inside) * adv * ll
+
+
+def spo(ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon: float) -> Entries:
+    """(8.12) loss = -(ratio adv - |adv| (ratio - 1)^2 / (2 epsilon)).
+
+    Gradient: -adv ratio w grad ll, w = 1 - sign(adv) (ratio - 1) / epsilon: a straight line in the ratio, 0 at
+    1 + sign(adv) epsilon, corrective beyond. Unbounded: w = -494 for a token that went from 0.0001 to 0.01 (epsilon 0.2).
+    Source: SPO, simple policy optimization (arXiv 2401.16025). Penalises, in expectation, the chi-square divergence.
+    """
+    if not epsilon > 0:
+        raise ValueError(f"objective.epsilon: got {epsilon}; allowed above 0")
+    ratio = log_ratio(ll, anchor).exp()
+    return -(ratio * adv - adv.abs() * (ratio - 1).square() / (2 * epsilon))
+
+
+def drpo(ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float) -> Entries:
+    """(8.13) loss = -(ratio adv - |adv| mu (ratio - 1)^2 / (2 delta)): SPO with epsilon = delta / mu for each token.
+
+    Gradient: -adv ratio w grad ll, w = 1 - sign(adv) (pi - mu) / delta: a straight line in pi, 1 on policy, 0 at the boundary
+    mu + sign(adv) delta of DPPO-tv, corrective beyond. |w - 1| <= 1/delta; the coefficient ratio w has no bound (1/mu).
+    The boundary is a probability only if mu <= 1 - delta (adv > 0) or mu >= delta (adv < 0): never for delta >= 1. At the
+    published delta = 12.5, w stays within 0.92 and 1.08 and nothing is ever turned back.
+    Source: DRPO (arXiv 2606.09821, eq. 8 and 9). Penalises, in expectation, the squared distance of the distributions.
+    """
+    _check_delta(delta)
+    ratio = log_ratio(ll, anchor).exp()
+    return -(ratio * adv - adv.abs() * anchor.exp() * (ratio - 1).square() / (2 * delta))
+
+
+def confident_clip(
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float
+) -> Entries:
+    """(8.14) PPO's loss (8.2), each token weighted by exp(anchor), its probability under the old weights. Source: MDPO."""
+    loss = ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    return anchor.exp() * loss
+
+
+def response_length(ll, adv, feature, plan: Plan, rollout: Rollout, normalizer) -> dict[str, int]:
+    """The padded length L, for objectives that need it."""
+    return {"length": rollout.keep.shape[1]}
+
+
+def regression(
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    psi: float,
+    epsilon_low: float,
+    epsilon_high: float,
+    length: int = 1,
+) -> Entries:
+    """(8.15) loss = (clip(ll - anchor, log(1 - epsilon_low), log(1 + epsilon_high)) / L - psi adv)^2, one for each mask pair.
+
+    The target psi adv is the log-ratio per position that the best KL-regularised policy would have. Gradient on policy:
+    -2 psi adv grad ll / L; 0 where the log-ratio of the whole response is beyond the clip, although it is divided by L later.
+    Source: GDSD (arXiv 2605.29398), code.
+    """
+    change = log_ratio(ll, anchor).clamp(math.log(1 - epsilon_low), math.log(1 + epsilon_high))
+    return (change / length - psi * adv).square()
 
 
 # ========================================================================================================= 9. Aggregation
@@ -548,7 +1079,7 @@ def self_normalized_clip(
 # of one paper from its text. A normaliser over the micro-batch (common in code) makes the same rollouts give another objective
 # when the batch is split differently; none of these do.
 
-AGGREGATIONS = ("sequence_mean", "sequence_mean_token_mean", "token_mean", "fixed_length", "group_sum")
+AGGREGATIONS = ("sequence_mean", "sequence_mean_token_mean", "token_mean", "fixed_length", "length_weighted", "group_sum")
 
 
 def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, level: str, how: str) -> Float[Tensor, ""]:
@@ -558,6 +1089,7 @@ def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, lev
     sequence_mean_token_mean    mean_b S_b / n_b            GRPO; long responses weigh less per token
     token_mean                  sum_b S_b / sum_b n_b       DAPO, d1's code; long responses weigh more
     fixed_length                mean_b S_b / L              Dr. GRPO; no length bias
+    length_weighted             sum_b n_b S_b / sum_b n_b   SPG; for an S_b that is a mean over tokens
     group_sum                   sum_b S_b / G               self-normalised weights already sum to 1 in a group
 
     Every normaliser is that of the global batch: it never depends on how the batch was split for memory.
@@ -572,6 +1104,8 @@ def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, lev
         return total.sum() / rollout.lengths.sum()
     if how == "fixed_length":
         return total.mean() / rollout.keep.shape[1]
+    if how == "length_weighted":
+        return (total * rollout.lengths).sum() / rollout.lengths.sum()
     if how == "group_sum":
         return total.sum() / (total.shape[0] / rollout.num_generations)
     raise ValueError(f"aggregation: got {how!r}; allowed {', '.join(AGGREGATIONS)}")
@@ -582,23 +1116,34 @@ def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, lev
 # To read a row: which states are looked at (plan, refresh), what the ratio is taken of and against (reduction, normalizer,
 # anchor), what is done with it (objective), how rewards become advantages (credit), and how it is summed (aggregation).
 # To write one: give these words. If a paper needs a function that is not above, it is one new function and one new row.
+#
+# A bare name is the paper's formula. ``-released`` is the official code, quirks included, held to its own numbers by the tests;
+# what neither says is written under ``differs``. Numbers (clips, temperatures of weights, K) are the published ones where they
+# make sense for a model of any size, and can be replaced by a run's ``method_options``.
 
 
 class KL(NamedTuple):
-    """A KL penalty: form (7.2) and weight. The reference is the model that the run started from."""
+    """A KL penalty: form (7.2) or "exact" (the feature kl_ref), and its weight.
+
+    ``of``: the ll of the ratio, or the log_likelihood without its normaliser. ``target``: the model that the run started from
+    (reference), or the anchor (old).
+    """
 
     form: str
     beta: float
+    of: str = "ratio"
+    target: str = "reference"
 
 
 # The words that a row may use where it makes a choice by name. ``normalizer`` divides ll: by nothing, by the tokens that count,
-# or by the padded length L (which some released code does; short answers then get ratios nearer to 1).
+# by the padded length L (which some released code does; short answers then get ratios nearer to 1), by the tokens of the step.
 CHOICES = {
     "reduction": LEVELS,
-    "normalizer": ("none", "kept_length", "padded_length"),
+    "normalizer": ("none", "kept_length", "padded_length", "step_tokens"),
     "anchor": ("behaviour", "old", "none"),
     "refresh": ("fixed", "paired", "independent"),
     "temperature": ("one", "sampling"),
+    "step_value": ("none", "greedy", "sampled"),
     "aggregation": AGGREGATIONS,
 }
 
@@ -611,6 +1156,13 @@ class Method:
                   first. independent: a new plan an update, the old value kept from its own plan (the ratio is then noise).
     anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the first update. none.
     temperature   one: scored at temperature 1. sampling: at the sampler's temperature, as behaviour anchors require.
+    step_value    what a state is worth before its step: nothing of the kind, or the reward of its completion in one step.
+    extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout, normalizer) to its keywords.
+    features      what the network is asked for (4.1); order_logp is added to logp before anything is reduced.
+    needs         what the sampler must record during the rollout.
+
+    The trainer executes a row in this order: rollout (needs), plan, credit, anchor, features, loss, update; with refresh other
+    than fixed the plan is drawn anew for each of the updates on a rollout. It reads these fields and knows no row by name.
     """
 
     name: str
@@ -626,7 +1178,10 @@ class Method:
     refresh: str = "fixed"
     normalizer: str = "none"
     temperature: str = "one"
+    step_value: str = "none"
+    extra: partial | None = None
     kl: KL | None = None
+    features: tuple[str, ...] = ("logp",)
     needs: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -637,58 +1192,97 @@ class Method:
     @property
     def linear(self) -> bool:
         """True when the loss is linear in the features: pass 1 of the two-pass backward can be skipped."""
-        return self.objective.func is reinforce and self.kl is None
+        return self.objective.func is reinforce and self.kl is None and self.extra is None
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """(low, high) outside which a ratio counts as clipped; (0, inf) without a clip."""
         words = self.objective.keywords
         if "cap" in words:
-            return 0.0, float(words["cap"])
+            return float(words.get("floor", 0.0)), float(words["cap"])
         return 1 - words.get("epsilon_low", 1.0), 1 + words.get("epsilon_high", math.inf)
 
 
-def reduced(method: Method, plan: Plan, rollout: Rollout, logp: Float[Tensor, "K B L"]) -> Float[Tensor, "K2 B L2"]:
-    """The method's ll: ``reduce_logp`` with its level and normaliser."""
-    lengths = {"kept_length": rollout.lengths, "padded_length": torch.full_like(rollout.lengths, logp.shape[-1])}
-    normalizer = None if method.normalizer == "none" else lengths[method.normalizer].to(logp.dtype)
-    return reduce_logp(logp, plan, level=method.reduction, normalizer=normalizer)
+def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
+    """What divides the method's ll; ones where nothing does."""
+    lengths = {
+        "none": torch.ones_like(rollout.lengths),
+        "kept_length": rollout.lengths,
+        "padded_length": torch.full_like(rollout.lengths, rollout.keep.shape[1]),
+        "step_tokens": plan.scored.sum(-1).clamp(min=1),
+    }
+    return lengths[method.normalizer].to(rollout.logp.dtype)
+
+
+def reduced(method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]) -> Float[Tensor, "K2 B L2"]:
+    """The method's ll: ``reduce_logp`` of logp, and of order_logp where the row asks for it, with its level and normaliser."""
+    logp = feature["logp"] + feature["order_logp"] if "order_logp" in method.features else feature["logp"]
+    return reduce_logp(logp, plan, level=method.reduction, normalizer=normalizer(method, plan, rollout).to(logp.dtype))
 
 
 def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
     """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which it was drawn."""
-    if not plan.replay or method.temperature != "sampling":
+    if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
         raise ValueError(
-            f"anchor: {method.name} asks for behaviour; allowed only for replay plans scored at the sampling temperature"
+            f"anchor: {method.name} asks for behaviour; allowed only for replay plans scored at the sampling temperature, "
+            "without order_logp (which the sampler does not record)"
         )
-    return reduced(method, plan, rollout, rollout.logp.expand(plan.scored.shape))
+    return reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
+
+
+def kl_target(method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]) -> Float[Tensor, "K2 B L2"]:
+    """The ll that the KL term compares: of the policy or of the reference, whichever these features are of."""
+    return reduced(method if method.kl.of == "ratio" else replace(method, normalizer="none"), plan, rollout, feature)
+
+
+def advantages(
+    method: Method, plan: Plan, rollout: Rollout, reward: Float[Tensor, " B"], step_reward: Float[Tensor, "K B"] | None = None
+) -> Float[Tensor, "*K B"]:
+    """The row's credit: (B,), or (K, B) where each state of the plan has a value of its own (``step_value``)."""
+    if method.step_value == "none":
+        return method.credit(reward, rollout.num_generations)
+    time = plan.step.to(reward.dtype) / _num_steps(rollout)
+    return method.credit(reward, rollout.num_generations, step_reward, plan.valid, time)
 
 
 def method_loss(
     method: Method,
     plan: Plan,
     rollout: Rollout,
-    feature: dict[str, Float[Tensor, "K B L"]],
-    adv: Float[Tensor, " B"],
+    feature: dict[str, Float[Tensor, "K B L *M"]],
+    adv: Float[Tensor, "*K B"],
     anchor: Float[Tensor, "K2 B L2"] | None,
     ref: Float[Tensor, "K2 B L2"] | None,
 ) -> Float[Tensor, ""]:
     """(10.1) loss = aggregate(objective(ll, anchor, adv) + beta kl(ll, ref)), for any row of ``METHODS``."""
-    ll = reduced(method, plan, rollout, feature["logp"])
-    loss = method.objective(ll, anchor, adv.to(ll.dtype)[None, :, None].expand_as(ll), rollout.num_generations)
-    if method.kl is not None:
-        loss = loss + method.kl.beta * kl_term(ll, ref, form=method.kl.form)
+    ll = reduced(method, plan, rollout, feature)
+    adv = adv.to(ll.dtype)[..., None].expand_as(ll)
+    scale = normalizer(method, plan, rollout).to(ll.dtype)
+    extra = method.extra(ll, adv, feature, plan, rollout, scale) if method.extra else {}
+    loss = method.objective(ll, anchor, adv, rollout.num_generations, **extra)
+    if method.kl is not None and method.kl.form == "exact":
+        loss = loss + method.kl.beta * reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=scale)
+    elif method.kl is not None:
+        ref = anchor if method.kl.target == "old" else ref
+        loss = loss + method.kl.beta * kl_term(kl_target(method, plan, rollout, feature), ref, form=method.kl.form)
     return aggregate(loss, plan, rollout, level=method.reduction, how=method.aggregation)
+
+
+def _clipped(method: Method, ll: Tensor, anchor: Tensor, adv: Tensor) -> Tensor:
+    # Entries whose gradient the clip changes; for a trust region (delta), those that are beyond it.
+    words, (low, high), ratio = method.objective.keywords, method.clip_bounds, log_ratio(ll, anchor).exp()
+    if "delta" in words:
+        outside = binary_divergence(ll, anchor, form=words.get("form", "tv")) > words["delta"]
+        return ~trust_mask(log_ratio(ll, anchor), adv, outside)
+    if "cap" in words:
+        return (ratio > high) | (ratio < low)
+    beyond = (ratio < low) | (ratio > words.get("bound", math.inf))
+    return ((adv > 0) & (ratio > high)) | ((adv < 0) & beyond)
 
 
 @torch.no_grad()
 def diagnostics(
-    method: Method,
-    plan: Plan,
-    rollout: Rollout,
-    ll: Float[Tensor, "K2 B L2"],
-    anchor: Float[Tensor, "K2 B L2"],
-    adv: Float[Tensor, " B"],
+    method: Method, plan: Plan, rollout: Rollout, ll: Entries, anchor: Entries, adv: Float[Tensor, "*K B"]
 ) -> dict[str, float]:
     """What the ratios look like: spread, clipped share, bypass share, effective sample size (share of the entries).
 
@@ -696,138 +1290,201 @@ def diagnostics(
     coefficient. Effective sample size: (sum ratio)^2 / (n sum ratio^2), 1 when all ratios agree.
     """
     present = entries(plan, method.reduction)[0].expand_as(ll)
-    logs = log_ratio(ll, anchor)[present]
-    sign, ratio = adv[None, :, None].expand_as(ll)[present], logs.exp()
-    low, high = method.clip_bounds
+    logs, adv = log_ratio(ll, anchor)[present], adv[..., None].expand_as(ll)
+    ratio = logs.exp()
     if not len(logs):
         return {}
-    clipped = (
-        ratio > high if "cap" in method.objective.keywords else ((sign > 0) & (ratio > high)) | ((sign < 0) & (ratio < low))
-    )
     values = {
         "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(),
         "ratio_std": ratio.std(correction=0),
         "log_ratio_std": logs.std(correction=0),
-        "clip_fraction": clipped.double().mean(),
-        "bypass_fraction": ((sign < 0) & (ratio > high)).double().mean(),
+        "clip_fraction": _clipped(method, ll, anchor, adv)[present].double().mean(),
+        "bypass_fraction": ((adv[present] < 0) & (ratio > method.clip_bounds[1])).double().mean(),
         "effective_sample_size": torch.exp(2 * logs.logsumexp(0) - (2 * logs).logsumexp(0)) / len(logs),
     }
     return {name: float(value) for name, value in values.items()}
 
 
-def with_options(method: Method, options: dict[str, Any]) -> Method:
-    """The row with some of its numbers replaced: {"plan.num_states": 4, "objective.epsilon_high": 0.3, "kl.beta": 0.0}.
-
-    Keys: a component and one of its keywords (plan, credit, objective, kl), or a choice by name (reduction, normalizer,
-    refresh, aggregation). ``kl.beta`` 0 removes the KL term, and with it the reference model.
-    Raises ValueError for a key that the method does not have, and for a value of another kind than the present one.
-    """
-    for key, value in options.items():
-        part, _, name = key.partition(".")
-        component = getattr(method, part, None)
-        if part == "kl" and isinstance(component, KL) and name in KL._fields:
-            _check_like(key, value, getattr(component, name))
-            method = replace(method, kl=None if (name, value) == ("beta", 0) else component._replace(**{name: value}))
-        elif isinstance(component, partial) and name in component.keywords:
-            _check_like(key, value, component.keywords[name])
-            method = replace(method, **{part: partial(component.func, **{**component.keywords, name: value})})
-        elif not name and part in ("aggregation", "refresh", "normalizer", "reduction"):
-            method = replace(method, **{part: value})
-        else:
-            raise ValueError(f"method_options.{key}: no such option of {method.name}; allowed {', '.join(_options(method))}")
-    return method
-
-
-def _check_like(key: str, value: Any, present: Any) -> None:
-    # An option keeps its kind: a number stays a number, a word a word. None (every step) may become a number.
-    kinds = (str,) if isinstance(present, str) else (bool,) if isinstance(present, bool) else (int, float, type(None))
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")
-
-
-def _options(method: Method) -> list[str]:
-    words = [f"{p}.{name}" for p in ("plan", "credit", "objective") for name in getattr(method, p).keywords]
-    return words + (["kl.form", "kl.beta"] if method.kl else []) + ["aggregation", "refresh", "normalizer", "reduction"]
-
-
 _MEAN = partial(group_mean)
 _Z_SCORE = partial(group_z_score, ddof=1, eps=1e-4)
 _CLIP = partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.2)
+_ALL_STEPS = partial(replay_plan, num_states=None, min_entropy=0.0)
+_TWO_COUNTS = partial(elbo_count_plan, num_states=2, domain="keep", strata=True)
+_BLOCKS = partial(block_plan, num_states=2, block_length=32, p_mask=0.15)
+_UNCERTAIN = partial(entropy_plan, num_states=4, shared=False, weight="sum")
+_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=0.5)
+_STEP_VALUES = partial(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank")
+
+# A row is read as a line of a table, so it is set as one. ``replace`` says: as that row, except for what follows.
+# fmt: off
+
+# The recorded trajectory, with the sampler's own probabilities.
+_REINFORCE = Method(name="reinforce", title="exact policy gradient of the denoising trajectory",
+    source="Williams 1992, on the denoising process; baseline of Dr. GRPO (arXiv 2503.20783)",
+    differs="token-only score: exact for random and fixed orders, biased for confidence order", plan=_ALL_STEPS,
+    credit=_MEAN, objective=partial(reinforce), reduction="step", aggregation="sequence_mean", anchor="none",
+    temperature="sampling", needs=("entropy",))
+_REPLAY_GRPO = replace(_REINFORCE, name="replay-grpo", title="PPO clip on every step of the recorded trajectory",
+    source="per-step ratios of d2 (arXiv 2509.21474) and TraceRL (arXiv 2509.06949); clip and z-score of GRPO",
+    differs="anchored on the sampler's own log-probabilities; token-only score as in reinforce", credit=_Z_SCORE,
+    objective=_CLIP, aggregation="fixed_length", anchor="behaviour")
+_REPLAY_UNIFORM = replace(_REINFORCE, name="replay-uniform",
+    title="some steps of each trajectory, drawn uniformly, weighted by T/K",
+    source="unbiased subsampling of steps, as in AGRPO (arXiv 2510.04019) without its clip; control of egspo",
+    differs="otherwise as reinforce", plan=partial(replay_plan, num_states=4, min_entropy=0.0))
+# Likelihoods estimated from random masks: an ELBO a sequence, or one look at the whole response (mean field).
+_GRPO = Method(name="grpo", title="GRPO with one ELBO ratio a sequence",
+    source="GRPO (arXiv 2402.03300) on the count-form ELBO; per-token geometric mean as in GSPO (arXiv 2507.18071)",
+    differs="the likelihood is an ELBO; old and new share their masks; no KL term",
+    plan=partial(elbo_count_plan, num_states=4, domain="keep", strata=True), credit=_Z_SCORE, objective=_CLIP,
+    reduction="sequence", aggregation="sequence_mean", anchor="old", normalizer="kept_length")
+_DIFFU_GRPO = Method(name="diffu-grpo", title="one-step mean field, token ratios, prompt masking",
+    source="d1 (arXiv 2504.12216), section 3 and eq. 4",
+    differs="the released code averages over all tokens of a micro-batch; this is the paper's per-sequence mean",
+    plan=partial(mean_field_plan, p_mask_prompt=0.15), credit=_MEAN,
+    objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), reduction="token",
+    aggregation="sequence_mean_token_mean", anchor="old", refresh="paired", kl=KL("k3", 0.04))
+_DIFFU_GRPO_RELEASED = replace(_DIFFU_GRPO, name="diffu-grpo-released", source="d1's code (dllm-reasoning/d1)",
+    differs="mean over all tokens; here of the global batch, there of the micro-batch", aggregation="token_mean")
+_GDPO = replace(_GRPO, name="gdpo", title="semi-deterministic Monte Carlo ELBO, one ratio a sequence",
+    source="GDPO (arXiv 2510.08554), eq. 5 and 6",
+    differs="ratio of whole-sequence ELBOs, loss divided by the length; no KL term (the released beta is 0)",
+    plan=partial(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"), credit=_MEAN,
+    objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean",
+    normalizer="none")
+_GDPO_RELEASED = replace(_GDPO, name="gdpo-released", source="GDPO's code (KevinRojas1499/GDPO)",
+    differs="floor(t L) hidden with weight 1/t, padding scored, ratio to the power 1/L, old and new masks not shared",
+    plan=partial(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"), aggregation="sequence_mean",
+    normalizer="padded_length", refresh="independent")
+
+# Weights instead of ratios. The published code draws new masks for every update and keeps the old value of its own masks
+# (``refresh`` independent), so that the weights are noise on the first update; ``fixed`` shares the masks, and they are equal.
+_STABLEDRL = Method(name="stabledrl", title="unconditional clip and self-normalised weights, sandwich surrogate",
+    source="StableDRL (arXiv 2603.06743), eps = 5; surrogate of SPG (arXiv 2510.09541)",
+    differs="ELBO by count; weights never mix prompts", plan=_TWO_COUNTS, credit=_MEAN,
+    objective=partial(self_normalized_clip, cap=6.0), reduction="sequence", aggregation="group_sum", anchor="old",
+    refresh="independent", extra=_SANDWICH)
+_STABLEDRL_RELEASED = replace(_STABLEDRL, name="stabledrl-released", source="StableDRL's code (JianyuanZhong/StableDRL)",
+    differs="cap 5 on the ratio of token means over block-wise masks; there the softmax spans the rows of a call",
+    plan=_BLOCKS, objective=partial(self_normalized_clip, cap=5.0), normalizer="kept_length")
+_STABLEDRL_ELBO = replace(_STABLEDRL, name="stabledrl-elbo",
+    title="unconditional clip and self-normalised weights, on the plain ELBO",
+    source="StableDRL (arXiv 2603.06743), eps = 5",
+    differs="score surrogate is the plain ELBO, not the sandwich of ELBO and EUBO; ratio of per-token means",
+    normalizer="kept_length", extra=None)
+_CLIP_ONLY = replace(_STABLEDRL, name="clip-only", title="ablation of stabledrl: weights clipped, not normalised",
+    differs="divided by N instead of the sum of the group's weights", objective=partial(truncated_is, floor=0.0, cap=6.0),
+    aggregation="sequence_mean")
+_SELF_NORM_ONLY = replace(_STABLEDRL, name="self-norm-only", title="ablation of stabledrl: weights normalised, not clipped",
+    differs="no cap", objective=partial(self_normalized_clip, cap=math.inf))
+_SPG = replace(_STABLEDRL_RELEASED, name="spg", title="sandwiched policy gradient: no ratio at all",
+    source="SPG (arXiv 2510.09541) and its code (facebookresearch/SPG)",
+    differs="as released: token means, sequences weighted by their length", objective=partial(reinforce),
+    aggregation="length_weighted", anchor="none", refresh="fixed")
+
+# Some steps of the trajectory, and what a state was worth before its step. The score of the revealed tokens leaves out that the
+# sampler chose their positions by confidence; egspo-exact does not (4.2).
+_EGSPO = replace(_REINFORCE, name="egspo", title="PPO clip on the most uncertain steps of each trajectory",
+    source="EGSPO (arXiv 2603.12554)",
+    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL term", plan=_UNCERTAIN,
+    objective=partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), anchor="behaviour")
+_EGSPO_SA = replace(_EGSPO, name="egspo-sa", title="egspo with stepwise advantages from one-step completions",
+    credit=_STEP_VALUES, step_value="greedy", needs=("entropy", "one_step"))
+_EGSPO_EXACT = replace(_EGSPO, name="egspo-exact", title="egspo with the exact kernel of the low-confidence sampler",
+    source="EGSPO (arXiv 2603.12554); the position factor (4.2) is minidrl's",
+    differs="score of tokens and positions, against the old weights; otherwise as egspo", anchor="old",
+    features=("logp", "order_logp"))
+_EGSPO_RELEASED = replace(_EGSPO, name="egspo-released", source="EGSPO's code (vishnutez/egspo-dllm-rl)",
+    differs="scored at temperature 1, mean over the ranks and over the tokens of a step, KL term; old values in float32",
+    plan=partial(entropy_plan, num_states=8, shared=False, weight="token_mean"), anchor="old", temperature="one",
+    kl=KL("k3", 0.04))
+_EGSPO_SA_RELEASED = replace(_EGSPO_RELEASED, name="egspo-sa-released", title=_EGSPO_SA.title, credit=_STEP_VALUES,
+    step_value="greedy", needs=("entropy", "one_step"))
+
+# Trust regions: one ratio a revealed token, anchored on what the sampler saw. Their native setting is left-to-right order
+# (``sampler.order``), where every token has an exact probability; elsewhere they inherit the bias of the token-only score.
+# On the first update of an on-policy rollout all of them have the gradient of reinforce: what differs is reuse and mismatch.
+_PPO = replace(_REINFORCE, name="ppo", title="one clipped ratio a revealed token",
+    source="PPO (arXiv 1707.06347), mean-centred rewards for a value network",
+    differs="the token's probability in the state in which the sampler drew it; exact for left-to-right order",
+    objective=_CLIP, reduction="token", aggregation="fixed_length", anchor="behaviour")
+
+# ``differs`` of _PPO holds for all of these that do not say otherwise.
+_TOKEN_ROWS = (
+    _PPO,
+    replace(_PPO, name="ppo-released", source="verl's vanilla policy loss", differs="dual clip at 3, token mean",
+        objective=partial(dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="token_mean"),
+    replace(_PPO, name="clip-higher", title="PPO with a wider clip above", source="DAPO (arXiv 2503.14476)",
+        objective=partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.28), aggregation="token_mean"),
+    replace(_PPO, name="gspo", title="one ratio a sequence, geometric mean over its revealed tokens",
+        source="GSPO (arXiv 2507.18071)",
+        differs="the likelihood of the recorded trajectory in the place of the sequence's",
+        objective=partial(ppo_clip, epsilon_low=3e-4, epsilon_high=4e-4), reduction="sequence", aggregation="sequence_mean",
+        normalizer="kept_length"),
+    replace(_PPO, name="cispo", title="clipped importance weights, no gradient lost", source="CISPO (arXiv 2506.13585)",
+        objective=partial(truncated_is, floor=0.0, cap=5.0), aggregation="token_mean"),
+    replace(_PPO, name="cispo-released", source="verl's cispo", differs="the weight has a floor as well",
+        objective=partial(truncated_is, floor=0.8, cap=1.28), aggregation="token_mean"),
+    replace(_PPO, name="tis", title="truncated importance sampling",
+        source="the correction for a sampler that is not the trained policy; cap as in verl",
+        objective=partial(truncated_is, floor=0.0, cap=2.0)),
+    replace(_PPO, name="spo", title="quadratic penalty on the ratio", source="SPO (arXiv 2401.16025)",
+        objective=partial(spo, epsilon=0.2)),
+    replace(_PPO, name="dppo-tv", title="mask by the token's shift of probability",
+        source="DPPO (arXiv 2602.04879), eq. 12 and 13", objective=partial(dppo, delta=0.15, form="tv")),
+    replace(_PPO, name="dppo-kl", title="mask by the token's binary KL divergence",
+        source="DPPO (arXiv 2602.04879), eq. 12 and 15", objective=partial(dppo, delta=0.05, form="kl")),
+    replace(_PPO, name="dppo-topk", title="mask by the divergence over the likeliest tokens",
+        source="DPPO (arXiv 2602.04879), eq. 12, 14 and 16", objective=partial(dppo, delta=0.15, form="tv"),
+        extra=partial(topk_divergence, form="tv"), features=("logp", "topk_logp"), needs=("entropy", "topk")),
+    replace(_PPO, name="dppo-tv-released", title="mask by the token's shift of probability", source="verl's dppo_tv",
+        differs="truncated, detached weight times logp; token mean",
+        objective=partial(dppo_released, delta=0.15, form="tv", cap=20.0), aggregation="token_mean"),
+    replace(_PPO, name="dppo-kl-released", title="mask by the token's binary KL divergence", source="verl's dppo_kl",
+        differs="truncated, detached weight times logp; token mean",
+        objective=partial(dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean"),
+    replace(_PPO, name="drpo", title="quadratic penalty on the token's shift of probability",
+        source="DRPO (arXiv 2606.09821), eq. 8",
+        differs="delta inside (0, 1), where its boundary exists; the published value is drpo-released",
+        objective=partial(drpo, delta=0.15)),
+    replace(_PPO, name="drpo-released", source="Tencent-Hunyuan/UniRL, delta = 12.5",
+        differs="at this delta no token can reach the boundary; the code clamps the log ratio to 20",
+        objective=partial(drpo, delta=12.5)),
+)
+
+# Three papers from outside the families above. What they needed: a reduction (pair), targets of a plan, one to three functions.
+_ZOO = (
+    replace(_REPLAY_GRPO, name="tracerl", title="PPO clip on tokens of the recorded trajectory, steps merged",
+        source="TraceRL (arXiv 2509.06949), without its value network", differs="mean over a response's tokens; merge 2, not 8",
+        plan=partial(merged_plan, merge=2), reduction="token", aggregation="sequence_mean_token_mean", anchor="old",
+        kl=KL("k3", 0.01, target="old")),
+    replace(_REPLAY_GRPO, name="mdpo", title="every intermediate completion verified, the most telling states trained on",
+        source="MDPO (arXiv 2508.13148) and its code (autonomousvision/mdpo)",
+        differs="mean over responses and positions; without its inference-time re-masking", plan=partial(prediction_plan),
+        credit=partial(progress_advantage, num_states=4, eps=1e-4), step_value="greedy", reduction="token", anchor="old",
+        objective=partial(confident_clip, epsilon_low=0.2, epsilon_high=0.2), temperature="one", kl=KL("k2", 0.02),
+        needs=("entropy", "one_step")),
+    replace(_GRPO, name="gdsd", title="regression of each mask pair's log-ratio on the advantage",
+        source="GDSD (arXiv 2605.29398), ELBO weights (its TLC variant) and its code (GaryBall/GDSD)",
+        differs="no logit centring, which changes neither value nor gradient; no KL term",
+        plan=partial(complementary_plan, num_states=4, domain="all"), credit=partial(leave_one_out), reduction="pair",
+        objective=partial(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), extra=partial(response_length),
+        normalizer="none"),
+)
+# fmt: on
 
 _ROWS = (
-    Method(
-        name="reinforce",
-        title="exact policy gradient of the denoising trajectory",
-        source="Williams 1992, on the denoising process; baseline of Dr. GRPO (arXiv 2503.20783)",
-        differs="token-only score: exact for random and fixed orders, biased for confidence order",
-        plan=partial(replay_plan, num_states=None, min_entropy=0.0),
-        credit=_MEAN,
-        objective=partial(reinforce),
-        reduction="step",
-        aggregation="sequence_mean",
-        anchor="none",
-        temperature="sampling",
-        needs=("entropy",),
-    ),
-    Method(
-        name="replay-grpo",
-        title="PPO clip on every step of the recorded trajectory",
-        source="per-step ratios of d2 (arXiv 2509.21474) and TraceRL (arXiv 2509.06949); clip and z-score of GRPO",
-        differs="anchored on the sampler's own log-probabilities; token-only score as in reinforce",
-        plan=partial(replay_plan, num_states=None, min_entropy=0.0),
-        credit=_Z_SCORE,
-        objective=_CLIP,
-        reduction="step",
-        aggregation="fixed_length",
-        anchor="behaviour",
-        temperature="sampling",
-        needs=("entropy",),
-    ),
-    Method(
-        name="grpo",
-        title="GRPO with one ELBO ratio a sequence",
-        source="GRPO (arXiv 2402.03300) on the count-form ELBO; per-token geometric mean as in GSPO (arXiv 2507.18071)",
-        differs="the likelihood is an ELBO; old and new share their masks; no KL term",
-        plan=partial(elbo_count_plan, num_states=4, domain="keep", strata=True),
-        credit=_Z_SCORE,
-        objective=_CLIP,
-        reduction="sequence",
-        aggregation="sequence_mean",
-        anchor="old",
-        normalizer="kept_length",
-    ),
-    Method(
-        name="diffu-grpo",
-        title="one-step mean field, token ratios, prompt masking",
-        source="d1 (arXiv 2504.12216), section 3 and eq. 4",
-        differs="the released code averages over all tokens of a micro-batch; this is the paper's per-sequence mean",
-        plan=partial(mean_field_plan, p_mask_prompt=0.15),
-        credit=_MEAN,
-        objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
-        reduction="token",
-        aggregation="sequence_mean_token_mean",
-        anchor="old",
-        refresh="paired",
-        kl=KL("k3", 0.04),
-    ),
-    Method(
-        name="stabledrl-elbo",
-        title="unconditional clip and self-normalised weights, on the plain ELBO",
-        source="StableDRL (arXiv 2603.06743), eps = 5",
-        differs="score surrogate is the plain ELBO, not the sandwich of ELBO and EUBO; weights never mix prompts",
-        plan=partial(elbo_count_plan, num_states=2, domain="keep", strata=True),
-        credit=_MEAN,
-        objective=partial(self_normalized_clip, cap=6.0),
-        reduction="sequence",
-        aggregation="group_sum",
-        anchor="old",
-        refresh="independent",
-        normalizer="kept_length",
-    ),
+    (_REINFORCE, _REPLAY_GRPO, _REPLAY_UNIFORM, _GRPO, _DIFFU_GRPO, _DIFFU_GRPO_RELEASED, _GDPO, _GDPO_RELEASED)
+    + (_STABLEDRL, _STABLEDRL_RELEASED, _STABLEDRL_ELBO, _CLIP_ONLY, _SELF_NORM_ONLY, _SPG)
+    + (_EGSPO, _EGSPO_SA, _EGSPO_EXACT, _EGSPO_RELEASED, _EGSPO_SA_RELEASED)
+    + _TOKEN_ROWS
+    + _ZOO
 )
 
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
+
+_sdmc = partial(quadrature_plan, masks_per_node=1, domain="keep")
 
 # The estimators of log p that `python -m minidrl estimators` judges, at equal numbers of network calls.
 ESTIMATORS: dict[str, Callable[..., Plan]] = {
@@ -836,5 +1493,8 @@ ESTIMATORS: dict[str, Callable[..., Plan]] = {
     "ELBO, count": partial(elbo_count_plan, domain="keep", strata=False),
     "ELBO, count, strata": partial(elbo_count_plan, domain="keep", strata=True),
     "ELBO, complementary": partial(complementary_plan, domain="keep"),
+    "SDMC": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="bernoulli"),
+    "SDMC, fixed counts": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="rounded"),
+    "SDMC, as released": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="floor"),
 }
-ESTIMATOR_CALLS = {"mean field": (1,), "ELBO, complementary": (2, 4)}
+ESTIMATOR_CALLS = {"mean field": (1,), "ELBO, complementary": (2, 4), "SDMC": (1, 2, 3)}

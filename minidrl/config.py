@@ -8,11 +8,13 @@ import math
 import types
 import typing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from minidrl import algorithms as alg
 from minidrl.sampler import Sampler
 from minidrl.tasks.countdown import Countdown
 
@@ -109,7 +111,12 @@ class Pretrain:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it."""
+    """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
+
+    ``filter_groups`` leaves out the prompts whose responses all earned the same, so that means are over the others.
+    Two ways to be off-policy on purpose: ``num_iterations`` above 1 (stale rollouts), and ``rollout_dtype`` bfloat16 (the
+    sampler's weights and activations are rounded, the trained ones are not).
+    """
 
     model: str = ""
     task: Countdown = field(default_factory=Countdown)
@@ -123,6 +130,8 @@ class Train:
     num_generations: int = 12
     num_iterations: int = 1
     micro_batch: int = 128
+    filter_groups: bool = False
+    rollout_dtype: str = "float32"
     seed: int = 0
     save_every: int = 0
     device: str = "cpu"
@@ -133,6 +142,10 @@ class Train:
     def __post_init__(self):
         _at_least(self, "", steps=1, num_prompts=1, num_generations=1, num_iterations=1, micro_batch=1)
         _at_least(self, "", save_every=0, threads=0)
+        if self.rollout_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"rollout_dtype: got {self.rollout_dtype!r}; allowed float32, bfloat16")
+        if self.filter_groups and self.num_generations == 1:
+            raise ValueError("filter_groups: got True with num_generations 1; allowed from 2 (a group of one would always go)")
 
 
 def load(kind: type, path: str | Path, overrides: dict[str, str] | None = None) -> Any:
@@ -221,7 +234,101 @@ def of_run(kind: type, folder: Path) -> Any:
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
     """ValueError if a key outside ``free`` differs from the config.yaml with which the run in ``folder`` was started."""
-    started = yaml.safe_load((folder / "config.yaml").read_text())
+    started = to_dict(of_run(type(settings), folder))  # a key that is newer than the run had its default
     for key, value in to_dict(settings).items():
-        if key not in free and started.get(key) != value:
-            raise ValueError(f"{key}: got {value!r}; allowed {started.get(key)!r}, with which the run in {folder} was started")
+        if key not in free and started[key] != value:
+            raise ValueError(f"{key}: got {value!r}; allowed {started[key]!r}, with which the run in {folder} was started")
+
+
+# ------------------------------------------------------------------------------------------------------- method options
+
+_PARTS = ("plan", "credit", "objective", "extra")
+_WORDS = ("aggregation", "refresh", "normalizer", "reduction")
+_CREDITS = {"group_mean": {}, "leave_one_out": {}, "group_z_score": {"ddof": 1, "eps": 1e-4}}
+_KL_WORDS = {"form": ("k1", "k2", "k3", "exact"), "of": ("ratio", "log_likelihood"), "target": ("reference", "old")}
+# Below these (or on them) an option has no meaning, and the objective would not always say so.
+_ABOVE = dict.fromkeys(("delta", "epsilon", "epsilon_low", "epsilon_high", "cap", "eubo_beta"), 0) | {"bound": 1}
+
+
+def with_options(method: alg.Method, options: dict[str, Any]) -> alg.Method:
+    """The row with some of its numbers replaced: {"plan.num_states": 4, "objective.epsilon_high": 0.3, "kl.beta": 0.0}.
+
+    Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by name (reduction, normalizer,
+    refresh, aggregation, and credit: group_mean, leave_one_out, group_z_score). ``kl.beta`` 0 removes the KL term, and with
+    it the reference model; ``kl.form`` and ``kl.beta`` together give a row the term that it lacks.
+    Raises ValueError for a key that the method does not have, and for a value of another kind than the present one.
+    """
+    penalty = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
+    for key in sorted((key for key in options if not key.startswith("kl.")), key=lambda key: "." in key):
+        value, (part, _, name) = options[key], key.partition(".")
+        component = getattr(method, part) if part in _PARTS else None
+        if key == "credit":
+            method = dataclasses.replace(method, credit=_credit(method, value))
+        elif key in _WORDS:
+            method = dataclasses.replace(method, **{part: value})
+        elif component is not None and name in component.keywords:
+            _check_like(key, value, component.keywords[name])
+            method = dataclasses.replace(method, **{part: partial(component.func, **{**component.keywords, name: value})})
+        else:
+            raise ValueError(f"method_options.{key}: no such option of {method.name}; allowed {', '.join(_options(method))}")
+    return _with_kl(method, penalty) if penalty else method
+
+
+def _credit(method: alg.Method, name: Any) -> partial:
+    if method.step_value != "none":
+        now = method.credit.func.__name__
+        raise ValueError(
+            f"method_options.credit: got {name!r}; allowed {now}, {method.name} gives each state a value of its own"
+        )
+    if name not in tuple(_CREDITS):  # a list cannot be looked up
+        raise ValueError(f"method_options.credit: got {name!r}; allowed {', '.join(_CREDITS)}")
+    return partial(getattr(alg, name), **_CREDITS[name])
+
+
+def _with_kl(method: alg.Method, given: dict[str, Any]) -> alg.Method:
+    """The row with another KL term, a new one, or none (beta 0)."""
+    for name, value in given.items():
+        if name not in alg.KL._fields:
+            raise ValueError(
+                f"method_options.kl.{name}: no such option of {method.name}; allowed {', '.join(_options(method))}"
+            )
+        if name in _KL_WORDS and value not in _KL_WORDS[name]:
+            raise ValueError(f"method_options.kl.{name}: got {value!r}; allowed {', '.join(_KL_WORDS[name])}")
+        if name == "beta" and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf):
+            raise ValueError(f"method_options.kl.beta: got {value!r}; allowed numbers from 0")
+    if method.kl is None and not {"form", "beta"} <= given.keys():
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"method_options.kl.{name}: got {value!r}; allowed with kl.form and kl.beta both, {method.name} has no KL term"
+        )
+    kl = alg.KL(**{**(method.kl._asdict() if method.kl else {}), **given})
+    features = tuple(name for name in method.features if name != "kl_ref")
+    if kl.beta == 0:
+        return dataclasses.replace(method, kl=None, features=features)
+    _check_kl(method, kl)
+    return dataclasses.replace(method, kl=kl, features=features + (("kl_ref",) if kl.form == "exact" else ()))
+
+
+def _check_kl(method: alg.Method, kl: alg.KL) -> None:
+    # The old policy is present as the ll of the ratio only: not as a network, not under another normaliser.
+    if kl.of != "ratio" and (kl.form == "exact" or kl.target == "old"):
+        raise ValueError(f"method_options.kl.of: got {kl.of!r} with form {kl.form}, target {kl.target}; allowed ratio")
+    if kl.target == "old" and (kl.form == "exact" or method.anchor == "none"):
+        raise ValueError(f"method_options.kl.target: got 'old' with form {kl.form}, anchor {method.anchor}; allowed reference")
+
+
+def _check_like(key: str, value: Any, present: Any) -> None:
+    # An option keeps its kind: a number stays a number, a word a word. The number of states may be None, which is every step.
+    kinds = (str,) if isinstance(present, str) else (bool,) if isinstance(present, bool) else (int, float)
+    kinds += (type(None),) if key == "plan.num_states" else ()
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")
+    low = _ABOVE.get(key.partition(".")[2])
+    if low is not None and not value > low:
+        raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
+
+
+def _options(method: alg.Method) -> list[str]:
+    words = [f"{p}.{name}" for p in _PARTS if getattr(method, p) for name in getattr(method, p).keywords]
+    credit = ["credit"] if method.step_value == "none" else []
+    return words + [f"kl.{name}" for name in alg.KL._fields] + credit + list(_WORDS)

@@ -32,16 +32,15 @@ def self_training(settings: config.Train) -> trainer.Learner:
     Each update maximises the log-probability of the solved rollouts of one step. That is REINFORCE with reward 1 for solved,
     no baseline, and a sampler that never learns: the difference to the RL run is that the data are not on-policy.
     """
-    settings = dataclasses.replace(settings, method="reinforce")
+    settings = dataclasses.replace(settings, method="reinforce", method_options={})
     learner, base = trainer.Learner(settings), trainer.Learner(settings)
     for step in tqdm(range(settings.steps), desc="self-training", mininterval=1):
         clock = trainer.Clock()
         experience = base.collect(step, clock)
         correct = (experience.reward == 1).to(experience.reward.dtype)
         if correct.any():
-            experience = dataclasses.replace(experience, adv=correct * len(correct) / correct.sum())
             plan = learner.method.plan(experience.rollout, learner.generator(step, "plan 0"))
-            learner.update(experience, plan, None, clock)
+            learner.update(experience, plan, correct * len(correct) / correct.sum(), None, clock)
     return learner
 
 

@@ -359,7 +359,8 @@ def estimator_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(shown, ESTIMATOR_COLUMNS)
 
 
-METHOD_COLUMNS = ("method", "likelihood", "ratio", "anchor", "masks", "objective", "advantage", "aggregation", "KL", "source")
+METHOD_COLUMNS = ("method", "likelihood", "ratio", "anchor", "masks", "temperature", "objective", "advantage", "aggregation")
+METHOD_COLUMNS += ("KL", "source")
 
 
 def method_rows() -> list[dict[str, str]]:
@@ -368,19 +369,31 @@ def method_rows() -> list[dict[str, str]]:
         {
             "method": m.name,
             "likelihood": _call(m.plan),
-            "ratio": m.reduction + ("" if m.normalizer == "none" else f" / {m.normalizer}"),
+            "ratio": m.reduction + _unless("none", m.normalizer, " / ") + (" + order" if "order_logp" in m.features else ""),
             "anchor": m.anchor,
             "masks": m.refresh,
-            "objective": _call(m.objective),
-            "advantage": _call(m.credit),
+            "temperature": m.temperature,
+            "objective": _call(m.objective) + (f" with {_call(m.extra)}" if m.extra else ""),
+            "advantage": _call(m.credit) + _unless("none", m.step_value, " of completions, "),
             "aggregation": m.aggregation,
-            "KL": f"{m.kl.form}, beta {m.kl.beta:g}" if m.kl else "none",
+            "KL": _penalty(m.kl),
             "source": m.source,
             "title": m.title,
             "differs": m.differs,
+            "records": ", ".join(m.needs),
         }
         for m in alg.METHODS.values()
     ]
+
+
+def _unless(usual: str, word: str, before: str) -> str:
+    return "" if word == usual else before + word
+
+
+def _penalty(kl: alg.KL | None) -> str:
+    if kl is None:
+        return "none"
+    return f"{kl.form}, beta {kl.beta:g}" + _unless("ratio", kl.of, ", of ") + _unless("reference", kl.target, ", to ")
 
 
 def _call(component: Any) -> str:

@@ -27,7 +27,9 @@ from torch import Tensor
 from minidrl.algorithms import Rollout
 
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
-RECORDS = ("entropy", "one_step")
+RECORDS = ("entropy", "one_step", "one_step_sampled", "topk")
+COMPLETIONS = ("one_step", "one_step_sampled")
+TOP_K = 20  # what inference servers return at most, so that a method that needs more could not be run on one
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -123,8 +125,11 @@ def generate(
                      temperature 0 with an order other than "random".
     records          "entropy" (B, L), nats: entropy of the distribution from which the token was drawn, at the sampling
                      temperature and at the step that revealed it. "one_step" (B, T, L): per step the completion by
-                     argmax of every hidden token at once, the revealed ones kept; after a row's end its response. This
-                     one applies ``head`` to all response positions, a block at a time.
+                     argmax of every hidden token at once, the revealed ones kept; after a row's end its response.
+                     "one_step_sampled": the same with every hidden token drawn from softmax(z / T), by noise that has
+                     nothing to do with the trajectory's. These two apply ``head`` to all response positions, a block at
+                     a time. "topk": the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of
+                     that same distribution, likeliest first; 0 where nothing was revealed. Not at temperature 0.
     early_stop       finished rows leave the batch, asked once per block. Changes the cost, never the result.
     micro_batch      rows per network call; None is all. Changes the memory, never the noise.
 
@@ -135,7 +140,9 @@ def generate(
     _check_request(model, prompt, prompt_mask, settings, eos_token_id, num_generations, generator, records, micro_batch)
     prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in (prompt, prompt_mask))
     trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
-    noise = draw_noise(settings, prompt.shape[0], generator, prompt.device)
+    if "topk" in records:
+        add_topk(trace, min(TOP_K, model.vocab_size - 1))  # [MASK], of probability 0, is not among them
+    noise = draw_noise(settings, prompt.shape[0], generator, prompt.device, records)
     rows = torch.arange(prompt.shape[0], device=prompt.device)
     for step in range(settings.num_steps):
         for part in rows.split(micro_batch or max(len(rows), 1)):
@@ -157,6 +164,8 @@ def _check_request(model, prompt, prompt_mask, settings, eos, num_generations, g
     for name in records:
         if name not in RECORDS:
             raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
+    if "topk" in records and settings.temperature == 0:
+        raise ValueError("records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability")
     if eos is not None and (not 0 <= eos < model.vocab_size or eos == model.mask_token_id):
         allowed = f"None or a token id below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
         raise ValueError(f"eos_token_id: got {eos}; allowed {allowed}")
@@ -188,9 +197,17 @@ def blank_trace(prompt, prompt_mask, settings: Sampler, mask_token_id: int, reco
     )
     if "entropy" in records:
         trace.records["entropy"] = torch.zeros_like(trace.logp)
-    if "one_step" in records:
-        trace.records["one_step"] = prompt.new_zeros(shape[0], settings.num_steps, shape[1])
+    for name in COMPLETIONS:
+        if name in records:
+            trace.records[name] = prompt.new_zeros(shape[0], settings.num_steps, shape[1])
     return trace
+
+
+def add_topk(trace: Trace, count: int) -> None:
+    """Room for the likeliest ``count`` tokens of each position."""
+    shape = (*trace.unmask_step.shape, count)
+    trace.records["topk_ids"] = trace.unmask_step.new_zeros(shape)
+    trace.records["topk_logp"] = trace.logp.new_zeros(shape)
 
 
 # --------------------------------------------------------------------------------------------------------------- noise
@@ -198,16 +215,23 @@ def blank_trace(prompt, prompt_mask, settings: Sampler, mask_token_id: int, reco
 class Noise:
     """All the randomness of a call. C = positions at which a step draws: the block for low_confidence, else n.
 
-    order    position, counted from the start of its block, in the order of revealing; None for low_confidence.
-    uniform  in [0, 1), one per step, row and drawn position; None at temperature 0.
+    order       position, counted from the start of its block, in the order of revealing; None for low_confidence.
+    uniform     in [0, 1), one per step, row and drawn position; None at temperature 0.
+    completion  in [0, 1), one per step, row and position, for the record one_step_sampled; None without it.
     """
 
     order: Int[Tensor, "blocks B W"] | None
     uniform: Float[Tensor, "T B C"] | None
+    completion: Float[Tensor, "T B L"] | None = None
 
 
-def draw_noise(settings: Sampler, rows: int, generator: torch.Generator | None, device: torch.device) -> Noise:
-    """Draw it for the whole batch at once, on the generator's device (so a CPU generator gives the same on a GPU)."""
+def draw_noise(
+    settings: Sampler, rows: int, generator: torch.Generator | None, device: torch.device, records: Sequence[str] = ()
+) -> Noise:
+    """Draw it for the whole batch at once, on the generator's device (so a CPU generator gives the same on a GPU).
+
+    That of the records comes last: what is recorded does not change what is generated.
+    """
 
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
@@ -222,7 +246,10 @@ def draw_noise(settings: Sampler, rows: int, generator: torch.Generator | None, 
         order = torch.arange(settings.block_length, device=device).flip(0).expand(block)
     width = settings.block_length if settings.order == "low_confidence" else settings.tokens_per_step
     drawn = uniform(settings.num_steps, rows, width) if settings.temperature > 0 else None
-    return Noise(order, drawn)
+    completion = None
+    if "one_step_sampled" in records and settings.temperature > 0:
+        completion = uniform(settings.num_steps, rows, settings.length)
+    return Noise(order, drawn, completion)
 
 
 def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B W"]:
@@ -234,8 +261,9 @@ def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B
 def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows: Int[Tensor, " R"]) -> None:
     """One network call on the state of ``rows`` before ``step``; n tokens of the current block are revealed."""
     h = model.encode(trace.tokens[rows], trace.attention_mask[rows])[:, -settings.length :]
-    if "one_step" in trace.records:
-        trace.records["one_step"][rows, step] = one_step_completion(model, h, trace.tokens[rows], settings)
+    for name in (name for name in COMPLETIONS if name in trace.records):
+        u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
+        trace.records[name][rows, step] = one_step_completion(model, h, trace.tokens[rows], settings, u)
     positions = candidates(settings, noise, step, rows)
     u = None if noise.uniform is None else noise.uniform[step, rows]
     proposal = propose(model.head(at(h, positions)), settings.temperature, u, settings.order == "low_confidence")
@@ -320,11 +348,23 @@ def most_confident(conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: i
     return conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True).indices[:, :n]
 
 
-def one_step_completion(model: Any, h: Float[Tensor, "R L D"], tokens: Int[Tensor, "R PL"], settings: Sampler):
-    """argmax of every hidden position given this state, revealed tokens kept: Int (R, L)."""
-    greedy = torch.cat([model.head(part).argmax(-1) for part in h.split(settings.block_length, 1)], 1)
+def one_step_completion(
+    model: Any,
+    h: Float[Tensor, "R L D"],
+    tokens: Int[Tensor, "R PL"],
+    settings: Sampler,
+    u: Float[Tensor, "R L"] | None,
+) -> Int[Tensor, "R L"]:
+    """Every hidden position filled in given this state alone, revealed tokens kept: the argmax, or drawn by ``u``."""
+
+    def fill(logits: Float[Tensor, "R W V"], share: Float[Tensor, "R W"] | None) -> Int[Tensor, "R W"]:
+        return logits.argmax(-1) if share is None else propose(logits, settings.temperature, share, False).token
+
+    width = settings.block_length  # the logits of all positions at once may not fit
+    shares = [None] * settings.num_blocks if u is None else u.split(width, 1)
+    guess = torch.cat([fill(model.head(part), share) for part, share in zip(h.split(width, 1), shares, strict=True)], 1)
     current = tokens[:, -settings.length :]
-    return torch.where(current == model.mask_token_id, greedy, current)
+    return torch.where(current == model.mask_token_id, guess, current)
 
 
 def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tensor, "R n"], proposal: Proposal) -> None:
@@ -336,6 +376,9 @@ def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tenso
     trace.dtype = proposal.logp.dtype
     if "entropy" in trace.records:
         trace.records["entropy"][where] = proposal.entropy().double()
+    if "topk_ids" in trace.records:
+        best = proposal.logq.topk(trace.records["topk_ids"].shape[-1], -1)
+        trace.records["topk_ids"][where], trace.records["topk_logp"][where] = best.indices, best.values.double()
 
 
 # -------------------------------------------------------------------------------------------------------------- ending
@@ -372,11 +415,13 @@ def finish(trace: Trace, prompt, prompt_mask, settings: Sampler, eos_token_id: i
     if not torch.isfinite(logp).all():
         raise FloatingPointError("logits: the model returned NaN or +inf")
     records = dict(trace.records)
-    if "entropy" in records:
-        records["entropy"] = records["entropy"].masked_fill(over, 0.0).to(trace.dtype)
-    if "one_step" in records:
-        ended = torch.arange(settings.num_steps, device=response.device) >= steps_run(unmask_step)[:, None]
-        records["one_step"] = torch.where(ended[..., None], response[:, None], records["one_step"])
+    ended = torch.arange(settings.num_steps, device=response.device) >= steps_run(unmask_step)[:, None]
+    for name, value in trace.records.items():
+        if name in COMPLETIONS:
+            records[name] = torch.where(ended[..., None], response[:, None], value)
+        else:
+            wiped = value.masked_fill(over if value.ndim == 2 else over[..., None], 0)
+            records[name] = wiped.to(trace.dtype) if value.is_floating_point() else wiped
     keep = keep_mask(response, eos_token_id)
     logp = logp.to(trace.dtype)
     return Rollout(prompt, prompt_mask, response, keep, unmask_step, logp, num_generations, settings, records)

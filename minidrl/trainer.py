@@ -2,7 +2,7 @@
 
 The trainer knows no method by name. It executes the row of ``METHODS`` it is given:
 
-    puzzles -> rollout -> rewards -> credit -> plans -> anchors
+    puzzles -> rollout -> rewards -> plans -> credit -> anchors
             -> [ features -> loss -> two-pass backward -> update ] x num_iterations
 
 Every random draw is keyed by (seed, step, purpose). A run that is resumed therefore repeats the uninterrupted one to the bit,
@@ -64,9 +64,9 @@ def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
     return torch.tensor(ids)
 
 
-def decode(tok: Any, rollout: alg.Rollout) -> list[str]:
-    """The text of each response, up to its first [EOS]."""
-    rows = rollout.response.masked_fill(~rollout.keep, tok.eos_token_id)
+def decode(tok: Any, responses: Tensor) -> list[str]:
+    """The text of each response (B, L), up to its first [EOS]."""
+    rows = responses.masked_fill(~sampler.keep_mask(responses, tok.eos_token_id), tok.eos_token_id)
     return tok.batch_decode(rows, skip_special_tokens=True)
 
 
@@ -90,15 +90,15 @@ def refuse_random_modules(model: nn.Module) -> None:
 
 
 def cotangents(loss_of: Callable[[dict[str, Tensor]], Tensor], feature: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and d loss / d feature for every feature that it is given."""
+    """The loss, and d loss / d feature for every feature that it depends on."""
     leaves = {name: value.detach().requires_grad_() for name, value in feature.items()}
     loss = loss_of(leaves)
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return loss.detach(), dict(zip(leaves, grads, strict=True))
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return loss.detach(), {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
 
 def second_pass(
-    model: Any, rollout: alg.Rollout, plan: alg.Plan, cotangent: dict[str, Tensor], *, temperature: float, size: int
+    model: Any, rollout: alg.Rollout, plan: alg.Plan, cotangent: dict[str, Tensor], *, temperature: float, size: int, **more
 ) -> tuple[dict[str, Tensor], int]:
     """Back-propagate sum <cotangent, feature>, ``size`` states at a time; states whose cotangents are all 0 are skipped.
 
@@ -106,11 +106,11 @@ def second_pass(
     """
     refuse_random_modules(model)
     flat = {name: c.flatten(0, 1) for name, c in cotangent.items()}
-    needed = torch.stack([(c != 0).any(-1) for c in flat.values()]).any(0)  # nan is not 0: it must reach the gradient
+    needed = torch.stack([(c != 0).flatten(1).any(1) for c in flat.values()]).any(0)  # nan is not 0: it must reach the gradient
     plan = dataclasses.replace(plan, valid=plan.valid & needed.unflatten(0, plan.valid.shape))
     seen, calls = {name: torch.zeros_like(c) for name, c in flat.items()}, 0
     for states in alg.state_chunks(plan, size):
-        value = alg.state_features(model, rollout, plan, states, temperature=temperature, names=tuple(flat))
+        value = alg.state_features(model, rollout, plan, states, temperature=temperature, names=tuple(flat), **more)
         sum((flat[name][states] * value[name]).sum() for name in flat).backward()
         calls += len(states)
         for name in flat:
@@ -127,12 +127,13 @@ def two_pass_backward(
     temperature: float = 1.0,
     names: tuple[str, ...] = ("logp",),
     size: int = 256,
+    **more,
 ) -> Tensor:
     """Accumulate d loss_of(features) / d weights with memory constant in the number of states; returns the loss."""
     refuse_random_modules(model)
-    feature = alg.features(model, rollout, plan, temperature=temperature, names=names, size=size)
+    feature = alg.features(model, rollout, plan, temperature=temperature, names=names, size=size, **more)
     loss, cotangent = cotangents(loss_of, feature)
-    second_pass(model, rollout, plan, cotangent, temperature=temperature, size=size)
+    second_pass(model, rollout, plan, cotangent, temperature=temperature, size=size, **more)
     return loss
 
 
@@ -298,7 +299,7 @@ def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: i
         generator=keyed_generator(seed, 0, "evaluate"),
         micro_batch=128,
     )
-    texts = decode(tok, rollout)
+    texts = decode(tok, rollout.response)
     rows = [puzzles[i // samples] for i in range(len(texts))]
     strict = dataclasses.replace(task, reward="strict")
     scores = np.array([strict.score(p, text) for p, text in zip(rows, texts, strict=True)])
@@ -407,19 +408,76 @@ class Clock:
 
 @dataclasses.dataclass
 class Experience:
-    """One rollout with what the task said about it."""
+    """One rollout with what the task said about it; a puzzle for each prompt."""
 
+    puzzles: list[Puzzle]
     rollout: alg.Rollout
     texts: list[str]
     reward: Tensor
-    adv: Tensor
+
+    @property
+    def groups(self) -> Tensor:
+        """Rewards (G, N)."""
+        return self.reward.unflatten(0, (-1, self.rollout.num_generations))
+
+    def select(self, prompts: Tensor) -> Experience:
+        """The prompts where the mask (G,) is True, with all their responses."""
+        rows = prompts.repeat_interleave(self.rollout.num_generations).nonzero()[:, 0]
+        cut = {name: value[rows] for name, value in vars(self.rollout).items() if torch.is_tensor(value)}
+        records = {name: value[rows] for name, value in self.rollout.records.items()}
+        puzzles = [self.puzzles[i] for i in prompts.nonzero()[:, 0].tolist()]
+        rollout = dataclasses.replace(self.rollout, **cut, records=records)
+        return Experience(puzzles, rollout, [self.texts[i] for i in rows.tolist()], self.reward[rows])
 
 
 def method_of(settings: config.Train) -> alg.Method:
-    """The row of ``METHODS`` that a run asks for, with its options."""
+    """The row of ``METHODS`` that a run asks for, with its options; what it refuses, it refuses here."""
     if settings.method not in alg.METHODS:
         raise ValueError(f"method: got {settings.method!r}; allowed {', '.join(alg.METHODS)}")
-    return alg.with_options(alg.METHODS[settings.method], settings.method_options)
+    method = config.with_options(alg.METHODS[settings.method], settings.method_options)
+    if method.temperature == "sampling" and settings.sampler.temperature == 0:
+        raise ValueError(f"sampler.temperature: got 0; allowed above 0, {method.name} scores at the sampling temperature")
+    rehearse(method, settings)
+    return method
+
+
+def rehearse(method: alg.Method, settings: config.Train) -> None:
+    """The method's plan, credit and loss on a made-up group, whose shapes are those of the run and whose numbers are all 0.
+
+    A number that a function of the row refuses is thereby refused before a network is loaded or a file is written.
+    """
+    made = _blank_rollout(method, settings)
+    reward = torch.zeros(settings.num_generations)
+    plan = method.plan(made, torch.Generator().manual_seed(0))
+    if method.step_value != "none":
+        completions(method, made)
+    adv = alg.advantages(method, plan, made, reward, reward.expand(plan.valid.shape))
+    feature = {name: torch.zeros(plan.scored.shape) for name in method.features}
+    if "topk_logp" in feature:
+        feature["topk_logp"] = feature["topk_logp"][..., None]
+    ll = alg.reduced(method, plan, made, feature)
+    anchor = alg.behaviour_anchor(method, plan, made) if method.anchor == "behaviour" else ll
+    ref = alg.kl_target(method, plan, made, feature) if method.kl else None
+    alg.method_loss(method, plan, made, feature, adv, anchor, ref)
+
+
+def completions(method: alg.Method, rollout: alg.Rollout) -> Tensor:
+    """The record (B, T, L) that holds what each state would become in one step, greedy or drawn as the row says."""
+    name = {"greedy": "one_step", "sampled": "one_step_sampled"}[method.step_value]
+    if name not in rollout.records:
+        raise ValueError(f"records: the rollout holds no record {name!r}; {method.name} must ask the sampler for it (needs)")
+    return rollout.records[name]
+
+
+def _blank_rollout(method: alg.Method, settings: config.Train) -> alg.Rollout:
+    s, rows = settings.sampler, settings.num_generations
+    ids, logp = torch.zeros(rows, s.length, dtype=torch.long), torch.zeros(rows, s.length)
+    known = {name: {name: ids[:, None].expand(-1, s.num_steps, -1)} for name in sampler.COMPLETIONS}
+    known |= {"entropy": {"entropy": logp}, "topk": {"topk_ids": ids[..., None], "topk_logp": logp[..., None]}}
+    records = {key: value for need in ("entropy", *method.needs) for key, value in known[need].items()}
+    steps = (torch.arange(s.length) // s.tokens_per_step).expand(rows, -1)
+    prompt = ids[:, :1]
+    return alg.Rollout(prompt, prompt == 0, ids, ids == 0, steps, logp, rows, s, records)
 
 
 class Learner:
@@ -427,13 +485,16 @@ class Learner:
 
     def __init__(self, settings: config.Train):
         self.settings, self.task = settings, settings.task
-        self.method = method_of(settings)
-        self._temperature()  # raises before anything is loaded or written
+        self.method = method_of(settings)  # raises before anything is loaded or written
         _prepare(settings)
         self.model, self.tok = denoiser.load(settings.model, settings.device)
-        self.reference = denoiser.load(settings.model, settings.device)[0] if self.method.kl else None
+        reference = self.method.kl is not None and self.method.kl.target == "reference"
+        self.reference = denoiser.load(settings.model, settings.device)[0] if reference else None
         self.optimizer = make_optimizer(self.model, settings.optimizer)
-        self.network = denoiser.compiled(self.model) if settings.compile else self.model
+        self.network = self.actor = denoiser.compiled(self.model) if settings.compile else self.model
+        if settings.rollout_dtype != "float32":
+            self.actor = denoiser.rounded(self.model, getattr(torch, settings.rollout_dtype))
+            self.actor = denoiser.compiled(self.actor) if settings.compile else self.actor
         self.updates = 0
 
     def restore(self, checkpoint: Path) -> dict:
@@ -446,13 +507,15 @@ class Learner:
         return keyed_generator(self.settings.seed, step, purpose)
 
     def collect(self, step: int, clock: Clock) -> Experience:
-        """Puzzles, rollout, rewards, advantages."""
+        """Puzzles, rollout, rewards."""
         s = self.settings
+        if self.actor is not self.network:
+            self.actor.load_state_dict(self.model.state_dict())  # casts to the dtype of the rollouts
         puzzles = self.task.puzzles(s.num_prompts, np.random.default_rng(_key(s.seed, step, "puzzles")))
         with clock.phase("rollout"):
             prompt, mask = encode_prompts(self.tok, puzzles, self.task.prompt_length, self.model.device)
             rollout = sampler.generate(
-                self.network,
+                self.actor,
                 prompt,
                 mask,
                 s.sampler,
@@ -463,38 +526,62 @@ class Learner:
                 micro_batch=s.micro_batch,
             )
         clock.count("rollout", sampler.network_calls(rollout))
-        texts = decode(self.tok, rollout)
-        rewards = [self.task.score(puzzles[i // s.num_generations], text) for i, text in enumerate(texts)]
-        reward = torch.tensor(rewards, dtype=rollout.logp.dtype, device=rollout.logp.device)
-        return Experience(rollout, texts, reward, self.method.credit(reward, s.num_generations))
+        texts = decode(self.tok, rollout.response)
+        return Experience(puzzles, rollout, texts, self.verify(puzzles, texts).to(rollout.logp))
 
-    def score(
-        self, model: Any, rollout: alg.Rollout, plan: alg.Plan, clock: Clock, phase: str = "scoring"
-    ) -> dict[str, Tensor]:
-        clock.count(phase, plan.network_calls)
-        with clock.phase(phase):
-            return alg.features(model, rollout, plan, temperature=self._temperature(), size=self.settings.micro_batch)
+    def verify(self, puzzles: list[Puzzle], texts: list[str]) -> Tensor:
+        """Rewards (B,) of responses to the puzzles, the same number for each."""
+        each = len(texts) // len(puzzles)
+        return torch.tensor([self.task.score(puzzles[i // each], text) for i, text in enumerate(texts)], dtype=torch.float64)
+
+    def advantages(self, experience: Experience, plan: alg.Plan) -> Tensor:
+        """The method's credit for this plan: (B,), or (K, B) where the states of the plan have values of their own."""
+        rollout, step_reward = experience.rollout, None
+        if self.method.step_value != "none":
+            record = completions(self.method, rollout)
+            guesses = record.transpose(0, 1).gather(0, plan.step[..., None].expand(-1, -1, record.shape[-1]))
+            rows = [self.verify(experience.puzzles, decode(self.tok, guess)) for guess in guesses]
+            step_reward = torch.stack(rows).to(experience.reward)
+        return alg.advantages(self.method, plan, rollout, experience.reward, step_reward)
+
+    def score(self, model: Any, rollout: alg.Rollout, plan: alg.Plan, clock: Clock) -> dict[str, Tensor]:
+        """The features of the method's loss."""
+        return self._features(model, rollout, plan, clock, self.method.features)
+
+    def likelihood(self, model: Any, rollout: alg.Rollout, plan: alg.Plan, clock: Clock) -> dict[str, Tensor]:
+        """Those features of which an ll is made: all that an anchor or a reference needs."""
+        names = tuple(name for name in self.method.features if name in ("logp", "order_logp"))
+        return self._features(model, rollout, plan, clock, names)
+
+    def _features(self, model, rollout, plan, clock, names: tuple[str, ...]) -> dict[str, Tensor]:
+        clock.count("scoring", plan.network_calls * (2 if "kl_ref" in names else 1))
+        with clock.phase("scoring"):
+            return alg.features(model, rollout, plan, names=names, size=self.settings.micro_batch, **self._how())
+
+    def _how(self) -> dict:
+        return {"temperature": self._temperature(), "reference": self.reference}
 
     def _temperature(self) -> float:
-        if self.method.temperature == "one":
-            return 1.0
-        if self.settings.sampler.temperature == 0:
-            raise ValueError(
-                f"sampler.temperature: got 0; allowed above 0, {self.method.name} scores at the sampling temperature"
-            )
-        return self.settings.sampler.temperature
+        return 1.0 if self.method.temperature == "one" else self.settings.sampler.temperature
 
-    def plans(self, step: int, experience: Experience) -> list[alg.Plan]:
-        """One plan an update; groups without any advantage are left out where they cannot contribute."""
+    def plans(self, step: int, experience: Experience) -> list[tuple[alg.Plan, Tensor]]:
+        """A plan and its advantages for each update; groups without any advantage are left out where they cannot contribute."""
         count = 1 if self.method.refresh == "fixed" else self.settings.num_iterations
         drawn = [self.method.plan(experience.rollout, self.generator(step, f"plan {i}")) for i in range(count)]
-        if self.method.kl is None:
-            silent = experience.adv.unflatten(0, (-1, self.settings.num_generations)).abs().sum(1) == 0
-            speaks = ~silent.repeat_interleave(self.settings.num_generations)
-            drawn = [
-                dataclasses.replace(plan, valid=plan.valid & speaks, scored=plan.scored & speaks[:, None]) for plan in drawn
-            ]
-        return drawn * (self.settings.num_iterations // count)
+        credited = [(plan, self.advantages(experience, plan)) for plan in drawn]
+        if self.method.kl is None and self._silent_without_advantage():
+            credited = [(self._audible(plan, adv), adv) for plan, adv in credited]
+        return credited * (self.settings.num_iterations // count)
+
+    def _silent_without_advantage(self) -> bool:
+        # True of every objective that is a multiple of adv, and not of a regression on adv.
+        ll = torch.linspace(-1, -0.5, self.settings.num_generations)[None, :, None]
+        return not self.method.objective(ll, ll - 0.1, 0 * ll, self.settings.num_generations).any()
+
+    def _audible(self, plan: alg.Plan, adv: Tensor) -> alg.Plan:
+        silent = adv.reshape(-1, adv.shape[-1]).unflatten(1, (-1, self.settings.num_generations)).abs().sum((0, 2)) == 0
+        speaks = ~silent.repeat_interleave(self.settings.num_generations)
+        return dataclasses.replace(plan, valid=plan.valid & speaks, scored=plan.scored & speaks[:, None])
 
     def anchors(self, step: int, plans: list[alg.Plan], rollout: alg.Rollout, clock: Clock) -> list[Tensor | None]:
         """The ll that each update's ratio is taken against; None where pass 1 of that very update supplies it."""
@@ -505,67 +592,94 @@ class Learner:
             return [None] * len(plans)
         if method.refresh == "independent":
             own = method.plan(rollout, self.generator(step, "plan of the old value"))
-            logp = self.score(self.network, rollout, own, clock)["logp"]
-            return [alg.reduced(method, own, rollout, logp)] * len(plans)
-        logps = [self.score(self.network, rollout, plan, clock)["logp"] for plan in plans[1:]]
-        return [None] + [alg.reduced(method, plan, rollout, x) for plan, x in zip(plans[1:], logps, strict=True)]
+            return [alg.reduced(method, own, rollout, self.likelihood(self.network, rollout, own, clock))] * len(plans)
+        return [None] + [
+            alg.reduced(method, plan, rollout, self.likelihood(self.network, rollout, plan, clock)) for plan in plans[1:]
+        ]
 
     def step(self, step: int) -> dict:
         """One rollout, ``num_iterations`` updates; returns the metrics row."""
-        clock = Clock()
-        experience = self.collect(step, clock)
-        plans = self.plans(step, experience)
-        anchors = self.anchors(step, plans, experience.rollout, clock)
+        s, clock = self.settings, Clock()
+        collected = experience = self.collect(step, clock)
+        if s.filter_groups:
+            experience = collected.select((collected.groups != collected.groups[:, :1]).any(1))
+        if not len(experience.reward):  # every group was filtered out
+            return self._metrics(step, collected, [self._no_update(clock) for _ in range(s.num_iterations)], clock)
+        credited = self.plans(step, experience)
+        anchors = self.anchors(step, [plan for plan, _ in credited], experience.rollout, clock)
         rows, old = [], None
-        for plan, anchor in zip(plans, anchors, strict=True):
-            row, ll = self.update(experience, plan, old if anchor is None else anchor, clock)
+        for (plan, adv), anchor in zip(credited, anchors, strict=True):
+            row, ll = self.update(experience, plan, adv, old if anchor is None else anchor, clock)
             old = ll if old is None and self.method.anchor == "old" else old
             rows.append(row)
-        return self._metrics(step, experience, rows, clock)
+        return self._metrics(step, collected, rows, clock)
 
-    def update(self, experience: Experience, plan: alg.Plan, anchor: Tensor | None, clock: Clock) -> tuple[dict, Tensor]:
-        """One optimiser step by the two-pass backward; returns its metrics and the ll before it."""
+    def _no_update(self, clock: Clock) -> dict:
+        # Nothing to learn from: weights and optimiser stay as they are, the schedule goes on, as it does in a resumed run.
+        clock.count("update", 0)
+        self.updates += 1
+        return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": self._learning_rate(self.updates - 1)}
+
+    def _learning_rate(self, update: int) -> float:
+        s = self.settings
+        return learning_rate(s.optimizer, update, s.steps * s.num_iterations)
+
+    def update(
+        self, experience: Experience, plan: alg.Plan, adv: Tensor, anchor: Tensor | None, clock: Clock
+    ) -> tuple[dict, Tensor | None]:
+        """One optimiser step by the two-pass backward; returns its metrics and the ll before it (None: nothing to score)."""
         method, rollout = self.method, experience.rollout
+        if not plan.network_calls:
+            return self._no_update(clock), None
         if method.linear:  # the coefficients do not depend on the current score: pass 1 has nothing to find out
-            feature = {"logp": torch.zeros(plan.scored.shape, dtype=rollout.logp.dtype, device=rollout.logp.device)}
+            blank = torch.zeros(plan.scored.shape, dtype=rollout.logp.dtype, device=rollout.logp.device)
+            feature = dict.fromkeys(method.features, blank)
         else:
             feature = self.score(self.network, rollout, plan, clock)
-        reference = self.score(self.reference, rollout, plan, clock)["logp"] if method.kl else None
-        ref = None if reference is None else alg.reduced(method, plan, rollout, reference)
-        ll = alg.reduced(method, plan, rollout, feature["logp"])
+        ref = None
+        if self.reference is not None and method.kl.form != "exact":
+            ref = alg.kl_target(method, plan, rollout, self.likelihood(self.reference, rollout, plan, clock))
+        ll = alg.reduced(method, plan, rollout, feature)
         anchor = ll if anchor is None and method.anchor == "old" else anchor
-        adv = experience.adv
         loss, cotangent = cotangents(lambda f: alg.method_loss(method, plan, rollout, f, adv, anchor, ref), feature)
         if not torch.isfinite(loss):
             raise RunError(f"loss is {float(loss)}")
         with clock.phase("update"):
-            seen, calls = second_pass(
-                self.network, rollout, plan, cotangent, temperature=self._temperature(), size=self.settings.micro_batch
-            )
-            lr = learning_rate(self.settings.optimizer, self.updates, self.settings.steps * self.settings.num_iterations)
+            size = self.settings.micro_batch
+            seen, calls = second_pass(self.network, rollout, plan, cotangent, size=size, **self._how())
+            lr = self._learning_rate(self.updates)
             norm = optimizer_step(self.model, self.optimizer, self.settings.optimizer, lr)
-        clock.count("update", calls)
+        clock.count("update", calls * (2 if "kl_ref" in cotangent else 1))
         self.updates += 1
-        return self._update_row(experience, plan, ll, anchor, ref, seen, loss, norm, lr), ll
-
-    def _update_row(self, experience, plan, ll, anchor, ref, seen, loss, norm, lr) -> dict:
         row = {"loss": float(loss), "grad_norm": norm, "learning_rate": lr}
-        if self.method.linear and plan.replay:  # nothing was scored beforehand; the update itself saw the same values
-            ll = alg.reduced(self.method, plan, experience.rollout, seen["logp"])
-            logp = experience.rollout.logp.expand(plan.scored.shape)
-            touched = (seen["logp"] != 0).any(-1)
-            plan = dataclasses.replace(plan, scored=plan.scored & touched[..., None])
-            anchor = alg.reduced(self.method, plan, experience.rollout, logp)
+        known = seen if method.linear else feature  # a linear row was not scored beforehand; the update saw the same values
+        return row | self._ratios(rollout, plan, adv, anchor, known) | self._penalty(rollout, plan, anchor, ref, known), ll
+
+    def _ratios(self, rollout: alg.Rollout, plan: alg.Plan, adv: Tensor, anchor: Tensor | None, known: dict) -> dict:
+        method, row = self.method, {}
+        if method.linear:  # what the sampler recorded stands in for the anchor that the row does not have
+            plan = dataclasses.replace(plan, scored=plan.scored & (known["logp"] != 0).any(-1, keepdim=True))
+        if "order_logp" in known:
+            row["order_impossible"] = _impossible(plan, known["order_logp"])
+        if method.linear and plan.replay:
+            method = dataclasses.replace(method, features=("logp",))
+            anchor = alg.reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
         if anchor is not None:
-            row |= alg.diagnostics(self.method, plan, experience.rollout, ll, anchor, experience.adv)
-        if ref is not None:
-            present = alg.entries(plan, self.method.reduction)[0].expand_as(ll)
-            row["kl"] = float(alg.kl_term(ll, ref, form="k3")[present].mean())
+            row |= alg.diagnostics(method, plan, rollout, alg.reduced(method, plan, rollout, known), anchor, adv)
         return row
 
+    def _penalty(self, rollout: alg.Rollout, plan: alg.Plan, anchor: Tensor | None, ref: Tensor | None, known: dict) -> dict:
+        method = self.method
+        if method.kl is None:
+            return {}
+        if method.kl.form == "exact":
+            return {"kl": float(known["kl_ref"][plan.scored].mean())} if plan.scored.any() else {}
+        ll = alg.kl_target(method, plan, rollout, known)
+        present = alg.entries(plan, method.reduction)[0].expand_as(ll)
+        return {"kl": float(alg.kl_term(ll, anchor if ref is None else ref, form="k3")[present].mean())}
+
     def _metrics(self, step: int, experience: Experience, rows: list[dict], clock: Clock) -> dict:
-        reward, rollout = experience.reward, experience.rollout
-        groups = reward.unflatten(0, (-1, self.settings.num_generations))
+        reward, rollout, groups = experience.reward, experience.rollout, experience.groups
         metrics = {
             "step": step + 1,
             "reward": float(reward.mean()),
@@ -576,10 +690,19 @@ class Learner:
             "completions/tokens": int(rollout.lengths.sum()),
             "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
         }
+        if self.settings.filter_groups:
+            metrics["groups_filtered"] = int((groups == groups[:, :1]).all(1).sum())
         for name in {name: None for row in rows for name in row}:
             values = [row[name] for row in rows if name in row]
             metrics[name] = max(values) if name == "ratio_max" else float(np.mean(values))
         return metrics | clock.row()
+
+
+def _impossible(plan: alg.Plan, order_logp: Tensor) -> float:
+    """Share of the plan's states in which the present weights could not have chosen the recorded positions: F = 0 in (4.2)."""
+    states = order_logp.sum(-1)[plan.valid & plan.scored.any(-1)]
+    least = math.log(torch.finfo(torch.float32).tiny) + 0.1  # in float64 the logarithm of the smallest number is lower still
+    return float((states <= least).double().mean()) if len(states) else 0.0
 
 
 def train(settings: config.Train, out: Path, resume: bool = False) -> dict:

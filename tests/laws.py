@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from minidrl import oracle
+from minidrl import config, oracle
 from minidrl.sampler import Sampler, generate
 
 Law = Callable[[Any], None]
@@ -565,7 +565,8 @@ def law_plan_refusals(alg: ModuleType) -> None:
     refuses(lambda: alg.complementary_plan(rollout, g, num_states=1, domain="keep"), "plan.num_states", "1")
     refuses(lambda: alg.complementary_plan(rollout, g, num_states=2, domain="eos"), "plan.domain", "'eos'")
     refuses(lambda: alg.replay_plan(rollout, g, num_states=0, min_entropy=0.0), "plan.num_states", "0")
-    refuses(lambda: alg.replay_plan(rollout, g, num_states=None, min_entropy=0.1), "plan.min_entropy", "entropy")
+    refuses(lambda: alg.replay_plan(rollout, g, num_states=5, min_entropy=0.0), "plan.num_states", "got 5", "4 steps")
+    refuses(lambda: alg.replay_plan(rollout, g, num_states=None, min_entropy=0.1), "records", "'entropy'")
 
 
 @judges("2.1", "2.2", "2.3", "2.4")
@@ -575,7 +576,7 @@ def law_estimators(alg: ModuleType) -> None:
     rollout = repeated(alg, response, (1, 1, 1, 1), 2000)
     scores = subset_scores(model, response, frozenset(range(4)))
     for name, make in alg.ESTIMATORS.items():
-        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2)):
+        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2)) if "SDMC" not in name else ():  # law_quadrature_estimators
             plan = make(rollout, seeded(9), num_states=states)
             assert plan.scored.shape == (states, 2000, 4), name
             truth = {"mean field": oracle.elbo_integrand(model, response, 1.0)}.get(name, oracle.elbo(model, response))
@@ -718,9 +719,11 @@ def law_replay_of_confident_samplers_is_token_only(alg: ModuleType) -> None:
 @judges("3.1")
 def law_replay_subset_is_unbiased(alg: ModuleType) -> None:
     """k steps with weight T/k: averaged over every choice, each token is scored with total weight 1, in its own state."""
-    for case, states in itertools.product(WALKS[:3], (1, 2, 3, 5)):
+    for case, states in itertools.product(WALKS[:3], (1, 2, 3)):
         _, paths, _, _ = walk(case)
         full = alg.replay_plan(recorded(alg, paths, case[-1]), seeded(), num_states=None, min_entropy=0.0)
+        if states > full.hidden.shape[0]:
+            continue
         orders = all_orders(full.hidden.shape[0])
         rollout = recorded(alg, [path for path in paths for _ in orders], case[-1])
         with noise(alg, double(orders).T.repeat(1, len(paths))):
@@ -847,17 +850,20 @@ def law_features_are_those_of_the_model(alg: ModuleType) -> None:
             close(got["entropy"][k, b], entropy, "entropy")
 
 
+MAIN_FEATURES = ("logp", "entropy")  # the others need records, an order or a reference: laws of their methods
+
+
 @judges("4.1")
 def law_features_do_not_depend_on_the_split(alg: ModuleType) -> None:
     """Bit for bit the same for every micro-batch size, and for states in any order; no graph."""
     model, rollout, plan = mixed_batch(alg)
-    whole = alg.features(model, rollout, plan, temperature=0.7, names=alg.FEATURES)
+    whole = alg.features(model, rollout, plan, temperature=0.7, names=MAIN_FEATURES)
     assert set(whole) == {"logp", "entropy"} and not whole["logp"].requires_grad
     for size in (1, 5):
-        parts = alg.features(model, rollout, plan, temperature=0.7, names=alg.FEATURES, size=size)
+        parts = alg.features(model, rollout, plan, temperature=0.7, names=MAIN_FEATURES, size=size)
         assert all(torch.equal(parts[name], whole[name]) for name in whole), f"size {size}"
     states = torch.tensor([7, 2, 10, 0, 5])
-    some = alg.state_features(model, rollout, plan, states, temperature=0.7, names=alg.FEATURES)
+    some = alg.state_features(model, rollout, plan, states, temperature=0.7, names=MAIN_FEATURES)
     assert all(torch.equal(some[name], whole[name].flatten(0, 1)[states]) for name in whole), "order of states"
     nothing = alg.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
     close(alg.features(model, rollout, nothing, temperature=0.7)["logp"], torch.zeros(4, 3, 4), "nothing scored")
@@ -868,7 +874,7 @@ def law_features_have_the_right_gradient(alg: ModuleType) -> None:
     """d(sum of logp and entropies)/dtable by autograd through the oracle; finite although [MASK] has logit -inf."""
     model, rollout, plan = mixed_batch(alg)
     c, total = normal(2, 12, 4, seed=14), torch.zeros((), dtype=torch.float64)
-    got = alg.state_features(model, rollout, plan, torch.arange(12), temperature=0.7, names=alg.FEATURES)
+    got = alg.state_features(model, rollout, plan, torch.arange(12), temperature=0.7, names=MAIN_FEATURES)
     gradient = oracle.table_gradient(model, (c[0] * got["logp"] + c[1] * got["entropy"]).sum())
     for k, b in itertools.product(range(4), range(3)):
         response, hidden = tuple(rollout.response[b].tolist()), positions(plan.hidden[k, b, 3:])
@@ -1235,13 +1241,14 @@ def law_self_normalized_on_policy_is_reinforce(alg: ModuleType) -> None:
 
 
 def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: int) -> float:
-    """The five normalisers in plain arithmetic."""
+    """The normalisers in plain arithmetic."""
     rows = len(sums)
     return {
         "sequence_mean": sum(sums) / rows,
         "sequence_mean_token_mean": sum(s / n for s, n in zip(sums, lengths, strict=True)) / rows,
         "token_mean": sum(sums) / sum(lengths),
         "fixed_length": sum(sums) / (rows * width),
+        "length_weighted": sum(s * n for s, n in zip(sums, lengths, strict=True)) / sum(lengths),
         "group_sum": sum(sums) / (rows / group),
     }[how]
 
@@ -1283,7 +1290,7 @@ def law_aggregation_invariances(alg: ModuleType) -> None:
 
 @judges("9.1")
 def law_aggregation_of_prompts(alg: ModuleType) -> None:
-    """All but token_mean are the mean over the prompts of what each prompt gives alone."""
+    """All but the two that count tokens are the mean over the prompts of what each prompt gives alone."""
     rollout, plan, loss = loose_plan(alg)
     for how in alg.AGGREGATIONS:
         alone = []
@@ -1291,7 +1298,7 @@ def law_aggregation_of_prompts(alg: ModuleType) -> None:
             part = rollout_of(alg, rollout.response[rows], rollout.keep[rows], num_generations=2)
             cut = alg.Plan(plan.hidden[:, rows], plan.scored[:, rows], plan.weight[:, rows], plan.valid[:, rows])
             alone.append(alg.aggregate(loss[:, rows], cut, part, level="token", how=how))
-        shares = [7 / 11, 4 / 11] if how == "token_mean" else [0.5, 0.5]
+        shares = [7 / 11, 4 / 11] if how in ("token_mean", "length_weighted") else [0.5, 0.5]
         close(alg.aggregate(loss, plan, rollout, level="token", how=how), shares[0] * alone[0] + shares[1] * alone[1], how)
 
 
@@ -1302,13 +1309,50 @@ def law_aggregation_of_prompts(alg: ModuleType) -> None:
 def experience() -> tuple[Any, oracle.TabularDenoiser, oracle.TabularDenoiser, oracle.TabularDenoiser, Tensor]:
     """Two prompts x 4 responses of an old model, with the new and the reference model, and rewards."""
     old = oracle.TabularDenoiser.random(4, 3, seeded(40))
-    new = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=42, scale=1.2))
+    new = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=292, scale=1.8))
     ref = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=43, scale=0.5))
     settings = Sampler(order="random", temperature=0.8, length=4, block_length=4, tokens_per_step=2)
     prompt, mask = torch.tensor([[0, 1, 0], [2, 0, 1]]), torch.tensor([[False, True, True], [True, True, True]])
-    drawn = generate(old, prompt, mask, settings, eos_token_id=2, num_generations=4, generator=seeded(47), records=["entropy"])
+    records = ["entropy", "one_step"]
+    drawn = generate(old, prompt, mask, settings, eos_token_id=2, num_generations=4, generator=seeded(47), records=records)
+    drawn.records.update(likeliest(old, drawn, 1))
     reward = double([1.0, 0.0, 0.3, 0.0, 0.2, 2.0, 0.5, 1.0])
     return drawn, old, new, ref, reward
+
+
+def likeliest(model: oracle.TabularDenoiser, rollout: Any, count: int) -> dict[str, Tensor]:
+    """The records topk_ids and topk_logp, by the oracle: each token's distribution in the state before its step."""
+    shape = (*rollout.response.shape, count)
+    ids, logp = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.float64)
+    for b, i in (rollout.unmask_step >= 0).nonzero().tolist():
+        hidden = (rollout.unmask_step[b] >= rollout.unmask_step[b, i]) | (rollout.unmask_step[b] < 0)
+        state = [model.mask_token_id if hidden[j] else int(rollout.response[b, j]) for j in range(shape[1])]
+        best = (model.logits_at(tuple(state))[i] / rollout.sampler.temperature).log_softmax(-1).detach().topk(count)
+        ids[b, i], logp[b, i] = best.indices, best.values
+    return {"topk_ids": ids, "topk_logp": logp}
+
+
+def sized(method: Any) -> Any:
+    """The row with at most as many chosen steps as the experience above has (2), and blocks of 2 positions."""
+    smaller = {"block_length": 2}
+    if "entropy" in method.needs:  # replay: chosen steps
+        smaller["num_states"] = 2 if method.plan.keywords.get("num_states") else None
+    known = {f"plan.{name}": value for name, value in smaller.items() if name in method.plan.keywords}
+    if method.name == "gdpo-released":  # ratios to the power 1/L: on this experience none reaches 1.5 where adv > 0
+        known |= {"objective.epsilon_low": 0.05, "objective.epsilon_high": 0.05}
+    if method.name == "gdsd":  # its clip is on the ratio of a whole response
+        known |= {"objective.epsilon_low": 0.5, "objective.epsilon_high": 1.0}
+    return config.with_options(method, known)
+
+
+def features_of(alg: ModuleType, method: Any, model: Any, rollout: Any, plan: Any, graph: bool = False) -> dict[str, Tensor]:
+    """The row's features at its temperature."""
+    temperature, shape = 0.8 if method.temperature == "sampling" else 1.0, plan.scored.shape
+    if not graph:
+        return alg.features(model, rollout, plan, temperature=temperature, names=method.features)
+    states = torch.arange(shape[0] * shape[1])
+    found = alg.state_features(model, rollout, plan, states, temperature=temperature, names=method.features)
+    return {name: value.unflatten(0, shape[:2]) for name, value in found.items()}
 
 
 def token_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, temperature: float) -> dict[int, Tensor]:
@@ -1333,6 +1377,7 @@ class Formula:
         self.rollout, self.plan, self.reward = rollout, plan, reward.tolist()
         self.states, self.rows = range(plan.scored.shape[0]), range(8)
         self.length = [int(row.sum()) for row in rollout.keep]
+        self.step_reward = normal(len(self.states), 8, seed=48).abs().tolist()
         self.ratios: list[tuple[float, float]] = []  # (ratio, adv) of every entry, to see that the fixture clips
 
     def group(self, b: int) -> list[float]:
@@ -1403,54 +1448,85 @@ class Formula:
         return total / 2
 
 
-def judged_gradient(alg: ModuleType, method: Any, plan: Any, rollout: Any, reward: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of the module's loss in the table of the new model, its ll)."""
+FORMULAS: dict[str, Callable[[Formula], Tensor]] = {
+    "reinforce": Formula.reinforce,
+    "replay-grpo": Formula.replay_grpo,
+    "grpo": Formula.grpo,
+    "diffu-grpo": Formula.diffu_grpo,
+    "stabledrl-elbo": Formula.stabledrl_elbo,
+}
+
+
+def formula(name: str) -> Callable[[Callable[[Formula], Tensor]], Callable[[Formula], Tensor]]:
+    """Register the published objective of a row, written as loops."""
+
+    def register(function: Callable[[Formula], Tensor]) -> Callable[[Formula], Tensor]:
+        assert name not in FORMULAS
+        FORMULAS[name] = function
+        return function
+
+    return register
+
+
+def judged_gradient(alg: ModuleType, method: Any, plan: Any, rollout: Any, reward: Tensor, rows: Any = slice(None)) -> tuple:
+    """(gradient of the module's loss in the table of the new model, its ll). ``rows``: which of the 8 these are."""
     _, old, new, ref, _ = experience()
-    temperature = 0.8 if method.temperature == "sampling" else 1.0
-    settle = lambda model: alg.reduced(  # noqa: E731
-        method, plan, rollout, alg.features(model, rollout, plan, temperature=temperature)["logp"]
-    )
+    settle = lambda model: alg.reduced(method, plan, rollout, features_of(alg, method, model, rollout, plan))  # noqa: E731
     behaviour = method.anchor == "behaviour"
     anchor = alg.behaviour_anchor(method, plan, rollout) if behaviour else settle(old) if method.anchor == "old" else None
-    logp = graph_logp(alg, new, rollout, plan, temperature)
-    adv = method.credit(reward, rollout.num_generations)
-    loss = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, settle(ref) if method.kl else None)
+    feature = features_of(alg, method, new, rollout, plan, graph=True)
+    whole = (plan.valid.shape[0], 8)
+    adv = alg.advantages(method, plan, rollout, reward, normal(*whole, seed=48).abs()[:, rows])
+    loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, settle(ref) if method.kl else None)
     return oracle.table_gradient(new, loss), settle(new)
 
 
 @judges("10.1", "3.1", "2.1", "2.3", "5.1", "6.1", "6.2", "7.1", "7.2", "8.1", "8.2", "8.3", "8.4", "9.1")
 def law_methods(alg: ModuleType) -> None:
     """Every row of the table: the gradient of its loss is that of the published formula, written out as loops."""
-    for name, method in alg.METHODS.items():
-        drawn, _, new, _, reward = experience()
-        rollout = alg.Rollout(**vars(drawn))
-        plan = method.plan(rollout, seeded(44))
-        formula = Formula(rollout, plan, reward)
-        assert hasattr(formula, name.replace("-", "_")), f"{name}: a method without a formula in the laws"
-        truth = oracle.table_gradient(new, getattr(formula, name.replace("-", "_"))())
-        got, _ = judged_gradient(alg, method, plan, rollout, reward)
-        close(got, truth, name)
-        assert float(truth.abs().max()) > 1e-3, f"{name}: the fixture has no gradient"
-        if "epsilon_low" in method.objective.keywords:
-            assert any(a > 0 and r > method.clip_bounds[1] for r, a in formula.ratios), f"{name}: no ratio above the clip"
-            assert any(a < 0 and r < method.clip_bounds[0] for r, a in formula.ratios), f"{name}: no ratio below the clip"
+    for name, row in alg.METHODS.items():
+        judge_row(alg, name, row)
+
+
+def judge_row(alg: ModuleType, name: str, row: Any) -> None:
+    """One row on the experience above."""
+    method = sized(row)
+    drawn, _, new, _, reward = experience()
+    rollout = alg.Rollout(**vars(drawn))
+    plan = method.plan(rollout, seeded(44))
+    published = Formula(rollout, plan, reward)
+    assert name in FORMULAS, f"{name}: a method without a formula in the laws"
+    truth = oracle.table_gradient(new, FORMULAS[name](published))
+    got, _ = judged_gradient(alg, method, plan, rollout, reward)
+    close(got, truth, name)
+    assert float(truth.abs().max()) > 1e-3, f"{name}: the fixture has no gradient"
+    if "epsilon_low" in method.objective.keywords:
+        assert any(a > 0 and r > method.clip_bounds[1] for r, a in published.ratios), f"{name}: no ratio above the clip"
+        assert any(a < 0 and r < method.clip_bounds[0] for r, a in published.ratios), f"{name}: no ratio below the clip"
 
 
 @judges("10.1")
 def law_methods_treat_prompts_apart(alg: ModuleType) -> None:
     """The loss of two prompts is the mean of the losses of each; N responses of one prompt in another order: the same."""
-    for name, method in alg.METHODS.items():
+    for name, row in alg.METHODS.items():
+        method = sized(row)
         drawn, _, _, _, reward = experience()
         rollout = alg.Rollout(**vars(drawn))
         plan = method.plan(rollout, seeded(45))
 
         def part(rows: Tensor, method=method, plan=plan, drawn=drawn, reward=reward) -> Tensor:
             fields = {key: value[rows] if torch.is_tensor(value) else value for key, value in vars(drawn).items()}
-            cut = alg.Plan(plan.hidden[:, rows], plan.scored[:, rows], plan.weight[:, rows], plan.valid[:, rows], plan.replay)
-            return judged_gradient(alg, method, cut, alg.Rollout(**fields), reward[rows])[0]
+            fields["records"] = {key: value[rows] for key, value in drawn.records.items()}
+            step = None if plan.step is None else plan.step[:, rows]
+            targets = None if plan.targets is None else plan.targets[:, rows]
+            cut = alg.Plan(plan.hidden[:, rows], plan.scored[:, rows], plan.weight[:, rows], plan.valid[:, rows], step, targets)
+            return judged_gradient(alg, method, cut, alg.Rollout(**fields), reward[rows], rows)[0]
 
         whole = judged_gradient(alg, method, plan, rollout, reward)[0]
-        close((part(torch.arange(4)) + part(torch.arange(4, 8))) / 2, whole, f"{name}: prompts")
+        kept = [int(drawn.keep[:4].sum()), int(drawn.keep[4:].sum())]
+        by_tokens = method.aggregation in ("token_mean", "length_weighted")
+        share = [n / sum(kept) for n in kept] if by_tokens else [0.5, 0.5]
+        close(share[0] * part(torch.arange(4)) + share[1] * part(torch.arange(4, 8)), whole, f"{name}: prompts")
         close(part(torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])), whole, f"{name}: order")
 
 
@@ -1464,9 +1540,9 @@ def law_method_loss_adds_the_penalty(alg: ModuleType) -> None:
     feature = {"logp": graph_logp(alg, new, rollout, plan)}
     anchor, target = (alg.features(model, rollout, plan, temperature=1.0)["logp"] for model in (old, ref))
     adv = base.credit(reward, 4)
-    free = alg.method_loss(alg.with_options(base, {"kl.beta": 0.0}), plan, rollout, feature, adv, anchor, None)
+    free = alg.method_loss(config.with_options(base, {"kl.beta": 0.0}), plan, rollout, feature, adv, anchor, None)
     for form, beta in (("k1", 0.5), ("k2", 0.25), ("k3", 2.0)):
-        method = alg.with_options(base, {"kl.form": form, "kl.beta": beta})
+        method = config.with_options(base, {"kl.form": form, "kl.beta": beta})
         got = alg.method_loss(method, plan, rollout, feature, adv, anchor, target) - free
         expected = 0.0
         for b in range(8):
@@ -1485,12 +1561,15 @@ def law_normalizers(alg: ModuleType) -> None:
     base = alg.METHODS["grpo"]
     plan = base.plan(rollout, seeded(46))
     logp = alg.features(new, rollout, plan, temperature=1.0)["logp"]
-    plain = alg.reduced(alg.with_options(base, {"normalizer": "none"}), plan, rollout, logp)
-    close(plain, [[[float((logp[:, b].sum(-1) * plan.weight[:, b]).sum())] for b in range(8)]], "none")
-    kept = alg.reduced(alg.with_options(base, {"normalizer": "kept_length"}), plan, rollout, logp)
+    logp = {"logp": logp}
+    plain = alg.reduced(config.with_options(base, {"normalizer": "none"}), plan, rollout, logp)
+    close(plain, [[[float((logp["logp"][:, b].sum(-1) * plan.weight[:, b]).sum())] for b in range(8)]], "none")
+    kept = alg.reduced(config.with_options(base, {"normalizer": "kept_length"}), plan, rollout, logp)
     close(kept, [[[plain[0, b, 0] / int(rollout.keep[b].sum())] for b in range(8)]], "kept_length")
-    close(alg.reduced(alg.with_options(base, {"normalizer": "padded_length"}), plan, rollout, logp), plain / 4, "padded_length")
-    refuses(lambda: alg.with_options(base, {"normalizer": "words"}), "normalizer", "'words'", "kept_length")
+    close(
+        alg.reduced(config.with_options(base, {"normalizer": "padded_length"}), plan, rollout, logp), plain / 4, "padded_length"
+    )
+    refuses(lambda: config.with_options(base, {"normalizer": "words"}), "normalizer", "'words'", "kept_length")
     refuses(lambda: alg.behaviour_anchor(base, plan, rollout), "anchor", "grpo", "replay")
     replay = alg.METHODS["replay-grpo"]
     refuses(lambda: alg.behaviour_anchor(replay, plan, rollout), "anchor", "replay-grpo")
@@ -1500,13 +1579,16 @@ def law_normalizers(alg: ModuleType) -> None:
 def law_single_precision_stays_single(alg: ModuleType) -> None:
     """A float32 rollout has float32 weights and, from float32 features and float64 advantages, a float32 loss."""
     drawn, _, new, _, reward = experience()
-    rollout = alg.Rollout(**{**vars(drawn), "logp": drawn.logp.float()})
-    for name, method in alg.METHODS.items():
+    single = {key: value.float() if value.is_floating_point() else value for key, value in drawn.records.items()}
+    rollout = alg.Rollout(**{**vars(drawn), "logp": drawn.logp.float(), "records": single})
+    for name, row in alg.METHODS.items():
+        method = sized(row)
         plan = method.plan(rollout, seeded(44))
-        logp = alg.features(new, rollout, plan, temperature=1.0)["logp"].float()
-        anchor = alg.reduced(method, plan, rollout, logp)
+        feature = {key: value.float() for key, value in features_of(alg, method, new, rollout, plan).items()}
+        anchor = alg.reduced(method, plan, rollout, feature)
         assert plan.weight.dtype == torch.float32, f"{name}: weight"
-        loss = alg.method_loss(method, plan, rollout, {"logp": logp}, method.credit(reward, 4), anchor, anchor)
+        adv = alg.advantages(method, plan, rollout, reward, torch.ones_like(plan.weight, dtype=torch.float64))
+        loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, anchor)
         assert loss.dtype == torch.float32, f"{name}: {loss.dtype}"
     some = alg.replay_plan(rollout, seeded(), num_states=1, min_entropy=0.0)
     assert some.weight.dtype == torch.float32, "replay of some steps"
@@ -1515,53 +1597,26 @@ def law_single_precision_stays_single(alg: ModuleType) -> None:
 @judges("10.1")
 def law_method_properties(alg: ModuleType) -> None:
     """linear: the coefficients of ll do not depend on ll, and only then. clip_bounds: where the gradient leaves -adv ratio."""
-    ll, adv = normal(1, 8, 1, seed=47), normal(1, 8, 1, seed=48)
+    ll, adv = -normal(1, 8, 1, seed=47).abs() - 0.2, normal(1, 8, 1, seed=48)
     anchor, ref = ll + normal(1, 8, 1, seed=49, scale=0.05), ll + 0.1
-    bounds = {
-        "reinforce": (0.0, math.inf),
-        "replay-grpo": (0.8, 1.2),
-        "grpo": (0.8, 1.2),
-        "diffu-grpo": (0.5, 1.5),
-        "stabledrl-elbo": (0.0, 6.0),
-    }
+    two_sided = dict.fromkeys(("replay-grpo", "grpo", "ppo", "ppo-released", "tracerl", "mdpo"), 0.2)
+    two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released"), 0.5)
+    bounds = {name: (1 - epsilon, 1 + epsilon) for name, epsilon in two_sided.items()}
+    bounds |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
+    bounds |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28), "gdsd": (0.8, 1.28), "stabledrl-released": (0.0, 5.0)}
+    bounds |= dict.fromkeys(("stabledrl", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
+    bounds |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0)}
+    bounds |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))
     for name, method in alg.METHODS.items():
-        assert method.name == name and name in bounds, f"{name}: not listed here"
-        assert [round(v, 12) for v in method.clip_bounds] == list(bounds[name]), name
+        assert method.name == name
+        assert [round(v, 12) for v in method.clip_bounds] == list(bounds.get(name, (0.0, math.inf))), name
 
         def loss(x: Tensor, method=method) -> Tensor:
             penalty = method.kl.beta * alg.kl_term(x, ref, form=method.kl.form) if method.kl else 0.0
             return method.objective(x, anchor, adv, 4) + penalty
 
         at = [coefficients(loss, ll + shift) for shift in (0.0, normal(1, 8, 1, seed=50, scale=0.01))]
-        assert method.linear == torch.equal(*at), f"{name}: linear"
-
-
-@judges("10.1")
-def law_options(alg: ModuleType) -> None:
-    """An option replaces one number of a row, leaves the table alone, and an unknown one is refused with the known ones."""
-    grpo, diffu = alg.METHODS["grpo"], alg.METHODS["diffu-grpo"]
-    changed = alg.with_options(grpo, {"plan.num_states": 7, "objective.epsilon_high": 0.3, "aggregation": "token_mean"})
-    assert changed.plan.keywords == {"num_states": 7, "domain": "keep", "strata": True}
-    assert changed.objective.keywords == {"epsilon_low": 0.2, "epsilon_high": 0.3}
-    assert changed.aggregation == "token_mean" and changed.credit is grpo.credit
-    assert grpo.plan.keywords["num_states"] == 4 and grpo.aggregation == "sequence_mean"
-    assert alg.with_options(diffu, {"kl.beta": 0}).kl is None
-    assert alg.with_options(diffu, {"kl.beta": 0.5}).kl == alg.KL("k3", 0.5)
-    assert diffu.kl == alg.KL("k3", 0.04) and alg.with_options(grpo, {}) == grpo
-    for key in ("reduction", "refresh", "aggregation"):
-        refuses(lambda key=key: alg.with_options(grpo, {key: "x"}), key, "'x'", "grpo")
-    for key, value in (("plan.num_states", "many"), ("plan.strata", 1), ("plan.domain", 3), ("objective.epsilon_low", True)):
-        refuses(lambda key=key, value=value: alg.with_options(grpo, {key: value}), f"method_options.{key}", repr(value))
-    refuses(lambda: alg.with_options(grpo, {"plan.states": 1}), "method_options.plan.states", "grpo", "plan.num_states")
-    refuses(lambda: alg.with_options(grpo, {"kl.beta": 1.0}), "method_options.kl.beta", "grpo")
-    refuses(lambda: alg.with_options(grpo, {"name": "x"}), "method_options.name", "grpo")
-    offered = {"grpo": [], "diffu-grpo": ["kl.form", "kl.beta"]}
-    shared = ["aggregation", "refresh", "normalizer", "reduction"]
-    for name, extra in offered.items():
-        row = alg.METHODS[name]
-        words = [f"{part}.{key}" for part in ("plan", "credit", "objective") for key in getattr(row, part).keywords]
-        listed = "allowed " + ", ".join(words + extra + shared)
-        refuses(lambda row=row: alg.with_options(row, {"nothing": 1}), "method_options.nothing", listed)
+        assert method.linear == (torch.equal(*at) and method.extra is None), f"{name}: linear"
 
 
 @judges()
@@ -1571,9 +1626,9 @@ def law_diagnostics(alg: ModuleType) -> None:
     anchor, adv = normal(3, 4, 5, seed=51), double([1.0, -1.0, 0.0, -2.0])
     ll = anchor + normal(3, 4, 5, seed=52)
     for name in ("diffu-grpo", "stabledrl-elbo"):
-        method = alg.with_options(alg.METHODS[name], {"reduction": "token"})
+        method = config.with_options(alg.METHODS[name], {"reduction": "token"})
         key, low, high = ("objective.epsilon_high", 0.5, 1.4) if name == "diffu-grpo" else ("objective.cap", 0.0, 1.7)
-        method = alg.with_options(method, {key: high - (name == "diffu-grpo")})
+        method = config.with_options(method, {key: high - (name == "diffu-grpo")})
         seen = [(float((ll - anchor)[k, b, i]), float(adv[b])) for k, b, i in plan.scored.nonzero().tolist()]
         r, n = [math.exp(u) for u, _ in seen], len(seen)
         sides = [(a > 0 and x > high) or (a < 0 and x < low) for x, (_, a) in zip(r, seen, strict=True)]
@@ -1597,3 +1652,11 @@ def law_diagnostics(alg: ModuleType) -> None:
         close([calm["ratio_mean"], calm["effective_sample_size"], calm["clip_fraction"]], [1.0, 1.0, 0.0], "on policy")
         nothing = alg.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
         assert alg.diagnostics(method, nothing, rollout, ll, anchor, adv) == {}, "no entries"
+
+
+# The laws of the method families, each in a file of its own; they register themselves.
+import laws_gdpo  # noqa: E402, F401
+import laws_stabledrl  # noqa: E402, F401
+import laws_steps  # noqa: E402, F401
+import laws_trust  # noqa: E402, F401
+import laws_zoo  # noqa: E402, F401

@@ -54,10 +54,10 @@ class _Held:
         self.meter.count(self.tensor.untyped_storage(), -1)
 
 
-def joint_backward(model, rollout, plan, loss_of, *, temperature=1.0, names=("logp",)) -> torch.Tensor:
+def joint_backward(model, rollout, plan, loss_of, *, temperature=1.0, names=("logp",), **more) -> torch.Tensor:
     """The reference path: one graph over all states of the plan."""
     states = torch.arange(plan.valid.numel())
-    feature = alg.state_features(model, rollout, plan, states, temperature=temperature, names=names)
+    feature = alg.state_features(model, rollout, plan, states, temperature=temperature, names=names, **more)
     loss = loss_of({name: value.unflatten(0, plan.valid.shape) for name, value in feature.items()})
     loss.backward()
     return loss.detach()

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import tiny
-from minidrl import config, report, trainer
+from minidrl import algorithms, config, report, trainer
 from minidrl.__main__ import main
 from minidrl.algorithms import METHODS
 from minidrl.tasks.countdown import Countdown
@@ -60,7 +61,7 @@ def refused(capfd, *arguments: object) -> str:
 # ------------------------------------------------------------------------------------------------------------- mistakes
 
 MISTAKES = {
-    "--method ppo": "method: got 'ppo'; allowed reinforce,",
+    "--method pppo": "method: got 'pppo'; allowed reinforce,",
     "--stepz 5": "stepz: unknown key (did you mean steps?); allowed model,",
     "--optimizer.learning_rat 5": "optimizer.learning_rat: unknown key (did you mean optimizer.learning_rate?)",
     "--xyzzy=5": "xyzzy: unknown key; allowed",
@@ -114,6 +115,74 @@ def test_a_wrong_setting_is_one_line_and_writes_nothing(arguments, folder, capfd
     before = sorted(folder.rglob("*"))
     assert MISTAKES[arguments] in refused(capfd, "train", "run.yaml", *arguments.split())
     assert sorted(folder.rglob("*")) == before
+
+
+# What a row's own functions refuse, and when: before a network is loaded or a file is written.
+METHOD_MISTAKES = {
+    "egspo --method_options.plan.num_states 5": "plan.num_states: got 5; allowed up to the 4 steps of the sampler",
+    "egspo-released": "plan.num_states: got 8; allowed up to the 4 steps of the sampler",
+    "replay-uniform --sampler.tokens_per_step 2": "plan.num_states: got 4; allowed up to the 2 steps of the sampler",
+    "egspo --method_options.plan.num_states 0": "plan.num_states: got 0; allowed integers from 1",
+    "egspo --method_options.plan.num_states 2.5": "plan.num_states: got 2.5; allowed integers from 1",
+    "egspo --method_options.plan.weight max": "plan.weight: got 'max'; allowed sum, mean, token_mean",
+    "gdpo --method_options.plan.num_nodes 0": "plan.num_nodes: got 0; allowed integers from 1",
+    "gdpo --method_options.plan.counts odd": "plan.counts: got 'odd'",
+    "gdpo --method_options.plan.num_nodes null": "method_options.plan.num_nodes: got None; allowed a value like 3",
+    "drpo --method_options.objective.delta 0": "method_options.objective.delta: got 0; allowed above 0",
+    "dppo-tv --method_options.objective.delta -0.1": "method_options.objective.delta: got -0.1; allowed above 0",
+    "dppo-tv --method_options.objective.form js": "form: got 'js'; allowed tv, kl",
+    "spo --method_options.objective.epsilon 0": "method_options.objective.epsilon: got 0; allowed above 0",
+    "spo --method_options.objective.epsilon .nan": "method_options.objective.epsilon: got nan; allowed above 0",
+    "ppo --method_options.objective.epsilon_low -0.2": "method_options.objective.epsilon_low: got -0.2; allowed above 0",
+    "ppo-released --method_options.objective.bound 1": "method_options.objective.bound: got 1; allowed above 1",
+    "tis --method_options.objective.floor 3": "objective: got floor 3, cap 2.0; allowed 0 <= floor < cap",
+    "stabledrl --method_options.objective.cap 0": "method_options.objective.cap: got 0; allowed above 0",
+    "egspo-sa --method_options.credit.lam -1": "credit.lam: got -1; allowed from 0",
+    "egspo-sa --method_options.credit.schedule cosine": "credit.schedule: got 'cosine'; allowed constant, linear",
+    "egspo-sa --method_options.credit leave_one_out": "credit: got 'leave_one_out'; allowed stepwise_advantage, egspo-sa",
+    "ppo --method_options.credit median": "method_options.credit: got 'median'; allowed group_mean, leave_one_out,",
+    "ppo --method_options.credit leave_one_out --num_generations 1": "num_generations: got 1; allowed from 2 for leave-one-out",
+    "ppo --method_options.credit group_z_score --num_generations 1": "credit.ddof: got 1; allowed 0 up to num_generations - 1",
+    "grpo --num_generations 1": "credit.ddof: got 1; allowed 0 up to num_generations - 1",
+    "grpo --method_options.credit.ddof 3": "credit.ddof: got 3; allowed 0 up to num_generations - 1 = 2",
+    "grpo --method_options.kl.beta 0.1": "method_options.kl.beta: got 0.1; allowed with kl.form and kl.beta both",
+    "grpo --method_options.aggregation max": "aggregation: got 'max' for grpo; allowed sequence_mean,",
+    "ppo --sampler.temperature 0": "sampler.temperature: got 0; allowed above 0, ppo scores at the sampling temperature",
+    "ppo --rollout_dtype float16": "rollout_dtype: got 'float16'; allowed float32, bfloat16",
+    "ppo --rollout_dtype 16": "rollout_dtype: got 16; allowed a value of type str",
+    "ppo --filter_groups maybe": "filter_groups: got 'maybe'; allowed a value of type bool",
+    "ppo --filter_groups true --num_generations 1": "filter_groups: got True with num_generations 1; allowed from 2",
+}
+
+
+@pytest.mark.parametrize("arguments", METHOD_MISTAKES)
+def test_what_a_method_refuses_is_one_line_before_anything_is_loaded_or_written(arguments, folder, capfd, monkeypatch):
+    monkeypatch.setattr(trainer.denoiser, "load", lambda *_: pytest.fail("a network was loaded"))
+    before = sorted(folder.rglob("*"))
+    assert METHOD_MISTAKES[arguments] in refused(capfd, "train", "run.yaml", "--method", *arguments.split())
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("name", "record"), [("dppo-topk", "topk"), ("egspo-sa", "one_step"), ("mdpo", "one_step")])
+def test_a_row_that_forgets_a_record_is_refused(name, record, folder, capfd, monkeypatch):
+    row = METHODS[name]
+    poorer = dataclasses.replace(row, needs=tuple(need for need in row.needs if need != record))
+    monkeypatch.setitem(METHODS, name, poorer)
+    message = refused(capfd, "train", "run.yaml", "--method", name)
+    assert f"records: the rollout holds no record '{record}" in message and "(needs)" in message
+
+
+def test_a_rollout_without_a_record_is_refused_by_the_module_itself():
+    rollout = tiny.rollout(tiny.tabular(), records=())
+    generator = torch.Generator().manual_seed(0)
+    for name in ("egspo", "mdpo", "dppo-topk"):
+        method = METHODS[name]
+        with pytest.raises(ValueError, match="^records: the rollout holds no record '.*; the method must ask the sampler"):
+            plan = method.plan(rollout, generator)
+            blank = torch.zeros(plan.scored.shape, dtype=torch.float64)
+            feature = {"logp": blank, "topk_logp": blank[..., None]}
+            adv = torch.zeros(len(rollout.response))
+            algorithms.method_loss(method, plan, rollout, feature, adv, blank, None)
 
 
 PRETRAIN_MISTAKES = {
@@ -171,7 +240,8 @@ OTHER_MISTAKES = {
     "evaluate gpt --config run.yaml": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
     "methods --jsn": "--jsn",
     "estimators --n 3": "--n: unknown option",
-    "compare run.yaml --methods reinforce,ppo --out all": "method: got 'ppo'; allowed reinforce",
+    "compare run.yaml --methods reinforce,pppo --out all": "method: got 'pppo'; allowed reinforce",
+    "compare run.yaml --methods reinforce,egspo-released --out all": "plan.num_states: got 8; allowed up to the 4 steps",
     "compare run.yaml --methods reinforce --seeds 0 --out all": "seeds: got '0'; allowed integers from 1",
     "compare run.yaml --methods reinforce": "the following arguments are required: --out",
 }
@@ -341,6 +411,9 @@ def test_methods_in_json_and_as_a_table(capfd):
     rows = json.loads(out)
     assert status == 0 and error == "" and [row["method"] for row in rows] == list(METHODS)
     assert all(row["source"] and row["objective"] and row["likelihood"] for row in rows)
+    told = {key for key in rows[0] if key not in ("method", "title", "source", "differs", "records")}
+    assert len({tuple(row[key] for key in sorted(told)) for row in rows}) == len(rows), "two rows differ in visible words"
+    assert told < set(report.METHOD_COLUMNS)
     table = run(capfd, "methods")[1]
     assert len(table.splitlines()) == len(METHODS) + 2 and all(f"| {name}" in table for name in METHODS)
 

@@ -129,10 +129,13 @@ def edit_weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return edit
 
 
-def drop_mask(folder: Path) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    del values["mask_token_id"]
-    (folder / "config.json").write_text(json.dumps(values))
+def drop(key: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        del values[key]
+        (folder / "config.json").write_text(json.dumps(values))
+
+    return edit
 
 
 def truncate(folder: Path) -> None:
@@ -150,9 +153,10 @@ BROKEN = {
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
     "config.json is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
     "config.json is a list": (lambda folder: (folder / "config.json").write_text("[]"), "allowed a bidirectional llama"),
-    "causal llama": (edit_config(is_causal=True), "allowed a bidirectional llama"),
+    "causal llama": (edit_config(is_causal=True), "with is_causal True; allowed for llama is False"),
+    "a llama of somebody else": (drop("is_causal"), "with is_causal True; allowed for llama is False"),
     "another architecture": (edit_config(model_type="gpt2"), "model_type 'gpt2'; allowed a bidirectional llama"),
-    "no [MASK]": (drop_mask, "with a mask_token_id"),
+    "two [MASK]s": (edit_config(mask_token_id=5), "mask_token_id 5; allowed 1, as its tokenizer says"),
     "a size of the wrong type": (edit_config(num_hidden_layers="two"), "cannot be read.*num_hidden_layers"),
     "a weight is missing": (edit_weights(lambda w: w.pop("model.norm.weight")), "missing_keys.*model.norm.weight"),
     "a weight too many": (edit_weights(lambda w: w.update(extra=torch.ones(1))), "unexpected_keys.*extra"),

@@ -8,26 +8,21 @@ import inspect
 import re
 import sys
 from types import ModuleType
-from typing import NamedTuple
 
 import pytest
 
 import laws
+import mutants_gdpo
+import mutants_stabledrl
+import mutants_steps
+import mutants_trust
+import mutants_zoo
 from minidrl import algorithms
+from mutant import Mutant
 
 SOURCE = inspect.getsource(algorithms)
 # A wrong result, or an error that the law provokes. NameError, TypeError and the like would mean a broken mutant.
 KILLED = (AssertionError, ValueError, RuntimeError)
-
-
-class Mutant(NamedTuple):
-    """An equation ("" for what carries no number), a passage of the source, its replacement, the law that must fail."""
-
-    tag: str
-    old: str
-    new: str
-    law: str
-    count: int = 1  # how often the passage occurs
 
 
 MUTANTS = [
@@ -75,7 +70,12 @@ MUTANTS = [
     Mutant("2.2", "inside, 1 / (num_states * t))", "inside, 0 * t + 1 / num_states)", "law_time_plan_frequencies"),
     Mutant("2.2", "t = min_t + (1 - min_t) * _uniform(", "t = min_t + _uniform(", "law_time_plan_expectation"),
     Mutant("2.2", "t = min_t + (1 - min_t) * _uniform(", "t = 2 * min_t + (1 - 2 * min_t) * _uniform(", "law_time_plan_bias"),
-    Mutant("2.2", "< t[..., None]) & inside", "> t[..., None]) & inside", "law_time_plan_expectation"),
+    Mutant(
+        "2.2",
+        ", inside.device) < t[..., None]) & inside",
+        ", inside.device) > t[..., None]) & inside",
+        "law_time_plan_expectation",
+    ),
     Mutant("2.2", "(1 - min_t) * _uniform((num_states, ", "(1 - min_t) * _uniform((1, ", "law_time_plan_frequencies"),
     Mutant(
         "2.2",
@@ -184,7 +184,7 @@ MUTANTS = [
         "(unmask == steps[..., None]) & rollout.keep",
         "law_replay_states",
     ),
-    Mutant("3.1", "scale.expand(steps.shape), valid, replay=True)", "scale.expand(steps.shape), valid)", "law_replay_states"),
+    Mutant("3.1", "scale.expand(steps.shape), valid, step=steps)", "scale.expand(steps.shape), valid)", "law_replay_states"),
     Mutant(
         "3.1",
         "available.clamp(min=1, max=num_states)",
@@ -211,19 +211,29 @@ MUTANTS = [
     Mutant("3.1", "scatter_add_(0, step.T, entropy.T)", "scatter_(0, step.T, entropy.T)", "law_replay_entropy_threshold"),
     Mutant(
         "3.1",
-        '        _check_count("plan.num_states", num_states)\n        steps, scale',
+        "        _check_num_states(rollout, num_states)\n        steps, scale",
         "        steps, scale",
         "law_plan_refusals",
     ),
     Mutant("3.1", "valid = valid & (_step_entropy(", "valid = (_step_entropy(", "law_replay_entropy_threshold"),
     Mutant("3.1", "+ 1)[: steps.shape[0]] >= min_entropy)", "+ 1)[:1] >= min_entropy)", "law_replay_entropy_threshold"),
     # --------------------------------------------------------------------------------------------------------- 4.1 features
-    Mutant("4.1", "model.head(h) / temperature", "model.head(h)", "law_features_are_those_of_the_model"),
-    Mutant("4.1", "model.head(h) / temperature", "model.head(h) * temperature", "law_features_have_the_right_gradient"),
     Mutant(
         "4.1",
-        "[:, rollout.prompt.shape[1] :][scored]",
-        "[:, rollout.prompt.shape[1] - 1 : -1][scored]",
+        "(logits / temperature).log_softmax(-1)\n    read",
+        "logits.log_softmax(-1)\n    read",
+        "law_features_are_those_of_the_model",
+    ),
+    Mutant(
+        "4.1",
+        "(logits / temperature).log_softmax(-1)\n    read",
+        "(logits * temperature).log_softmax(-1)\n    read",
+        "law_features_have_the_right_gradient",
+    ),
+    Mutant(
+        "4.1",
+        "[:, rollout.prompt.shape[1] :][rows]",
+        "[:, rollout.prompt.shape[1] - 1 : -1][rows]",
         "law_features_are_those_of_the_model",
     ),
     Mutant(
@@ -246,22 +256,27 @@ MUTANTS = [
     ),
     Mutant(
         "4.1",
-        "target = rollout.response[states % rollout.response.shape[0]]",
-        "target = rollout.response[states * 0]",
+        "targets = rollout.response[row] if",
+        "targets = rollout.response[0 * row] if",
         "law_features_are_those_of_the_model",
     ),
-    Mutant("4.1", "-(log_probs.exp() *", "(log_probs.exp() *", "law_features_are_those_of_the_model"),
-    Mutant("4.1", "log_probs.masked_fill(log_probs == -torch.inf, 0)", "log_probs", "law_features_have_the_right_gradient"),
+    Mutant("4.1", "= -_expectation(read, read)", "= _expectation(read, read)", "law_features_are_those_of_the_model"),
+    Mutant("4.1", "value.masked_fill(log_probs == -torch.inf, 0)", "value", "law_features_have_the_right_gradient"),
     Mutant("4.1", "flat[states] = value", "flat[: len(states)] = value", "law_features_do_not_depend_on_the_split"),
     # ------------------------------------------------------------------------------------------------------- 5.1 reductions
     Mutant("5.1", "ll = logp * plan.scored", "ll = logp", "law_reductions"),
     Mutant("5.1", "ll = ll.sum(-1, keepdim=True)", "ll = ll.mean(-1, keepdim=True)", "law_reductions"),
     Mutant("5.1", "ll = ll.sum(-1, keepdim=True)", "ll = ll.mean(-1, keepdim=True)", "law_mean_field_is_integrand_at_one"),
-    Mutant("5.1", "(ll * plan.weight[..., None]).sum(0", "(ll * plan.weight[..., None]).mean(0", "law_count_plan_expectation"),
-    Mutant("5.1", "(ll * plan.weight[..., None]).sum(0", "ll.sum(0", "law_complementary_expectation"),
-    Mutant("5.1", "else ll / normalizer[None, :, None]", "else ll * normalizer[None, :, None]", "law_reductions"),
+    Mutant(
+        "5.1",
+        "(ll * plan.weight[..., None]).unflatten(0, (pairs, -1)).sum(1)",
+        "(ll * plan.weight[..., None]).mean(0, keepdim=True)",
+        "law_count_plan_expectation",
+    ),
+    Mutant("5.1", "(ll * plan.weight[..., None]).unflatten(", "ll.unflatten(", "law_complementary_expectation"),
+    Mutant("5.1", "else ll / normalizer[..., None]", "else ll * normalizer[..., None]", "law_reductions"),
     Mutant("5.1", "if level not in LEVELS:", "if False:", "law_reductions"),
-    Mutant("5.1", "present = plan.scored.any(-1).any(0)", "present = plan.scored.any(-1).all(0)", "law_entries"),
+    Mutant("5.1", "unflatten(0, (pairs, -1)).any(1)", "unflatten(0, (pairs, -1)).all(1)", "law_entries"),
     Mutant(
         "5.1",
         "return present, torch.ones_like(present, dtype=plan.weight.dtype)",
@@ -336,10 +351,10 @@ MUTANTS = [
     Mutant("7.2", 'return u if form == "k1"', 'return u.abs() if form == "k1"', "law_kl_by_enumeration"),
     Mutant("7.2", "if ref.requires_grad:", "if False:", "law_kl_sign"),
     # --------------------------------------------------------------------------------------------------------- 8 objectives
-    Mutant("8.1", "return -adv * ll", "return adv * ll", "law_reinforce_gradient"),
-    Mutant("8.1", "return -adv * ll", "return -adv * ll.exp()", "law_reinforce_gradient"),
-    Mutant("8.1", "return -adv * ll", "return -adv.abs() * ll", "law_ppo_on_policy_is_reinforce"),
-    Mutant("8.1", "return -adv * ll", "return adv * ll", "law_replay_gradient_is_the_policy_gradient"),
+    Mutant("8.1", "return -adv * (ll if", "return adv * (ll if", "law_reinforce_gradient"),
+    Mutant("8.1", "return -adv * (ll if", "return -adv * (ll.exp() if", "law_reinforce_gradient"),
+    Mutant("8.1", "return -adv * (ll if", "return -adv.abs() * (ll if", "law_ppo_on_policy_is_reinforce"),
+    Mutant("8.1", "return -adv * (ll if", "return adv * (ll if", "law_replay_gradient_is_the_policy_gradient"),
     Mutant("8.2", "return -torch.minimum(", "return -torch.maximum(", "law_ppo_gradient"),
     Mutant("8.2", "return -torch.minimum(", "return torch.minimum(", "law_ppo_on_policy_is_reinforce"),
     Mutant(
@@ -360,11 +375,16 @@ MUTANTS = [
         "torch.minimum(ratio.clamp(max=1e3) * adv, ratio.clamp",
         "law_self_normalized_gradient_is_bounded",
     ),
-    Mutant("8.2", "ratio = log_ratio(ll, anchor).exp()", "ratio = 1 + log_ratio(ll, anchor)", "law_ppo_gradient"),
     Mutant(
         "8.2",
-        "ratio = log_ratio(ll, anchor).exp()",
-        "ratio = log_ratio(ll, anchor).exp().detach() + 0 * ll",
+        "ratio = log_ratio(ll, anchor).exp()\n    return -torch.minimum(",
+        "ratio = 1 + log_ratio(ll, anchor)\n    return -torch.minimum(",
+        "law_ppo_gradient",
+    ),
+    Mutant(
+        "8.2",
+        "ratio = log_ratio(ll, anchor).exp()\n    return -torch.minimum(",
+        "ratio = log_ratio(ll, anchor).exp().detach() + 0 * ll\n    return -torch.minimum(",
         "law_ppo_on_policy_is_reinforce",
     ),
     Mutant("8.3", "capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios", "law_self_normalized_weights"),
@@ -403,18 +423,28 @@ MUTANTS = [
         "law_self_normalized_gradient",
     ),
     Mutant("8.4", "log_cap=math.log(cap))", "log_cap=math.log(1 + cap))", "law_self_normalized_gradient"),
-    Mutant("8.4", "return -weights * adv * ll", "return -weights * adv.clamp(min=0) * ll", "law_self_normalized_gradient"),
-    Mutant("8.4", "return -weights * adv * ll", "return weights * adv * ll", "law_self_normalized_on_policy_is_reinforce"),
     Mutant(
         "8.4",
-        "return -weights * adv * ll",
-        "return -num_generations * weights * adv * ll",
+        "log_cap=math.log(cap))\n    return -weights * adv * (ll",
+        "log_cap=math.log(cap))\n    return -weights * adv.clamp(min=0) * (ll",
+        "law_self_normalized_gradient",
+    ),
+    Mutant(
+        "8.4",
+        "log_cap=math.log(cap))\n    return -weights * adv * (ll",
+        "log_cap=math.log(cap))\n    return weights * adv * (ll",
         "law_self_normalized_on_policy_is_reinforce",
     ),
     Mutant(
         "8.4",
-        "return -weights * adv * ll",
-        "return -log_ratio(ll, anchor).exp() * adv",
+        "log_cap=math.log(cap))\n    return -weights * adv * (ll",
+        "log_cap=math.log(cap))\n    return -num_generations * weights * adv * (ll",
+        "law_self_normalized_on_policy_is_reinforce",
+    ),
+    Mutant(
+        "8.4",
+        "log_cap=math.log(cap))\n    return -weights * adv * (ll if score is None else score)",
+        "log_cap=math.log(cap))\n    return -log_ratio(ll, anchor).exp() * adv",
         "law_self_normalized_gradient_is_bounded",
     ),
     Mutant("8.4", "if cap <= 0:", "if cap < 0:", "law_objective_refusals"),
@@ -471,42 +501,43 @@ MUTANTS = [
         "law_method_loss_adds_the_penalty",
     ),
     Mutant("10.1", "loss = loss + method.kl.beta * kl_term(", "loss = loss + kl_term(", "law_methods"),
-    Mutant("10.1", "kl_term(ll, ref, form=method.kl.form)", 'kl_term(ll, ref, form="k2")', "law_method_loss_adds_the_penalty"),
-    Mutant("10.1", "kl_term(ll, ref, form=method.kl.form)", "kl_term(ll.detach(), ref, form=method.kl.form)", "law_methods"),
-    Mutant("10.1", "adv.to(ll.dtype)[None, :, None]", "-adv.to(ll.dtype)[None, :, None]", "law_methods"),
+    Mutant("10.1", "feature), ref, form=method.kl.form)", 'feature), ref, form="k2")', "law_method_loss_adds_the_penalty"),
+    Mutant("10.1", "rollout, feature), ref, form", "rollout, feature).detach(), ref, form", "law_methods"),
+    Mutant("10.1", "adv.to(ll.dtype)[..., None]", "-adv.to(ll.dtype)[..., None]", "law_methods"),
     Mutant("10.1", "how=method.aggregation)", 'how="sequence_mean")', "law_methods"),
     Mutant("10.1", "how=method.aggregation)", 'how="token_mean")', "law_methods_treat_prompts_apart"),
-    Mutant("10.1", "expand_as(ll), rollout.num_generations)", "expand_as(ll), len(adv))", "law_methods_treat_prompts_apart"),
-    Mutant("10.1", "rollout.logp.expand(plan.scored.shape))", "0 * rollout.logp.expand(plan.scored.shape))", "law_methods"),
     Mutant(
         "10.1",
-        'if not plan.replay or method.temperature != "sampling":',
-        'if method.temperature != "sampling":',
+        "anchor, adv, rollout.num_generations, **extra)",
+        "anchor, adv, adv.shape[1], **extra)",
+        "law_methods_treat_prompts_apart",
+    ),
+    Mutant("10.1", "rollout.logp.expand(plan.scored.shape)})", "0 * rollout.logp.expand(plan.scored.shape)})", "law_methods"),
+    Mutant(
+        "10.1",
+        'if not plan.replay or method.temperature != "sampling"',
+        'if method.temperature != "sampling"',
         "law_normalizers",
     ),
     Mutant("10.1", "if getattr(self, key) not in allowed:", "if False:", "law_normalizers"),
-    Mutant("10.1", "if not isinstance(value, kinds) or", "if False and", "law_options"),
     Mutant(
         "10.1",
-        '"padded_length": torch.full_like(rollout.lengths, logp.shape[-1])',
+        '"padded_length": torch.full_like(rollout.lengths, rollout.keep.shape[1])',
         '"padded_length": rollout.lengths',
         "law_normalizers",
     ),
     Mutant("10.1", "_Z_SCORE = partial(group_z_score, ddof=1", "_Z_SCORE = partial(group_z_score, ddof=0", "law_methods"),
-    Mutant("10.1", "epsilon_low=0.5, epsilon_high=0.5)", "epsilon_low=0.5, epsilon_high=0.2)", "law_method_properties"),
-    Mutant("10.1", 'kl=KL("k3", 0.04)', 'kl=KL("k2", 0.04)', "law_methods"),
-    Mutant("10.1", 'normalizer="kept_length",', 'normalizer="padded_length",', "law_methods", count=2),
+    Mutant(
+        "10.1",
+        'epsilon_low=0.5, epsilon_high=0.5), reduction="token"',
+        'epsilon_low=0.5, epsilon_high=0.2), reduction="token"',
+        "law_method_properties",
+    ),
+    Mutant("10.1", '"paired", kl=KL("k3", 0.04)', '"paired", kl=KL("k2", 0.04)', "law_methods"),
+    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", count=4),
     Mutant("10.1", "partial(self_normalized_clip, cap=6.0)", "partial(self_normalized_clip, cap=5.0)", "law_method_properties"),
     Mutant("10.1", "self.objective.func is reinforce and self.kl is None", "self.kl is None", "law_method_properties"),
     Mutant("10.1", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_high", 1.0), 1 +', "law_diagnostics"),
-    Mutant("10.1", 'kl=None if (name, value) == ("beta", 0) else', "kl=", "law_options"),
-    Mutant("10.1", "{**component.keywords, name: value}", "{name: value, **component.keywords}", "law_options"),
-    Mutant(
-        "10.1",
-        "elif isinstance(component, partial) and name in component.keywords:",
-        "elif isinstance(component, partial):",
-        "law_options",
-    ),
     # ---------------------------------------------------------------------------------------------------------- diagnostics
     Mutant(
         "",
@@ -516,19 +547,21 @@ MUTANTS = [
     ),
     Mutant(
         "",
-        '"bypass_fraction": ((sign < 0) & (ratio > high))',
-        '"bypass_fraction": ((sign > 0) & (ratio > high))',
+        '"bypass_fraction": ((adv[present] < 0) &',
+        '"bypass_fraction": ((adv[present] > 0) &',
         "law_diagnostics",
     ),
     Mutant("", "torch.exp(2 * logs.logsumexp(0) -", "torch.exp(logs.logsumexp(0) -", "law_diagnostics"),
-    Mutant(
-        "", "((sign > 0) & (ratio > high)) | ((sign < 0) & (ratio < low))", "(ratio > high) | (ratio < low)", "law_diagnostics"
-    ),
-    Mutant("10.1", "adv.to(ll.dtype)[None, :, None]", "adv[None, :, None]", "law_single_precision_stays_single"),
+    Mutant("", "((adv > 0) & (ratio > high)) | ((adv < 0) & beyond)", "(ratio > high) | beyond", "law_diagnostics"),
+    Mutant("10.1", "adv.to(ll.dtype)[..., None]", "adv[..., None]", "law_single_precision_stays_single"),
     Mutant("2.2", "weight.to(rollout.logp.dtype), masked", "weight.double(), masked", "law_single_precision_stays_single"),
     Mutant("", "if not len(logs):", "if False:", "law_diagnostics"),
     Mutant("8.4", "if cap <= 0:", "if cap <= 1:", "law_self_normalized_gradient"),
 ]
+
+MUTANTS += (
+    mutants_gdpo.MUTANTS + mutants_stabledrl.MUTANTS + mutants_steps.MUTANTS + mutants_trust.MUTANTS + mutants_zoo.MUTANTS
+)
 
 
 def mutated(mutant: Mutant) -> ModuleType:

@@ -43,10 +43,32 @@ def test_a_stale_table_is_seen(readme):
 def test_the_counts_are_current(readme):
     """N equations, N laws, N mutants; that none survives is what test_mutants asserts."""
     equations = set(re.findall(r'"""\((\d+\.\d+)\)', (ROOT / "minidrl" / "algorithms.py").read_text()))
-    laws = re.findall(r"^def law_", (ROOT / "tests" / "laws.py").read_text(), re.MULTILINE)
+    sources = [path.read_text() for path in (ROOT / "tests").glob("laws*.py")]
+    laws = re.findall(r"^def law_", "\n".join(sources), re.MULTILINE)
     text = " ".join(readme.README.read_text().split())
     assert f"{len(equations)} equations, {len(laws)} laws" in text and f"{len(MUTANTS)} wrong versions" in text
 
 
 def test_nothing_is_left_to_fill_in():
     assert "@@" not in (ROOT / "README.md").read_text()
+
+
+def shown_by() -> list[str]:
+    """The tests that ERRATA.md names."""
+    text = (ROOT / "ERRATA.md").read_text(encoding="utf-8")
+    return re.findall(r"`(law_\w+|\w+\.py::test_\w+|tests/\w+\.py|benchmarks/\w+\.py)`", text)
+
+
+def test_errata_names_tests_that_exist():
+    sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")}
+    everything = "\n".join(sources.values())
+    named = shown_by()
+    assert len(named) > 60
+    for name in named:
+        file, _, test = name.partition("::")
+        if name.startswith("law_"):
+            assert f"def {name}(" in everything, name
+        elif test:
+            assert f"def {test}(" in sources[file], name
+        else:
+            assert (ROOT / name).is_file(), name

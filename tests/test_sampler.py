@@ -3,16 +3,18 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidrl import sampler
-from minidrl.oracle import TabularDenoiser, trajectories
-from minidrl.sampler import RECORDS, Sampler, network_calls, steps_run
+from minidrl.oracle import TabularDenoiser, token_logp, trajectories
+from minidrl.sampler import RECORDS, TOP_K, Sampler, network_calls, steps_run
 
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
+GREEDY_RECORDS = tuple(name for name in RECORDS if name != "topk")  # those that temperature 0 has
 
 
 # --------------------------------------------------------------------------------------------------- models and helpers
@@ -140,7 +142,7 @@ def law_exact_distribution(generate, order, temperature, tokens_per_step=1, bloc
 
 
 def law_scores_replay(generate, order, temperature=0.7, model=None):
-    """logp, entropy and one_step equal what the network says of the replayed states."""
+    """logp, entropy, topk and one_step equal what the network says of the replayed states."""
     model = model or ContextDenoiser()
     settings = settings_of(order, temperature, 6, 3, 1)
     out = generate(model, *prompts(), settings, eos_token_id=0, num_generations=6, generator=seeded(), records=RECORDS)
@@ -154,9 +156,121 @@ def law_scores_replay(generate, order, temperature=0.7, model=None):
         completion = torch.where(sampler.hidden_before(out, step), logits.argmax(-1), out.response)
         completion = torch.where((step < steps_run(out.unmask_step))[:, None], completion, out.response)
         assert torch.equal(out.records["one_step"][:, step], completion)
+        assert_topk(out, logq, now)
     torch.testing.assert_close(out.logp, logp)
     torch.testing.assert_close(out.records["entropy"], entropy)
     assert (out.unmask_step == -1).any() and (out.logp < 0).sum() == (out.unmask_step >= 0).sum()
+    for name in ("topk_ids", "topk_logp"):
+        assert (out.records[name][out.unmask_step == -1] == 0).all()
+    assert out.records["topk_ids"].dtype == torch.int64 and out.records["topk_logp"].dtype == out.logp.dtype
+
+
+def assert_topk(out, logq, now):
+    """The records of the positions revealed `now` are the sorted head of their distributions; [MASK] is not in it."""
+    ids, logp = out.records["topk_ids"][now], out.records["topk_logp"][now]
+    assert ids.shape[-1] == min(TOP_K, logq.shape[-1] - 1)
+    exact = logq[now].sort(descending=True)
+    torch.testing.assert_close(logp, exact.values[:, : ids.shape[-1]])
+    torch.testing.assert_close(logq[now].gather(-1, ids), logp)
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+
+
+def law_completions_are_drawn(generate, order, temperature=0.7, draws=20_000):
+    """A sampled completion of a state has the product law of its hidden tokens at the temperature, by the oracle."""
+    model = TabularDenoiser.random(3, 3, seeded(8), scale=1.5)
+    settings = settings_of(order, temperature, 3, 3, 1)
+    out = generate(
+        model,
+        *empty_prompt(),
+        settings,
+        eos_token_id=None,
+        num_generations=draws,
+        generator=seeded(),
+        records=["one_step_sampled"],
+    )
+    states = sampler.states(out, model.mask_token_id).tolist()
+    for step in range(settings.num_steps):
+        drawn = Counter(map(tuple, out.records["one_step_sampled"][:, step].tolist()))
+        law = Counter()
+        for state, count in Counter(map(tuple, states[step])).items():
+            hidden = frozenset(i for i, token in enumerate(state) if token == model.mask_token_id)
+            for filling in product(range(3), repeat=len(hidden)):
+                text = list(state)
+                for i, token in zip(sorted(hidden), filling, strict=True):
+                    text[i] = token
+                logp = token_logp(model, tuple(text), hidden, temperature)
+                law[tuple(text)] += count / draws * float(torch.stack([*logp.values()]).detach().sum().exp())
+        assert chi_square_p(drawn, law) > 1e-4
+
+
+def law_completions_have_noise_of_their_own(generate, order):
+    """Given the state before the last step, its completion has the law of the response, and is independent of it."""
+    model = TabularDenoiser.random(2, 2, seeded(9))
+    out = generate(
+        model,
+        *empty_prompt(),
+        settings_of(order, 0.8, 2, 2, 1),
+        eos_token_id=None,
+        num_generations=20_000,
+        generator=seeded(),
+        records=["one_step_sampled"],
+    )
+    state = sampler.state_before(out, 1, model.mask_token_id)
+    for (_, j), rows in groups(state):
+        own, other = out.response[rows].tolist(), out.records["one_step_sampled"][rows, 1].tolist()
+        share = sum(row[j] for row in own) / len(own)  # tokens are 0 and 1
+        pairs = Counter((a[j], b[j]) for a, b in zip(own, other, strict=True))
+        exact = float(token_logp(model, tuple(own[0]), frozenset([j]), 0.8)[j].detach().exp())
+        exact = exact if own[0][j] else 1 - exact
+        assert abs(share - exact) < 5 * (exact * (1 - exact) / len(own)) ** 0.5
+        joint = {(a, b): (exact if a else 1 - exact) * (exact if b else 1 - exact) for a in (0, 1) for b in (0, 1)}
+        assert chi_square_p(pairs, joint) > 1e-4
+
+
+def groups(state):
+    """((state, its only hidden position), its rows) for every distinct state."""
+    for one in sorted(set(map(tuple, state.tolist()))):
+        rows = (state == torch.tensor(one)).all(1).nonzero()[:, 0]
+        yield (one, one.index(max(one))), rows  # [MASK] is the largest id
+
+
+def law_records_change_nothing(generate, order, temperature):
+    """The trajectory with records is that without, for the same generator; each record is what it is without the others."""
+    run = partial(generate, ContextDenoiser(), *prompts(), settings_of(order, temperature, 6, 3, 1), eos_token_id=0)
+    bare = run(num_generations=4, generator=seeded(3))
+    for records in [[name] for name in RECORDS] + [RECORDS]:
+        seen = run(num_generations=4, generator=seeded(3), records=records)
+        assert_same(replace(seen, records={}), bare)
+        alone = run(num_generations=4, generator=seeded(3), records=["one_step_sampled"])
+        if "one_step_sampled" in records:
+            assert torch.equal(seen.records["one_step_sampled"], alone.records["one_step_sampled"])
+
+
+def law_topk_by_the_oracle(generate, order, temperature=0.7):
+    """Each revealed position lists the tokens of its distribution in the state before its step, likeliest first."""
+    model = TabularDenoiser.random(4, 3, seeded(5), scale=1.5)
+    settings = settings_of(order, temperature, 4, 2, 1)
+    out = generate(model, *empty_prompt(), settings, eos_token_id=2, num_generations=50, generator=seeded(), records=["topk"])
+    assert out.records["topk_ids"].shape == (50, 4, 3)
+    states = sampler.states(out, model.mask_token_id)
+    for b in range(50):
+        for i in range(4):
+            if out.unmask_step[b, i] >= 0:
+                row = tuple(states[out.unmask_step[b, i], b].tolist())
+                exact = (model.logits_at(row)[i] / temperature).log_softmax(-1).detach()
+                torch.testing.assert_close(out.records["topk_logp"][b, i], exact.sort(descending=True).values)
+                assert out.records["topk_ids"][b, i].tolist() == exact.argsort(descending=True).tolist()
+            else:
+                assert not out.records["topk_ids"][b, i].any() and not out.records["topk_logp"][b, i].any()
+    assert (out.unmask_step < 0).any(), "a row that ended early"
+
+
+def law_topk_is_short(generate):
+    """Of a large vocabulary, 20 tokens."""
+    model = FixedDenoiser(torch.linspace(0, 3, 500))
+    settings = settings_of("left_to_right", 1.0, 4, 4, 2)
+    out = generate(model, *empty_prompt(), settings, eos_token_id=None, generator=seeded(), records=["topk"])
+    assert torch.equal(out.records["topk_ids"][0, 0], torch.arange(499, 479, -1))
 
 
 def law_states_replay(generate, order, early_stop=True):
@@ -201,7 +315,7 @@ def law_each_step_reveals_n(generate, order):
 
 def law_same_whatever_the_cost(generate, order, temperature):
     """early_stop and micro_batch change neither the Rollout nor the state in which the generator is left."""
-    settings = settings_of(order, temperature, 6, 2, 1)
+    settings, records = settings_of(order, temperature, 6, 2, 1), RECORDS if temperature else GREEDY_RECORDS
     variants = [{"early_stop": stop, "micro_batch": size} for stop in (True, False) for size in (None, 1, 4)]
     outs = []
     for variant in variants:
@@ -215,21 +329,21 @@ def law_same_whatever_the_cost(generate, order, temperature):
                 eos_token_id=2,
                 num_generations=2,
                 generator=g,
-                records=RECORDS,
+                records=records,
                 **variant,
             )
         )
-        assert torch.equal(torch.rand(4, generator=g), torch.rand(4, generator=after_one_call(generate, settings)))
+        assert torch.equal(torch.rand(4, generator=g), torch.rand(4, generator=after_one_call(generate, settings, records)))
     for other in outs[1:]:
         assert_same(outs[0], other)
     return outs[0]
 
 
-def after_one_call(generate, settings):
+def after_one_call(generate, settings, records):
     """The generator as a call with the same shapes leaves it, whatever was sampled."""
     g = seeded(5)
     model = TabularDenoiser.random(6, 3, seeded(2))
-    generate(model, *empty_prompt(14), settings, eos_token_id=None, generator=g)
+    generate(model, *empty_prompt(14), settings, eos_token_id=None, generator=g, records=records)
     return g
 
 
@@ -304,11 +418,12 @@ def law_greedy_needs_no_noise(generate, order):
     g = seeded()
     before = g.get_state()
     model = ContextDenoiser()
-    run = partial(generate, model, *prompts(), settings_of(order, 0.0, 6, 3, 1), eos_token_id=None, records=RECORDS)
+    run = partial(generate, model, *prompts(), settings_of(order, 0.0, 6, 3, 1), eos_token_id=None, records=GREEDY_RECORDS)
     a, b = run(generator=g), run(generator=None)
     assert_same(a, b)
     assert torch.equal(g.get_state(), before)
     assert (a.logp == 0).all() and (a.records["entropy"] == 0).all()
+    assert torch.equal(a.records["one_step_sampled"], a.records["one_step"]), "softmax(z / 0) is the argmax"
     for step in range(6):
         now = a.unmask_step == step
         assert torch.equal(replayed(a, model, step).argmax(-1)[now], a.response[now])
@@ -366,6 +481,24 @@ def test_exact_distribution_greedy(order):
 def test_scores_replay(order, temperature):
     law_scores_replay(sampler.generate, order, temperature)
     law_scores_replay(sampler.generate, order, temperature, ContextDenoiser(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_completions(order):
+    law_completions_are_drawn(sampler.generate, order)
+    law_completions_have_noise_of_their_own(sampler.generate, order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_records_change_nothing(order, temperature):
+    law_records_change_nothing(sampler.generate, order, temperature)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_topk(order):
+    law_topk_by_the_oracle(sampler.generate, order)
+    law_topk_is_short(sampler.generate)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -519,7 +652,11 @@ def test_settings_count_the_steps():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"records": ["entropies"]}, "records: got 'entropies'; allowed entropy, one_step"),
+        ({"records": ["entropies"]}, "records: got 'entropies'; allowed entropy, one_step, one_step_sampled, topk"),
+        (
+            {"records": ["topk"], "settings": replace(VALID, temperature=0)},
+            "records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability",
+        ),
         ({"num_generations": 0}, "num_generations: got 0; allowed an integer >= 1"),
         ({"micro_batch": 0}, "micro_batch: got 0; allowed an integer >= 1"),
         ({"eos_token_id": 4}, "eos_token_id: got 4; allowed None or a token id below 5 other than [MASK] = 4"),
@@ -570,14 +707,24 @@ def temperature_inverted(logits, temperature, u, with_confidence):
     return ORIGINAL["propose"](logits, 1 / temperature, u, with_confidence)
 
 
-def order_reversed(settings, rows, generator, device):
-    noise = ORIGINAL["draw_noise"](settings, rows, generator, device)
+def order_reversed(settings, rows, generator, device, records):
+    noise = ORIGINAL["draw_noise"](settings, rows, generator, device, records)
     return replace(noise, order=noise.order.flip(-1))
 
 
-def noise_shared_by_the_rows(settings, rows, generator, device):
-    noise = ORIGINAL["draw_noise"](settings, rows, generator, device)
+def noise_shared_by_the_rows(settings, rows, generator, device, records):
+    noise = ORIGINAL["draw_noise"](settings, rows, generator, device, records)
     return replace(noise, uniform=noise.uniform[:, :1].expand(-1, rows, -1))
+
+
+def records_drawn_first(settings, rows, generator, device, records):
+    noise = ORIGINAL["draw_noise"](settings, rows, generator, device, records)
+    return noise if noise.completion is None else ORIGINAL["draw_noise"](settings, rows, generator, device, records)
+
+
+def noise_of_the_trajectory(settings, rows, generator, device, records):
+    noise = ORIGINAL["draw_noise"](settings, rows, generator, device, records)
+    return replace(noise, completion=noise.uniform.expand(-1, -1, settings.length))
 
 
 def noise_by_place_in_the_part(model, settings, trace, noise, step, rows):
@@ -663,8 +810,52 @@ def never_revealed_comes_back(rollout, step):
     return rollout.unmask_step >= step
 
 
-def completion_forgets_the_revealed(model, h, tokens, settings):
-    return model.head(h).argmax(-1)
+def completion_forgets_the_revealed(model, h, tokens, settings, u):
+    return ORIGINAL["one_step_completion"](model, h, torch.full_like(tokens, model.mask_token_id), settings, u)
+
+
+def completion_at_temperature_one(model, h, tokens, settings, u):
+    return ORIGINAL["one_step_completion"](model, h, tokens, replace(settings, temperature=1.0), u)
+
+
+def completion_is_greedy(model, h, tokens, settings, u):
+    return ORIGINAL["one_step_completion"](model, h, tokens, settings, None)
+
+
+def completion_by_one_number(model, h, tokens, settings, u):
+    return ORIGINAL["one_step_completion"](model, h, tokens, settings, None if u is None else u[:, :1].expand_as(u))
+
+
+def completion_noise_by_place_in_the_part(model, settings, trace, noise, step, rows):
+    completion = noise.completion.clone()
+    completion[:, rows] = noise.completion[:, : len(rows)]
+    ORIGINAL["reveal"](model, settings, trace, replace(noise, completion=completion), step, rows)
+
+
+def topk_of_the_next_position(trace, settings, step, rows, positions, proposal):
+    ORIGINAL["write"](trace, settings, step, rows, positions, proposal)
+    if "topk_ids" in trace.records:
+        trace.records["topk_ids"] = trace.records["topk_ids"].roll(1, 1)
+
+
+def topk_least_likely(trace, settings, step, rows, positions, proposal):
+    turned = replace(proposal, logq=-proposal.logq)
+    ORIGINAL["write"](trace, settings, step, rows, positions, turned)
+
+
+def topk_of_the_confidence(trace, settings, step, rows, positions, proposal):
+    warm = (proposal.logq * settings.temperature).log_softmax(-1)
+    ORIGINAL["write"](trace, settings, step, rows, positions, replace(proposal, logq=warm))
+
+
+def topk_without_limit(trace, count):
+    ORIGINAL["add_topk"](trace, count + 1)
+
+
+def topk_of_what_was_over(trace, prompt, prompt_mask, settings, eos_token_id, num_generations):
+    out = ORIGINAL["finish"](trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
+    out.records.update({name: trace.records[name] for name in ("topk_ids", "topk_logp") if name in trace.records})
+    return out
 
 
 LOW, LEFT = "low_confidence", "left_to_right"
@@ -696,6 +887,18 @@ MUTANTS = [
     ("hidden_before", hidden_one_step_too_late, partial(law_states_replay, order=LEFT)),
     ("hidden_before", never_revealed_comes_back, partial(law_states_replay, order=LEFT, early_stop=False)),
     ("one_step_completion", completion_forgets_the_revealed, partial(scores, order=LEFT)),
+    ("one_step_completion", completion_forgets_the_revealed, partial(law_completions_are_drawn, order="random")),
+    ("one_step_completion", completion_at_temperature_one, partial(law_completions_are_drawn, order=LEFT)),
+    ("one_step_completion", completion_is_greedy, partial(law_completions_are_drawn, order=LEFT)),
+    ("one_step_completion", completion_by_one_number, partial(law_completions_are_drawn, order=LEFT)),
+    ("draw_noise", noise_of_the_trajectory, partial(law_completions_have_noise_of_their_own, order=LEFT)),
+    ("draw_noise", records_drawn_first, partial(law_records_change_nothing, order=LEFT, temperature=1.0)),
+    ("reveal", completion_noise_by_place_in_the_part, partial(law_same_whatever_the_cost, order=LEFT, temperature=1.0)),
+    ("write", topk_of_the_next_position, partial(law_topk_by_the_oracle, order=LEFT)),
+    ("write", topk_least_likely, partial(law_topk_by_the_oracle, order="random")),
+    ("write", topk_of_the_confidence, partial(law_topk_by_the_oracle, order=LOW)),
+    ("add_topk", topk_without_limit, law_topk_is_short),
+    ("finish", topk_of_what_was_over, partial(law_same_whatever_the_cost, order=LEFT, temperature=1.0)),
 ]
 
 

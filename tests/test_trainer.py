@@ -4,6 +4,7 @@ Laws take the implementation (`backward`) as an argument, so that the mutants be
 """
 
 import ast
+import copy
 import dataclasses
 import json
 import math
@@ -49,48 +50,65 @@ class Problem:
     loss_of: Callable
     temperature: float = 1.0
     names: tuple[str, ...] = ("logp",)
+    reference: nn.Module | None = None
 
 
-def second_update(learner: trainer.Learner, experience: trainer.Experience) -> tuple[alg.Plan, torch.Tensor, torch.Tensor]:
-    """Plan, anchor and reference of the second update, after a first one that has moved the weights."""
+@dataclasses.dataclass
+class Second:
+    """What the second update of a step is given, after a first one that has moved the weights."""
+
+    plan: alg.Plan
+    adv: torch.Tensor
+    anchor: torch.Tensor | None
+    ref: torch.Tensor | None
+
+
+def second_update(learner: trainer.Learner, experience: trainer.Experience) -> Second:
     method, rollout, clock = learner.method, experience.rollout, trainer.Clock()
-    plans = learner.plans(0, experience)
-    anchor = learner.anchors(0, plans, rollout, clock)[1]
+    credited = learner.plans(0, experience)
+    anchor = learner.anchors(0, [plan for plan, _ in credited], rollout, clock)[1]
     if anchor is None and method.anchor == "old":
-        anchor = alg.reduced(method, plans[0], rollout, learner.score(learner.network, rollout, plans[0], clock)["logp"])
+        first = credited[0][0]
+        anchor = alg.reduced(method, first, rollout, learner.score(learner.network, rollout, first, clock))
     tiny.perturb(learner.model, 0.1)
-    ref = learner.score(learner.reference, rollout, plans[1], clock)["logp"] if method.kl else None
-    return plans[1], anchor, None if ref is None else alg.reduced(method, plans[1], rollout, ref)
+    (plan, adv), ref = credited[1], None
+    if learner.reference is not None and method.kl.form != "exact":
+        ref = alg.kl_target(method, plan, rollout, learner.score(learner.reference, rollout, plan, clock))
+    return Second(plan, adv, anchor, ref)
 
 
 def method_problem(learner: trainer.Learner) -> tuple[Problem, Callable[[], object]]:
     """The problem of a method's second update, and that update itself."""
-    experience = tiny.experience(learner)
-    plan, anchor, ref = second_update(learner, experience)
-    rollout, adv = experience.rollout, experience.adv
+    experience, method = tiny.experience(learner), learner.method
+    at, rollout = second_update(learner, experience), experience.rollout
 
     def loss_of(feature):
-        return alg.method_loss(learner.method, plan, rollout, feature, adv, anchor, ref)
+        return alg.method_loss(method, at.plan, rollout, feature, at.adv, at.anchor, at.ref)
 
-    problem = Problem(learner.model, rollout, plan, loss_of, learner._temperature())
-    return problem, lambda: learner.update(experience, plan, anchor, trainer.Clock())
+    problem = Problem(learner.model, rollout, at.plan, loss_of, learner._temperature(), method.features, learner.reference)
+    return problem, lambda: learner.update(experience, at.plan, at.adv, at.anchor, trainer.Clock())
 
 
 def nonlinear_loss(feature: dict[str, torch.Tensor]) -> torch.Tensor:
     """Every feature multiplies every other, each state with a weight of its own: no cotangent can be left out or mixed up."""
     weight = torch.arange(1, len(feature["logp"]) + 1)[:, None, None]
-    sums = torch.stack([(weight * feature[name]).sum((0, 2)) / 6 for name in alg.FEATURES])
+    parts = [weight * feature[name].flatten(2) / math.prod(feature[name].shape[3:]) for name in alg.FEATURES]
+    sums = torch.stack([part.sum((0, 2)) / 6 for part in parts])
     return sums.tanh().prod(0).sum() + (sums / 5).sum(0).logsumexp(0) + sums.prod(0).mean()
 
 
 def nonlinear_problem(model: nn.Module) -> Problem:
-    made = tiny.rollout(model)
-    plan = alg.elbo_count_plan(made, torch.Generator().manual_seed(4), num_states=3, domain="keep", strata=True)
-    return Problem(model, made, plan, nonlinear_loss, temperature=0.8, names=alg.FEATURES)
+    """All features of most of the states of a confidence-ordered sampler, among them those that say how it chose."""
+    settings = dataclasses.replace(tiny.SAMPLER, order="low_confidence")
+    made = tiny.rollout(model, settings, records=("entropy", "topk"))
+    plan = alg.replay_plan(made, torch.Generator().manual_seed(4), num_states=3, min_entropy=0.0)
+    reference = copy.deepcopy(model)
+    tiny.perturb(reference, 0.5)
+    return Problem(model, made, plan, nonlinear_loss, temperature=0.8, names=alg.FEATURES, reference=reference)
 
 
 def gradient_of(backward: Callable, problem: Problem, **options) -> torch.Tensor:
-    words = {"temperature": problem.temperature, "names": problem.names}
+    words = {"temperature": problem.temperature, "names": problem.names, "reference": problem.reference}
     backward(problem.model, problem.rollout, problem.plan, problem.loss_of, **words, **options)
     return tiny.gradient(problem.model)
 
@@ -102,19 +120,26 @@ def relative_error(backward: Callable, problem: Problem) -> float:
     return float((gradient_of(backward, problem) - exact).norm() / exact.norm())
 
 
+# A KL term by choice: of every form, on a row that has none; kl_ref is the only feature that asks the reference.
+WITH_KL = {
+    f"grpo, kl {form}": {"method": "grpo", "method_options": {"kl.form": form, "kl.beta": 0.3}} for form in ("k2", "exact")
+}
+ROWS = {name: {"method": name} for name in METHODS} | WITH_KL
+
+
 @pytest.mark.parametrize("network", tiny.NETWORKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ROWS)
 def test_two_passes_give_the_gradient_of_every_method(name, network, monkeypatch):
     build, tolerance = tiny.NETWORKS[network]
-    problem, _ = method_problem(tiny.learner_on(monkeypatch, build(), method=name))
+    problem, _ = method_problem(tiny.learner_on(monkeypatch, build(), **ROWS[name]))
     assert relative_error(trainer.two_pass_backward, problem) < tolerance
 
 
 @pytest.mark.parametrize("network", tiny.NETWORKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ROWS)
 def test_an_update_applies_the_gradient_of_every_method(name, network, monkeypatch):
     build, tolerance = tiny.NETWORKS[network]
-    problem, update = method_problem(tiny.learner_on(monkeypatch, build(), method=name))
+    problem, update = method_problem(tiny.learner_on(monkeypatch, build(), **ROWS[name]))
     monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
     assert relative_error(lambda *_, **__: update(), problem) < tolerance
 
@@ -137,7 +162,7 @@ def one_leaf_at_a_time(loss_of, feature):
     grads = {}
     for name in feature:
         leaf = feature[name].detach().requires_grad_()
-        loss = loss_of({other: leaf if other == name else torch.zeros_like(leaf) for other in feature})
+        loss = loss_of({other: leaf if other == name else torch.zeros_like(feature[other]) for other in feature})
         grads[name] = torch.autograd.grad(loss, leaf)[0]
     return loss.detach(), grads
 
@@ -151,20 +176,30 @@ def reversed_states(loss_of, feature):
 def backward_with(cotangents: Callable) -> Callable:
     """``two_pass_backward`` with another middle."""
 
-    def backward(model, rollout, plan, loss_of, *, temperature, names):
-        feature = alg.features(model, rollout, plan, temperature=temperature, names=names)
-        trainer.second_pass(model, rollout, plan, cotangents(loss_of, feature)[1], temperature=temperature, size=256)
+    def backward(model, rollout, plan, loss_of, *, names, **how):
+        feature = alg.features(model, rollout, plan, names=names, **how)
+        trainer.second_pass(model, rollout, plan, cotangents(loss_of, feature)[1], size=256, **how)
 
     return backward
 
 
-def first_chunk_only(model, rollout, plan, loss_of, *, temperature, names):
+def first_chunk_only(model, rollout, plan, loss_of, *, names, **how):
     """The second pass ends after its first micro-batch."""
-    feature = alg.features(model, rollout, plan, temperature=temperature, names=names)
+    feature = alg.features(model, rollout, plan, names=names, **how)
     states = torch.arange(plan.valid.numel()).view(plan.valid.shape)
     plan = dataclasses.replace(plan, valid=plan.valid & (states < plan.valid.numel() // 2))
     cotangent = trainer.cotangents(loss_of, feature)[1]
-    trainer.second_pass(model, rollout, plan, cotangent, temperature=temperature, size=4)
+    trainer.second_pass(model, rollout, plan, cotangent, size=4, **how)
+
+
+def without(name):
+    """One feature is taken for data."""
+
+    def cotangents(loss_of, feature):
+        loss, grads = trainer.cotangents(loss_of, feature)
+        return loss, {other: value for other, value in grads.items() if other != name}
+
+    return cotangents
 
 
 MUTANTS = {
@@ -172,7 +207,7 @@ MUTANTS = {
     "one leaf at a time": backward_with(one_leaf_at_a_time),
     "cotangents of other states": backward_with(reversed_states),
     "half of the states": first_chunk_only,
-}
+} | {f"{name} is data": backward_with(without(name)) for name in alg.FEATURES}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -194,9 +229,10 @@ def test_states_without_cotangent_are_skipped_and_the_gradient_is_the_same():
     problem = nonlinear_problem(tiny.network(torch.float64))
     problem.loss_of = lambda f: nonlinear_loss({name: value[1:2, ::2] for name, value in f.items()})
     needed = int(problem.plan.valid[1, ::2].sum())
-    feature = alg.features(problem.model, problem.rollout, problem.plan, temperature=0.8, names=problem.names)
+    how = {"temperature": 0.8, "reference": problem.reference}
+    feature = alg.features(problem.model, problem.rollout, problem.plan, names=problem.names, **how)
     cotangent = trainer.cotangents(problem.loss_of, feature)[1]
-    seen, calls = trainer.second_pass(problem.model, problem.rollout, problem.plan, cotangent, temperature=0.8, size=4)
+    seen, calls = trainer.second_pass(problem.model, problem.rollout, problem.plan, cotangent, size=4, **how)
     skipping, exact = tiny.gradient(problem.model), gradient_of(memory_table.joint_backward, problem)
     assert calls == needed < problem.plan.network_calls
     assert (skipping - exact).norm() < 1e-12 * exact.norm()
@@ -340,27 +376,37 @@ def stop():
 # --------------------------------------------------------------------------------------------------------------- a run
 
 ALWAYS = {"step", "reward", "reward_std", "solved", "frac_reward_zero_std", "completions/mean_length", "completions/tokens"}
-ALWAYS |= {"loss", "grad_norm", "learning_rate", "seconds", "network_calls/rollout", "network_calls/update"}
+ALWAYS |= {"loss", "grad_norm", "learning_rate", "entropy", "seconds", "seconds/rollout", "seconds/update"}
+ALWAYS |= {"network_calls/rollout", "network_calls/update"}
 RATIOS = {"ratio_mean", "ratio_max", "ratio_std", "log_ratio_std", "clip_fraction", "bypass_fraction", "effective_sample_size"}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_runs(name, base, tmp_path, capfd):
+def test_a_run_leaves_its_files_and_nothing_else(base, tmp_path, capfd):
     out = tmp_path / "run"
-    summary = trainer.train(tiny.settings(base, method=name), out)
+    trainer.train(tiny.settings(base), out)
     expected = {"config.yaml", "metrics.jsonl", "curve.png", "summary.json", "checkpoint-2"}
     assert {path.name for path in out.iterdir()} == expected
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_runs(name, base, tmp_path, no_curve):
+    """Two rollouts with two updates each: it learns, and says all that there is to be said about it."""
+    out = tmp_path / "run"
+    summary = trainer.train(tiny.settings(base, method=name), out)
     wanted = {"method": name, "seed": 0, "steps": 2, "evaluated_on": 4, "temperature": 1.0}
     assert {key: summary[key] for key in wanted} == wanted and json.loads((out / "summary.json").read_text()) == summary
     assert 0 <= summary["solved_before"] <= 1 and 0 <= summary["solved_after"] <= 1 and summary["seconds"] >= 0
     rows, method = updates(out), alg.METHODS[name]
+    keys = ALWAYS | (RATIOS if method.anchor != "none" or "sampling" in method.temperature else set())
+    keys |= ({"kl"} if method.kl else set()) | ({"order_impossible"} if "order_logp" in method.features else set())
     assert [row["step"] for row in rows] == [1, 2] and [row["step"] for row in metrics(out)] == [0, 1, 2, 2]
     for row in rows:
-        assert row.keys() >= ALWAYS | RATIOS | ({"kl"} if method.kl else set()) | set(method.needs)
+        assert row.keys() - {"seconds/scoring", "network_calls/scoring"} == keys
         assert all(math.isfinite(value) for value in row.values()) and row["grad_norm"] > 0
-        assert 0 < row["effective_sample_size"] <= 1 + 1e-6 and row["ratio_max"] >= row["ratio_mean"] > 0
+        if "ratio_max" in keys:
+            assert 0 < row["effective_sample_size"] <= 1 + 1e-6 and row["ratio_max"] >= row["ratio_mean"] > 0
     assert not torch.equal(*(load_file(f / "model.safetensors")["lm_head.weight"] for f in (base, out / "checkpoint-2")))
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_no_method_is_named_in_the_trainer():
@@ -388,10 +434,14 @@ def interrupt_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(trainer.Learner, "step", lambda learner, n: stop() if n == step else run(learner, n))
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path, no_curve):
+OFF_POLICY = {"rollout_dtype": "bfloat16", "filter_groups": True, "method": "egspo-sa"}
+
+
+@pytest.mark.parametrize("changes", [{"method": "grpo"}, OFF_POLICY], ids=["grpo", "bfloat16, filtered"])
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(changes, base, tmp_path, no_curve):
     optimizer = config.Optimizer(learning_rate=1e-3, schedule="cosine", warmup=5)
     evaluation = config.Evaluation(n=4, every=1)
-    settings = tiny.settings(base, method="grpo", steps=4, save_every=2, optimizer=optimizer, evaluate=evaluation)
+    settings = tiny.settings(base, steps=4, save_every=2, optimizer=optimizer, evaluate=evaluation, **changes)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer.train(settings, whole)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -443,6 +493,7 @@ def test_a_run_is_not_resumed_as_another_one(base, tmp_path, no_curve):
     for changes, message in (
         ({"method": "grpo"}, "method: got 'grpo'; allowed 'reinforce'"),
         ({"seed": 1}, "seed: got 1; allowed 0"),
+        ({"rollout_dtype": "bfloat16"}, "rollout_dtype: got 'bfloat16'; allowed 'float32'"),
         ({"steps": 1}, "steps: got 1; allowed above 2"),
         ({}, "steps: got 2; allowed above 2"),
     ):
@@ -613,38 +664,49 @@ def test_draws_of_one_run_share_no_stream():
 # -------------------------------------------------------------------------------------------------- groups without signal
 
 
-def half_silent(experience: trainer.Experience, learner: trainer.Learner) -> trainer.Experience:
-    """The first group's rewards made equal."""
+def half_silent(experience: trainer.Experience) -> trainer.Experience:
+    """The first group's rewards made equal, those of its completions in one step too."""
     reward = experience.reward.clone()
     reward[: tiny.GENERATIONS] = 0.5
-    return dataclasses.replace(experience, reward=reward, adv=learner.method.credit(reward, tiny.GENERATIONS))
+    return dataclasses.replace(experience, reward=reward)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name, monkeypatch):
+    """Of the second update: there the ratios are not 1, and what a group without advantages contributes would show."""
     learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name)
-    experience = half_silent(tiny.experience(learner), learner)
-    drawn = learner.method.plan(experience.rollout, learner.generator(0, "plan 0"))
-    plan, rows = learner.plans(0, experience)[0], tiny.GENERATIONS
+    experience = half_silent(tiny.experience(learner))
+    monkeypatch.setattr(Countdown, "score", lambda *_: 0.5)  # of the completions in one step
+    purpose = "plan 0" if learner.method.refresh == "fixed" else "plan 1"
+    drawn = learner.method.plan(experience.rollout, learner.generator(0, purpose))
+    at, rows = second_update(learner, experience), tiny.GENERATIONS
     assert drawn.valid[:, :rows].any(), "there was something to leave out"
-    assert torch.equal(plan.scored[:, rows:], drawn.scored[:, rows:]) and torch.equal(
-        plan.valid[:, rows:], drawn.valid[:, rows:]
-    )
-    if learner.method.kl:
-        assert torch.equal(plan.valid, drawn.valid)
+    assert torch.equal(at.plan.scored[:, rows:], drawn.scored[:, rows:])
+    assert torch.equal(at.plan.valid[:, rows:], drawn.valid[:, rows:])
+    if learner.method.kl or name == "gdsd":  # a penalty, or a regression on an advantage of 0
+        assert torch.equal(at.plan.valid, drawn.valid) and torch.equal(at.plan.scored, drawn.scored)
         return
-    assert not plan.valid[:, :rows].any() and not plan.scored[:, :rows].any()
+    assert not at.plan.valid[:, :rows].any() and not at.plan.scored[:, :rows].any()
     monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
-    anchor = learner.anchors(0, [plan, plan], experience.rollout, trainer.Clock())[1]
     gradients = []
-    for which in (plan, drawn):
-        learner.update(experience, which, anchor, trainer.Clock())
+    for which in (at.plan, drawn):
+        learner.update(experience, which, at.adv, at.anchor, trainer.Clock())
         gradients.append(tiny.gradient(learner.model))
     assert (gradients[0] - gradients[1]).norm() < 1e-12 * gradients[1].norm()
 
 
-def score_of_even_targets(task, puzzle, response) -> float:
-    return tiny.varied_score(task, puzzle, response) if puzzle.target % 2 else 0.25
+def test_a_group_without_advantages_contributes_to_a_regression(monkeypatch):
+    """So the trainer must not leave it out, and tells such an objective by what it does."""
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method="gdsd")
+    assert not learner._silent_without_advantage()
+    experience = half_silent(tiny.experience(learner))
+    at = second_update(learner, experience)
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
+    gradients = []
+    for which in (at.plan, learner._audible(at.plan, at.adv)):
+        learner.update(experience, which, at.adv, at.anchor, trainer.Clock())
+        gradients.append(tiny.gradient(learner.model))
+    assert (gradients[0] - gradients[1]).norm() > 1e-3 * gradients[0].norm()
 
 
 def test_groups_of_equal_rewards_are_counted(base, monkeypatch):
@@ -672,6 +734,83 @@ def test_a_run_in_which_nothing_could_be_learned_can_be_resumed(base, tmp_path, 
     trainer.train(settings, tmp_path / "run")
     trainer.train(dataclasses.replace(settings, steps=2), tmp_path / "run", resume=True)
     assert_same_tensors(base / "model.safetensors", tmp_path / "run/checkpoint-2/model.safetensors")
+
+
+# ------------------------------------------------------------------------------------------------------ filtered groups
+
+
+def score_of_even_targets(task, puzzle, response) -> float:
+    return tiny.varied_score(task, puzzle, response) if puzzle.target % 2 else 0.25
+
+
+def whole_experience(learner: trainer.Learner) -> trainer.Experience:
+    return learner.collect(0, trainer.Clock())
+
+
+def test_selected_prompts_keep_everything_that_is_theirs(base):
+    learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
+    whole, n = whole_experience(learner), tiny.GENERATIONS
+    some = whole.select(torch.tensor([True, False, True]))
+    rows = [*range(n), *range(2 * n, 3 * n)]
+    assert some.puzzles == [whole.puzzles[0], whole.puzzles[2]] and some.texts == [whole.texts[i] for i in rows]
+    assert torch.equal(some.reward, whole.reward[rows]) and some.rollout.num_generations == n
+    for name, value in {**vars(whole.rollout), **whole.rollout.records}.items():
+        if torch.is_tensor(value):
+            cut = some.rollout.records[name] if name in whole.rollout.records else getattr(some.rollout, name)
+            assert torch.equal(cut, value[rows]), name
+    assert torch.equal(learner.verify(some.puzzles, some.texts).to(some.reward), some.reward)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo-released", "stabledrl", "egspo-sa", "tracerl"])
+def test_filtered_groups_leave_the_means_to_the_others(name, base, monkeypatch):
+    """The update is that of the experience that holds the other prompts only."""
+    monkeypatch.setattr(Countdown, "score", score_of_even_targets)
+    settings = tiny.settings(base, method=name, num_prompts=8, num_iterations=1, filter_groups=True)
+    learner, other = trainer.Learner(settings), trainer.Learner(settings)
+    whole = whole_experience(other)
+    speaks = torch.tensor([len(set(group)) > 1 for group in whole.groups.tolist()])
+    row = learner.step(0)
+    assert 0 < speaks.sum() < 8 and row["groups_filtered"] == 8 - int(speaks.sum())
+    assert row["reward"] == pytest.approx(float(whole.reward.mean())), "what was rolled out is reported whole"
+    experience = whole.select(speaks)
+    [(plan, adv)] = other.plans(0, experience)
+    [anchor] = other.anchors(0, [plan], experience.rollout, trainer.Clock())
+    other.update(experience, plan, adv, anchor, trainer.Clock())
+    assert all(torch.equal(value, other.model.state_dict()[key]) for key, value in learner.model.state_dict().items())
+    unfiltered = trainer.Learner(dataclasses.replace(settings, filter_groups=False))
+    full = unfiltered.step(0)
+    assert "groups_filtered" not in full and full["grad_norm"] != pytest.approx(row["grad_norm"], rel=1e-3)
+
+
+def test_filtering_scales_a_mean_over_responses_by_the_share_that_is_left(base, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", score_of_even_targets)
+    norms = {}
+    for filtered in (True, False):
+        settings = tiny.settings(base, num_prompts=8, num_iterations=1, filter_groups=filtered)
+        norms[filtered] = trainer.Learner(settings).step(0)
+    share = 1 - norms[True]["groups_filtered"] / 8
+    assert norms[False]["grad_norm"] == pytest.approx(share * norms[True]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_where_every_group_is_filtered_nothing_is_updated_and_the_row_is_complete(name, base, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
+    learner = trainer.Learner(tiny.settings(base, method=name, filter_groups=True))
+    before, row = tiny.weights(learner.model), learner.step(0)
+    assert all(torch.equal(before[key], value) for key, value in learner.model.state_dict().items())
+    assert row["groups_filtered"] == tiny.GROUPS and row["grad_norm"] == row["loss"] == row["network_calls/update"] == 0
+    assert row.keys() >= ALWAYS - {"seconds", "seconds/update"} and learner.updates == 2
+    assert not learner.optimizer.state_dict()["state"]
+
+
+def test_a_step_that_filters_everything_does_not_stop_the_schedule(base, monkeypatch):
+    """A resumed run counts updates by steps, so that an uninterrupted one must as well."""
+    monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
+    optimizer = config.Optimizer(learning_rate=1e-3, schedule="cosine")
+    learner = trainer.Learner(tiny.settings(base, steps=3, filter_groups=True, optimizer=optimizer))
+    rates = [learner.step(step)["learning_rate"] for step in range(3)]
+    expected = [np.mean([trainer.learning_rate(optimizer, 2 * k + i, 6) for i in (0, 1)]) for k in range(3)]
+    assert rates == pytest.approx(expected)
 
 
 # --------------------------------------------------------------------------------------------------------------- ratios
@@ -734,6 +873,40 @@ def test_the_sampler_and_the_trainer_agree_on_what_was_drawn(name, temperature, 
     assert row["log_ratio_std"] < 1e-5
 
 
+@pytest.mark.parametrize("name", ["replay-grpo", "ppo", "drpo", "egspo"])
+def test_a_rounded_sampler_is_another_policy(name, base):
+    """At equal weights the ratios of bfloat16 rollouts are not 1, and close to it; those of float32 are 1."""
+    exact, rounded = (sampled(base, name, 0.7, rollout_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert exact.actor is exact.network and {p.dtype for p in rounded.actor.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+    same, other = exact.step(0), rounded.step(0)
+    assert same["ratio_mean"] == pytest.approx(1, abs=1e-5) and same["log_ratio_std"] < 1e-5
+    assert 1e-4 < other["log_ratio_std"] < 0.3 and other["ratio_mean"] == pytest.approx(1, abs=0.2)
+
+
+def test_a_rounded_sampler_follows_the_weights(base):
+    """Every rollout is that of the present weights, rounded; its records are float32."""
+    learner = trainer.Learner(tiny.settings(base, method="dppo-topk", rollout_dtype="bfloat16"))
+    for step in range(2):
+        learner.step(step)
+        made = whole_experience(learner)
+        truth = learner.model.state_dict()
+        assert all(torch.equal(value, truth[key].bfloat16()) for key, value in learner.actor.state_dict().items())
+        kinds = {value.dtype for value in (made.rollout.logp, made.rollout.records["topk_logp"], made.reward)}
+        assert kinds == {torch.float32} and made.rollout.records["entropy"].dtype == torch.float32
+
+
+def test_positions_are_not_rounded():
+    """The frequencies of the rotary embedding are buffers: a sampler that rounds them would misplace late positions."""
+    model = tiny.network()
+    rounded = denoiser.rounded(model, torch.bfloat16)
+    buffers = dict(model.named_buffers())
+    assert buffers and all(torch.equal(value, buffers[name]) for name, value in rounded.named_buffers())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    logits = rounded.head(rounded.encode(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)))
+    assert logits.dtype == torch.float32
+
+
 def test_that_agreement_can_fail(base, monkeypatch):
     monkeypatch.setattr(trainer.Learner, "_temperature", lambda learner: 1.0)
     assert sampled(base, "replay-grpo", 0.7).step(0)["log_ratio_std"] > 1e-2
@@ -744,6 +917,91 @@ def test_a_temperature_of_zero_cannot_be_scored_and_is_refused_before_anything_i
     with pytest.raises(ValueError, match="sampler.temperature: got 0; allowed above 0"):
         trainer.train(tiny.settings(base, sampler=greedy), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------- what a row asks for, it gets
+
+
+def test_the_exact_penalty_is_the_divergence_over_the_vocabulary(base):
+    """Logged as the mean over the scored tokens: 0 before the first update, positive after it; both networks are counted."""
+    options = {"kl.form": "exact", "kl.beta": 0.5}
+    learner = trainer.Learner(tiny.settings(base, method="ppo", method_options=options))
+    first, second = rows_of_updates(learner)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
+    experience, clock = whole_experience(learner), trainer.Clock()
+    plan = learner.method.plan(experience.rollout, learner.generator(0, "plan 0"))
+    feature = learner.score(learner.network, experience.rollout, plan, clock)
+    assert clock.calls["scoring"] == 2 * plan.network_calls and (feature["kl_ref"][plan.scored] > 0).all()
+
+
+def test_a_penalty_against_the_old_weights_needs_no_reference(base):
+    learner = trainer.Learner(tiny.settings(base, method="tracerl"))
+    assert learner.reference is None
+    first, second = rows_of_updates(learner)
+    assert first["kl"] == 0 and second["kl"] > 0
+
+
+def test_impossible_orders_are_counted(monkeypatch):
+    """By the oracle's definition: no token of some passed-over position is below the lowest chosen confidence."""
+    model, log_tiny = tiny.network(), math.log(torch.finfo(torch.float32).tiny)
+    learner = tiny.learner_on(monkeypatch, model, method="egspo-exact")
+    experience = tiny.experience(learner)
+    assert rows_of_updates(learner)[0]["order_impossible"] == 0, "the sampler itself has chosen so"
+    plan = learner.method.plan(experience.rollout, learner.generator(0, "plan 0"))
+    present = (plan.valid & plan.scored.any(-1)).nonzero().tolist()
+    order = torch.zeros(plan.scored.shape)
+    assert trainer._impossible(plan, order) == 0
+    for k, b in present[:2]:
+        order[k, b][plan.scored[k, b]] = (log_tiny - 0.5) / plan.scored[k, b].sum()
+    assert trainer._impossible(plan, order) == pytest.approx(2 / len(present))
+    order[:] = -20.0 / tiny.SAMPLER.length
+    assert trainer._impossible(plan, order) == 0
+    nobody = dataclasses.replace(plan, valid=torch.zeros_like(plan.valid))
+    assert trainer._impossible(nobody, order) == 0
+
+
+def test_orders_become_impossible_when_the_weights_move_far(monkeypatch):
+    learner = tiny.learner_on(monkeypatch, tiny.network(), method="egspo-exact")
+    experience = tiny.experience(learner)
+    at = second_update(learner, experience)
+    tiny.perturb(learner.model, 3.0)
+    row, _ = learner.update(experience, at.plan, at.adv, at.anchor, trainer.Clock())
+    assert 0 < row["order_impossible"] <= 1
+
+
+def test_step_rewards_are_those_of_the_completions(base):
+    """State k of response b: what its completion in one step would earn."""
+    learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
+    experience = whole_experience(learner)
+    rollout, credit = experience.rollout, {}
+    learner.method = dataclasses.replace(learner.method, credit=lambda reward, n, step, *_: credit.update(step=step) or step)
+    plan = learner.method.plan(rollout, learner.generator(0, "plan 0"))
+    learner.advantages(experience, plan)
+    for k, b in plan.valid.nonzero().tolist():
+        text = trainer.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
+        score = tiny.varied_score(tiny.TASK, experience.puzzles[b // tiny.GENERATIONS], text)
+        assert float(credit["step"][k, b]) == score
+    assert credit["step"].std() > 0
+
+
+def test_a_sampled_step_value_reads_its_own_record(base, monkeypatch):
+    row = dataclasses.replace(alg.METHODS["egspo-sa"], step_value="sampled", needs=("entropy", "one_step_sampled"))
+    monkeypatch.setitem(alg.METHODS, "egspo-sa", row)
+    learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
+    assert set(whole_experience(learner).rollout.records) == {"entropy", "one_step_sampled"}
+    assert learner.step(0)["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_rehearsal_asks_for_the_records_that_the_row_names(name, monkeypatch):
+    """A row that reads a record it did not ask for is refused before anything is loaded."""
+    row, settings = alg.METHODS[name], tiny.settings(method=name)
+    assert trainer.method_of(settings).name == name
+    for record in {"one_step", "topk"} & set(row.needs):  # the entropy is recorded for every row, because it is logged
+        poorer = dataclasses.replace(row, needs=tuple(need for need in row.needs if need != record))
+        monkeypatch.setitem(alg.METHODS, name, poorer)
+        with pytest.raises(ValueError, match=f"records: the rollout holds no record '{record}"):
+            trainer.method_of(settings)
 
 
 # ------------------------------------------------------------------------------------------------------------ the pieces
@@ -782,7 +1040,7 @@ def test_prompts_are_padded_on_the_left_and_responses_filled_with_eos():
     assert tok.decode(response[0]) == "5*8=" and response[1].tolist() == [*tok("1").input_ids, *[tok.eos_token_id] * 3]
 
 
-@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.kl])
+@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.kl and m.kl.target == "reference"])
 def test_the_reference_stays_where_it_was_while_the_policy_moves(name, base):
     learner = trainer.Learner(tiny.settings(base, method=name))
     before = tiny.weights(learner.reference)

@@ -1,8 +1,10 @@
 """Networks, rollouts and settings that take seconds: shared by the end-to-end tests."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -87,18 +89,34 @@ def rollout(model: nn.Module, settings: sampler.Sampler = SAMPLER, records: tupl
 
 def experience(learner: trainer.Learner) -> trainer.Experience:
     """A rollout of the learner's network with arbitrary rewards, a different one in each row."""
-    made = rollout(learner.model, learner.settings.sampler)
+    made = rollout(learner.model, learner.settings.sampler, tuple({"entropy", *learner.method.needs}))
     reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
-    return trainer.Experience(made, [], reward, learner.method.credit(reward, GENERATIONS))
+    puzzles = TASK.puzzles(GROUPS, np.random.default_rng(3))
+    return trainer.Experience(puzzles, made, trainer.decode(learner.tok, made.response), reward)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
+def options(name: str) -> dict:
+    """No more states than a rollout has steps, for a row that chooses among them."""
+    plan = alg.METHODS[name].plan
+    chosen = plan.func in (alg.entropy_plan, alg.replay_plan) and plan.keywords["num_states"]
+    return {"plan.num_states": min(chosen, SAMPLER.num_steps - 1)} if chosen else {}
+
+
+def order(name: str) -> str:
+    """A row that scores the choice of positions is of interest where the sampler makes one."""
+    return "low_confidence" if "order_logp" in alg.METHODS[name].features else SAMPLER.order
+
+
 def settings(model: Path | str = "", **changes) -> config.Train:
     """A run of two steps with two updates each."""
+    method = changes.get("method", "reinforce")
     words = {"steps": 2, "num_prompts": GROUPS, "num_generations": GENERATIONS, "num_iterations": 2, "task": TASK}
-    words |= {"optimizer": config.Optimizer(learning_rate=1e-3), "evaluate": config.Evaluation(n=4), "sampler": SAMPLER}
+    words |= {"optimizer": config.Optimizer(learning_rate=1e-3), "evaluate": config.Evaluation(n=4)}
+    if method in alg.METHODS:
+        words |= {"sampler": dataclasses.replace(SAMPLER, order=order(method)), "method_options": options(method)}
     return config.Train(**{**words, "model": str(model), **changes})
 
 

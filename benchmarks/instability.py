@@ -1,0 +1,224 @@
+"""What noise in the ratio does to a run of 1,000 updates: `python benchmarks/instability.py --figure docs/instability.png`.
+
+A network of two layers writes 12 of 8 letters; letter i should be (prompt + i) mod 8, and the reward is the share of letters
+that are. It starts from masked denoising on texts whose letters are right with probability 0.4, the others uniform. Then each
+rollout (4 prompts x 16 responses) is used for 4 updates, with one masked state a response for the likelihood, and no gradient
+clip. All methods share the network, the prompts and noise of each rollout, the advantage (reward minus the mean of its group)
+and the optimiser. What differs is what the ratio is taken of (``scale``: the ELBO of the sequence, or its mean a token),
+against which masks, and what is done with it. Writes instability.json, one line a run, downsampled; runs that are there are
+not repeated. With --figure also a picture of ratio spread, bypass, gradient norm and reward on one time axis. A run takes about
+half a minute on one CPU thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from minidrl import algorithms as alg
+from minidrl import config, denoiser, sampler, trainer
+
+LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+SCALES = {"sequence": "none", "token mean": "kept_length"}  # of the log ratio: what divides the ELBO
+SETTINGS = sampler.Sampler(order="random", temperature=1.0, length=LENGTH, block_length=LENGTH, tokens_per_step=2)
+OPTIMIZER = config.Optimizer(learning_rate=3e-4, weight_decay=0.1, max_grad_norm=math.inf)
+
+
+class Alphabet:
+    """What ``denoiser.build`` asks of a tokenizer: the letters and [MASK], no end of text."""
+
+    eos_token_id, mask_token_id = None, LETTERS
+
+    def __len__(self) -> int:
+        return LETTERS + 1
+
+
+def rows(scale: str) -> dict[str, alg.Method]:
+    """The methods, made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO."""
+    table, one = alg.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
+    centred = replace(table["grpo"], credit=table["stabledrl"].credit)
+    stable = config.with_options(table["stabledrl"], one)
+    spg = replace(stable, name="no ratio", objective=partial(alg.reinforce), anchor="none", aggregation="sequence_mean")
+    return {
+        "grpo, fresh masks": config.with_options(centred, {**one, "refresh": "independent"}),
+        "stabledrl": stable,
+        "grpo, shared masks": config.with_options(centred, {**one, "refresh": "paired"}),
+        "clip-only": config.with_options(table["clip-only"], one),
+        "self-norm-only": config.with_options(table["self-norm-only"], one),
+        "no ratio": spg,
+    }
+
+
+def goal(prompt: Tensor) -> Tensor:
+    """The right answer (B, L) to prompts (B, 1)."""
+    return (prompt + torch.arange(LENGTH)) % LETTERS
+
+
+def texts(prompt: Tensor, response: Tensor, generations: int) -> alg.Rollout:
+    """Demonstrations in the shape of a Rollout, so that the plans can be used on them."""
+    every = torch.ones_like(response, dtype=torch.bool)
+    step, logp = torch.full_like(response, -1), torch.zeros(response.shape, dtype=torch.float64)
+    return alg.Rollout(prompt, torch.ones_like(prompt, dtype=torch.bool), response, every, step, logp, generations, SETTINGS)
+
+
+def graph(model: denoiser.Denoiser, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
+    """The features of all states with their graph: at this size they fit."""
+    shape = plan.scored.shape[:2]
+    value = alg.state_features(model, rollout, plan, torch.arange(shape[0] * shape[1]), temperature=1.0)
+    return {"logp": value["logp"].unflatten(0, shape)}
+
+
+def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denoiser:
+    """The network after masked denoising on texts whose letters are right with probability 0.4, the others uniform."""
+    model = denoiser.build(SIZES, Alphabet(), seed).double()
+    optimizer = trainer.make_optimizer(model, OPTIMIZER)
+    for step in range(steps):
+        noise = trainer.keyed_generator(seed, step, "texts")
+        prompt = torch.randint(LETTERS, (128, 1), generator=noise)
+        uniform = torch.randint(LETTERS, (128, LENGTH), generator=noise)
+        right = torch.rand(128, LENGTH, generator=noise) < 0.4
+        rollout = texts(prompt, torch.where(right, goal(prompt), uniform), 1)
+        plan = alg.elbo_count_plan(rollout, noise, num_states=1, domain="keep", strata=True)
+        (-(graph(model, rollout, plan)["logp"].sum(-1) * plan.weight).mean() / LENGTH).backward()
+        trainer.optimizer_step(model, optimizer, OPTIMIZER, rate * (1 - step / steps))
+    return model.eval()
+
+
+def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout, Tensor]:
+    """4 prompts x 16 responses, and their rewards."""
+    noise = trainer.keyed_generator(seed, step, "rollout")
+    prompt = torch.randint(LETTERS, (PROMPTS, 1), generator=noise)
+    mask = torch.ones_like(prompt, dtype=torch.bool)
+    given = {"eos_token_id": None, "num_generations": GENERATIONS, "generator": noise}
+    rollout = sampler.generate(model, prompt, mask, SETTINGS, **given)
+    return rollout, (rollout.response == goal(rollout.prompt)).double().mean(-1)
+
+
+def updates(model, method: alg.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int):
+    """Yield ll, anchor, adv and gradient norm of each of the updates on a rollout; plans as the row's ``refresh`` says."""
+    draw = lambda purpose: method.plan(rollout, trainer.keyed_generator(seed, step, purpose))  # noqa: E731
+    score = lambda plan: alg.reduced(method, plan, rollout, alg.features(model, rollout, plan, temperature=1.0))  # noqa: E731
+    plans = [draw(f"plan {i}") for i in range(REUSE)]
+    own = score(draw("plan of the old value"))
+    anchors = [score(plan) if method.refresh == "paired" else own for plan in plans]
+    for plan, anchor in zip(plans, anchors, strict=True):
+        adv, feature = alg.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
+        alg.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
+        norm = trainer.optimizer_step(model, optimizer, OPTIMIZER, OPTIMIZER.learning_rate)
+        yield plan, alg.reduced(method, plan, rollout, feature).detach(), anchor, adv, norm
+
+
+def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) -> dict:
+    """One run: a list a curve, one entry an update. A gradient that is not finite ends it (``stopped``)."""
+    method, judge = rows(scale)[name], rows(scale)["grpo, fresh masks"]  # for all alike: what the clip of GRPO lets through
+    optimizer, stopped, started = trainer.make_optimizer(model, OPTIMIZER), None, time.perf_counter()
+    curves: dict[str, list[float]] = {"reward": [], "spread": [], "bypass": [], "norm": [], "ess": []}
+    for step in range(count // REUSE):
+        rollout, reward = collect(model, seed, step)
+        try:
+            for plan, ll, anchor, adv, norm in updates(model, method, rollout, reward, optimizer, seed, step):
+                seen = alg.diagnostics(judge, plan, rollout, ll, anchor, adv)
+                values = (float(reward.mean()), seen["log_ratio_std"], seen["bypass_fraction"], norm)
+                for key, value in zip(curves, (*values, seen["effective_sample_size"]), strict=True):
+                    curves[key].append(value)
+        except (trainer.RunError, FloatingPointError):
+            stopped = len(curves["norm"])
+            break
+    facts = {"method": name, "scale": scale, "seed": seed, "updates": len(curves["norm"]), "stopped": stopped}
+    return {**facts, "seconds": time.perf_counter() - started, **curves}
+
+
+def summary(result: dict) -> dict:
+    """The run in one line: means over EVERY updates, the largest gradient norm among them, and a few numbers of the whole."""
+    norm, last = result["norm"], result["reward"][-100:]
+    parts = range(0, len(norm), EVERY)
+    mean = lambda curve: [round(sum(curve[i : i + EVERY]) / len(curve[i : i + EVERY]), 4) for i in parts]  # noqa: E731
+    curves = {key: mean(result[key]) for key in ("reward", "spread", "bypass", "ess")}
+    curves["norm"] = [float(f"{max(norm[i : i + EVERY]):.4g}") for i in parts]
+    facts = {
+        "final_reward": round(sum(last) / len(last), 4),
+        "norm_median": float(f"{sorted(norm)[len(norm) // 2]:.4g}"),
+        "norm_max": float(f"{max(norm):.4g}"),
+        "seconds": round(result["seconds"], 1),
+    }
+    return {key: result[key] for key in ("method", "scale", "seed", "updates", "stopped")} | {"every": EVERY} | facts | curves
+
+
+COLOURS = {"grpo, fresh masks": "#D55E00", "stabledrl": "#0072B2"}
+PANELS = {
+    "spread": "spread of the\nlog ratio (std)",
+    "bypass": "bypass: adv < 0\nand ratio > 1.2",
+    "norm": "largest gradient\nnorm of 10",
+    "reward": "reward",
+}
+
+
+def figure(results: list[dict], path: Path) -> None:
+    """Ratio spread, bypass fraction, gradient norm and reward over the updates, one line a run, a column a scale."""
+    fig = Figure(figsize=(8.0, 7.2), dpi=110, layout="constrained")
+    axes = fig.subplots(len(PANELS), len(SCALES), sharex=True)
+    for column, scale in zip(axes.T, SCALES, strict=True):
+        for axis, key in zip(column, PANELS, strict=True):
+            panel(axis, [r for r in results if r["scale"] == scale], key)
+        column[0].set_title(f"ratio of the {scale}" + (" ELBO" if scale == "sequence" else ""), loc="left")
+        column[-1].set_xlabel("updates (4 on each rollout)")
+    for axis, label in zip(axes[:, 0], PANELS.values(), strict=True):
+        axis.set_ylabel(label)
+    axes[0, 0].legend(frameon=False, loc="upper left")
+    FigureCanvasAgg(fig).print_png(path)
+
+
+def panel(axis, results: list[dict], key: str) -> None:
+    """One quantity of the runs of one scale."""
+    for name, colour in COLOURS.items():
+        chosen = [r for r in results if r["method"] == name]
+        for i, r in enumerate(chosen):
+            x = [r["every"] * (j + 0.5) for j in range(len(r[key]))]
+            axis.plot(x, r[key], color=colour, lw=1.1, alpha=0.8, label=None if i else f"{name} ({len(chosen)} seeds)")
+    axis.grid(color="#dddddd", lw=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    if key == "norm":
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(0, {"reward": 1, "bypass": 0.4}.get(key))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--methods", nargs="*", default=list(rows("sequence")), choices=list(rows("sequence")))
+    parser.add_argument("--scales", nargs="*", default=list(SCALES), choices=list(SCALES))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--figure", type=Path, help="draw the runs that are in DIR, old ones included")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    given.out.mkdir(parents=True, exist_ok=True)
+    path = given.out / "instability.json"
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    jobs = [(scale, name, seed) for name in given.methods for scale in given.scales for seed in range(given.seeds)]
+    jobs = [job for job in jobs if job not in {(r["scale"], r["method"], r["seed"]) for r in done}]
+    start = base().state_dict() if jobs else None
+    for scale, name, seed in jobs:
+        model = denoiser.build(SIZES, Alphabet(), 0).double().eval()
+        model.load_state_dict(start)
+        done.append(summary(run(name, scale, model, seed, given.updates)))
+        path.write_text("".join(json.dumps(line) + "\n" for line in done))
+        print({key: value for key, value in done[-1].items() if not isinstance(value, list)}, flush=True)
+    if given.figure:
+        figure(done, given.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,536 @@
+"""Laws of quadrature (2.5), (2.6) and of the rows built on it and on the mean field; they register themselves in laws.LAWS.
+
+Everything a quadrature plan leaves to chance is a mask, or a rounding, per state. `outcomes` hands out all of them, one a
+row of the batch, together with their probabilities; these differ between the states of a plan, because their times do.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from laws import (
+    KEEPS,
+    RESPONSE,
+    Formula,
+    all_orders,
+    close,
+    double,
+    elbo_on,
+    experience,
+    formula,
+    frequencies_agree,
+    graph_logp,
+    judges,
+    ll_of,
+    mean_is,
+    noise,
+    normal,
+    positions,
+    refuses,
+    repeated,
+    rollout_of,
+    scored_values,
+    seeded,
+    subset_number,
+    subset_scores,
+    tabular,
+)
+from minidrl import config, oracle
+
+COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
+
+
+# ============================================================================================================== helpers
+
+
+def rule(nodes: int) -> tuple[list[float], list[float]]:
+    """Gauss-Legendre on (0, 1): the roots of the Legendre polynomial P_N, and 1 / ((1 - x^2) P_N'(x)^2), both from scratch."""
+    legendre = numpy.polynomial.legendre.Legendre.basis(nodes)
+    x = sorted(legendre.roots().real.tolist())
+    for _ in range(3):  # Newton: the roots of the companion matrix are good to 1e-13 only
+        x = [v - legendre(v) / legendre.deriv()(v) for v in x]
+    return [(v + 1) / 2 for v in x], [float(1 / ((1 - v * v) * legendre.deriv()(v) ** 2)) for v in x]
+
+
+def error_constant(nodes: int) -> float:
+    """C_N = N!^4 / ((2N+1) (2N)!^3)."""
+    return math.factorial(nodes) ** 4 / ((2 * nodes + 1) * math.factorial(2 * nodes) ** 3)
+
+
+def counts_at(t: float, n: int, how: str) -> list[tuple[float, int]]:
+    """(probability, number of hidden positions) of a node, for the three ways to fix the count."""
+    wanted = 1 + t * (n - 1)
+    low, share = math.floor(wanted), wanted - math.floor(wanted)
+    up = [(1 - share, low), (share, low + 1)] if share > 0 else [(1.0, low)]
+    return {"rounded": [(1.0, math.floor(wanted + 0.5))], "stochastic": up, "floor": [(1.0, math.floor(t * n))]}[how]
+
+
+def node_draws(t: float, n: int, how: str) -> list[tuple[float, float, frozenset]]:
+    """(probability, weight without w, hidden positions) of every outcome at time t, for a response of n tokens."""
+    if how == "bernoulli":
+        return [(t ** len(m) * (1 - t) ** (n - len(m)), 1 / t, m) for m in oracle.all_subsets(n)]
+    draws = []
+    for chance, count in counts_at(t, n, how):
+        scale = 1 / t if how == "floor" else n / count
+        draws += [(chance / math.comb(n, count), scale, m) for m in oracle.subsets_of_size(n, count)]
+    return draws
+
+
+def node_moments(model: Any, keep: tuple, t: float, how: str) -> tuple[float, float]:
+    """Mean and variance of one state's estimate at time t, from the oracle's scores."""
+    n = sum(keep)
+    scores = subset_scores(model, RESPONSE[: model.length], positions(keep))
+    draws = [(p, scale * scores[sum(2**i for i in m)].item() if m else 0.0) for p, scale, m in node_draws(t, n, how)]
+    return tuple(v.item() for v in oracle.moments(draws))
+
+
+def expected(model: Any, keep: tuple, nodes: int, how: str) -> float:
+    """What the estimator must give on average."""
+    return sum(w * node_moments(model, keep, t, how)[0] for t, w in zip(*rule(nodes), strict=True))
+
+
+def state_noise(t: float, n: int, length: int, how: str) -> list[tuple[float, float, list[float]]]:
+    """(probability, noise of the rounding, noise of the positions) of every outcome of one state."""
+    if how == "bernoulli":
+        kept = [(t ** sum(m) * (1 - t) ** (n - sum(m)), m) for m in itertools.product((0, 1), repeat=n)]
+        return [(p, 0.0, [t - 1e-9 if v else t + 1e-9 for v in m] + [0.5] * (length - n)) for p, m in kept]
+    orders, share = all_orders(length), (1 + t * (n - 1)) % 1
+    cells = [(1 - share, (1 - share) / 2), (share, 1 - share / 2)] if how == "stochastic" else [(1.0, 0.0)]
+    return [(p / len(orders), u, order) for p, u in cells for order in orders]
+
+
+def scripted(alg: ModuleType, rollout: Any, nodes: int, masks: int, how: str, u: Tensor, place: Tensor, domain: str) -> Any:
+    """The plan, with this noise: (K, R) for the roundings, (K, R, L) for the positions."""
+    with noise(alg, place, *([u] if how == "stochastic" else [])):
+        return alg.quadrature_plan(rollout, seeded(), num_nodes=nodes, masks_per_node=masks, counts=how, domain=domain)
+
+
+def outcomes(alg: ModuleType, keep: tuple, nodes: int, masks: int, how: str, domain: str = "keep") -> tuple[Any, Any, Tensor]:
+    """(rollout, plan, chance (K, R)): every outcome of a state is a row, in all states at once."""
+    n, length = sum(keep) if domain == "keep" else len(keep), len(keep)
+    drawn = [state_noise(t, n, length, how) for t in rule(nodes)[0] for _ in range(masks)]
+    chance, u, place = (double([[outcome[part] for outcome in state] for state in drawn]) for part in range(3))
+    rollout = repeated(alg, (RESPONSE * 2)[:length], keep, chance.shape[1])
+    return rollout, scripted(alg, rollout, nodes, masks, how, u, place, domain), chance
+
+
+def joint_outcomes(alg: ModuleType, length: int, nodes: int, masks: int, how: str) -> tuple[Any, Any, Tensor]:
+    """(rollout, plan, chance (R,)): every combination of the outcomes of independent states is a row."""
+    drawn = [state_noise(t, length, length, how) for t in rule(nodes)[0] for _ in range(masks)]
+    rows = list(itertools.product(*drawn))
+    u, place = (double([[row[k][part] for row in rows] for k in range(len(drawn))]) for part in (1, 2))
+    rollout = repeated(alg, RESPONSE[:length], (1,) * length, len(rows))
+    plan = scripted(alg, rollout, nodes, masks, how, u, place, "keep")
+    return rollout, plan, double([math.prod(state[0] for state in row) for row in rows])
+
+
+def mean_of(plan: Any, chance: Tensor, ll: Tensor) -> float:
+    """sum_k E[weight_k ll_k]: the states' probabilities differ, so the mean is taken state by state."""
+    return float((chance * plan.weight * ll).sum())
+
+
+def count_model(values: list[float]) -> oracle.TabularDenoiser:
+    """A model whose hidden tokens have log-probability values[l-1], token 0, whenever l positions are hidden."""
+    length = len(values)
+    table = torch.zeros(2**length, length, 2, dtype=torch.float64)
+    for row in range(1, 2**length):
+        a = values[row.bit_count() - 1]
+        table[row] = double([a, math.log(-math.expm1(a))])
+    return oracle.TabularDenoiser.from_hidden_table(table)
+
+
+def quadrature_mean(alg: ModuleType, model: Any, response: tuple, nodes: int) -> float:
+    """The exact mean of the Bernoulli form on any model of that length."""
+    rollout, plan, chance = outcomes(alg, (1,) * model.length, nodes, 1, "bernoulli")
+    rollout = rollout_of(alg, [response] * len(rollout.response))
+    return mean_of(plan, chance, ll_of(alg, model, rollout, plan, level="step")[..., 0])
+
+
+# ======================================================================================================= 2.5 the rule
+
+
+@judges("2.5")
+def law_gauss_legendre(alg: ModuleType) -> None:
+    """Nodes in (0, 1), ascending and symmetric; positive weights with sum 1; the published numbers of two and three nodes."""
+    for nodes in range(1, 9):
+        t, w = alg.gauss_legendre(nodes)
+        assert t.dtype == w.dtype == torch.float64 and t.shape == w.shape == (nodes,)
+        close(t, rule(nodes)[0], f"{nodes} nodes", 1e-13)
+        close(w, rule(nodes)[1], f"{nodes} weights", 1e-13)
+        close(t + t.flip(0), torch.ones(nodes), "symmetric nodes", 1e-13)
+        close(w - w.flip(0), torch.zeros(nodes), "symmetric weights", 1e-13)
+        close(w.sum(), 1.0, "sum of the weights", 1e-13)
+    close(alg.gauss_legendre(2)[0], [0.2113248654, 0.7886751346], "two nodes", 1e-9)
+    close(alg.gauss_legendre(3)[0], [0.1127016654, 0.5, 0.8872983346], "three nodes", 1e-9)
+    close(alg.gauss_legendre(3)[1], [5 / 18, 4 / 9, 5 / 18], "three weights")
+    for wrong in (0, -1, 2.0):
+        refuses(lambda wrong=wrong: alg.gauss_legendre(wrong), "plan.num_nodes", str(wrong), "1")
+
+
+@judges("2.5")
+def law_gauss_legendre_moments(alg: ModuleType) -> None:
+    """Integrals of t^m exact up to m = 2N - 1; at m = 2N short by C_N (2N)!, with C_N = 1/24, 1/4320, 1/2016000, .."""
+    close([error_constant(n) for n in (1, 2, 3)], [1 / 24, 1 / 4320, 1 / 2016000], "published constants", 1e-18)
+    for nodes in range(1, 7):
+        t, w = alg.gauss_legendre(nodes)
+        moment = [float((w * t**m).sum()) for m in range(2 * nodes + 1)]
+        close(moment[:-1], [1 / (m + 1) for m in range(2 * nodes)], f"{nodes} nodes: moments", 1e-13)
+        missing = 1 / (2 * nodes + 1) - moment[-1]
+        close(missing / (error_constant(nodes) * math.factorial(2 * nodes)), 1.0, f"{nodes} nodes: first error", 1e-6)
+
+
+# ====================================================================================== 2.6 expectations, by enumeration
+
+
+@judges("2.6", "5.1")
+def law_quadrature_expectation(alg: ModuleType) -> None:
+    """E = sum of w times the mean at t, for every kind of count, every n, one mask or two; bernoulli: sum of w g(t)."""
+    model = tabular(4, 3)
+    for how, keep, nodes, masks in itertools.product(COUNTS, KEEPS, (1, 2, 3), (1, 2)):
+        rollout, plan, chance = outcomes(alg, keep, nodes, masks, how)
+        close(chance.sum(1), torch.ones(nodes * masks), "the outcomes are all there")
+        got = mean_of(plan, chance, ll_of(alg, model, rollout, plan, level="step")[..., 0])
+        close(got, expected(model, keep, nodes, how), f"{how}, n={sum(keep)}, {nodes} nodes, {masks} masks")
+    integrand = [w * oracle.elbo_integrand(model, RESPONSE, t).item() for t, w in zip(*rule(2), strict=True)]
+    close(expected(model, KEEPS[0], 2, "bernoulli"), sum(integrand), "bernoulli is the rule on g")
+
+
+@judges("2.6", "2.5")
+def law_quadrature_is_exact_from_half_the_length(alg: ModuleType) -> None:
+    """bernoulli: the ELBO itself once N >= n/2, because g has degree n - 1; off by more than 1e-4 with fewer nodes."""
+    for length, seed in ((3, 0), (4, 0), (6, 1)):
+        model = tabular(length, 2, seed)
+        response = ((1, 0) * 3)[:length]
+        truth = oracle.elbo(model, response).item()
+        enough = math.ceil(length / 2)
+        for nodes in (enough, enough + 1):
+            close(quadrature_mean(alg, model, response, nodes), truth, f"n={length}, {nodes} nodes")
+        for nodes in range(1, enough):
+            gap = abs(quadrature_mean(alg, model, response, nodes) - truth)
+            assert 1e-4 < gap, f"n={length}: {nodes} nodes are exact, by accident of the fixture"
+
+
+@judges("2.6", "2.5")
+def law_quadrature_is_exact_for_smooth_models(alg: ModuleType) -> None:
+    """bernoulli: exact for any n where the mean logp is a polynomial of degree 2N - 1 in the count; at 2N it is not."""
+    for nodes, length in ((1, 5), (2, 6)):
+        for degree in (2 * nodes - 1, 2 * nodes):
+            a = [-0.2 - 1.5 * (count / length) ** degree for count in range(1, length + 1)]
+            gap = quadrature_mean(alg, count_model(a), (0,) * length, nodes) - sum(a)
+            if degree < 2 * nodes:
+                close(gap, 0.0, f"{nodes} nodes, degree {degree}")
+            else:
+                assert abs(gap) > 1e-6, f"{nodes} nodes, degree {degree}: {gap}"
+
+
+@judges("2.6", "2.5")
+def law_quadrature_error_bound_and_sign(alg: ModuleType) -> None:
+    """|bias| <= C_N n (n-1)!/(n-1-2N)! max |2N-th difference of a|; one node: above the ELBO where a is concave."""
+    length = 6
+    shapes = {
+        "concave": [-0.2 - 1.8 * (count / length) ** 2 for count in range(1, length + 1)],
+        "convex": [-2.0 + 1.8 * (count / length) ** 2 for count in range(1, length + 1)],
+        "irregular": [v.item() for v in -normal(length, seed=60).abs() - 0.1],
+    }
+    for (name, a), nodes in itertools.product(shapes.items(), (1, 2)):
+        bias = quadrature_mean(alg, count_model(a), (0,) * length, nodes) - sum(a)
+        difference = numpy.diff(a, 2 * nodes)
+        limit = error_constant(nodes) * length * math.factorial(length - 1) / math.factorial(length - 1 - 2 * nodes)
+        assert abs(bias) <= limit * abs(difference).max() + 1e-12, f"{name}, {nodes} nodes: bias {bias}"
+        if nodes == 1 and name != "irregular":
+            assert (bias > 0.01) if name == "concave" else (bias < -0.01), f"{name}: {bias}"
+            close(bias, -limit * difference[0], "constant second difference: the bound is the bias, its sign the opposite")
+
+
+@judges("2.6")
+def law_stochastic_counts_are_exact_for_linear_models(alg: ModuleType) -> None:
+    """stochastic: the ELBO for a mean logp that is linear in the count; rounded is not, which is what the chance repairs."""
+    length = 4
+    a = [-0.3 - 0.4 * count for count in range(1, length + 1)]
+    model, found = count_model(a), {}
+    for how in ("stochastic", "rounded"):
+        rollout, plan, chance = outcomes(alg, (1,) * length, 1, 1, how)
+        rollout = rollout_of(alg, [(0,) * length] * len(rollout.response))
+        found[how] = mean_of(plan, chance, ll_of(alg, model, rollout, plan, level="step")[..., 0])
+    close(found["stochastic"], sum(a), "stochastic")
+    close(found["rounded"], length * a[2], "rounded: 1 + 3/2 becomes 3 hidden positions")
+    assert abs(found["rounded"] - sum(a)) > 0.1
+
+
+@judges("2.6")
+def law_constant_models_show_the_scale(alg: ModuleType) -> None:
+    """logp c everywhere: fixed counts give n c in every draw; floor gives sum of w floor(t n)/(t n) of it, 0.72 at n = 8."""
+    published = {(4, 2): 0.475, (4, 3): 0.679, (8, 2): 0.771, (8, 3): 0.718, (16, 3): 0.872, (64, 2): 0.976, (256, 3): 0.9916}
+    for (length, nodes), scale in published.items():
+        rollout = rollout_of(alg, torch.ones(2, length, dtype=torch.long))
+        for how in ("rounded", "stochastic", "floor"):
+            options = {"num_nodes": nodes, "masks_per_node": 1, "counts": how, "domain": "keep"}
+            plan = alg.quadrature_plan(rollout, seeded(61), **options)
+            got = (plan.weight * plan.scored.sum(-1)).sum(0) / length
+            exact = sum(w * math.floor(t * length) / (t * length) for t, w in zip(*rule(nodes), strict=True))
+            close(got, [exact if how == "floor" else 1.0] * 2, f"{how}, n={length}, {nodes} nodes")
+        close(exact, scale, "published factor", 6e-4)
+    plan = alg.quadrature_plan(
+        rollout_of(alg, [[1] * 8]), seeded(), num_nodes=3, masks_per_node=1, counts="floor", domain="all"
+    )
+    assert plan.scored.any(-1).tolist() == [[False], [True], [True]] and plan.network_calls == 2, "the first node is lost"
+
+
+@judges("2.6", "2.1")
+def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: ModuleType) -> None:
+    """Copies (two equal texts): -n ln2 sum w t^(n-1) for -ln2. Parity: -n ln2 sum w (1-(1-t)^(n-1)) for -(n-1) ln2."""
+    length, ln2 = 6, math.log(2)
+    copy, parity = torch.zeros((2,) * length), torch.zeros((2,) * length)
+    copy[(0,) * length] = copy[(1,) * length] = 1.0
+    for text in itertools.product((0, 1), repeat=length):
+        parity[text] = 1.0 - sum(text) % 2
+    for nodes in (1, 2, 3):
+        t, w = (double(v) for v in rule(nodes))
+        mean = quadrature_mean(alg, oracle.consistent_denoiser(copy), (0,) * length, nodes)
+        close(mean, -length * ln2 * (w * t ** (length - 1)).sum(), f"copies, {nodes} nodes")
+        mean = quadrature_mean(alg, oracle.consistent_denoiser(parity), (1, 1) + (0,) * (length - 2), nodes)
+        close(mean, -length * ln2 * (w * (1 - (1 - t) ** (length - 1))).sum(), f"parity, {nodes} nodes")
+    close(mean, -(length - 1) * ln2, "three nodes are enough for six positions")
+    rollout = rollout_of(alg, torch.zeros(1, 256, dtype=torch.long))
+    plan = alg.quadrature_plan(rollout, seeded(), num_nodes=3, masks_per_node=1, counts="rounded", domain="keep")
+    assert not plan.scored.all(-1).any(), "256 positions: no node looks at the one state in which copies are uncertain"
+    one_step = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0)
+    close((one_step.weight * one_step.scored.sum(-1)).sum() * -ln2, -256 * ln2, "where mean field sees nothing else")
+
+
+# ================================================================================================== 2.6 variances and masks
+
+
+@judges("2.6")
+def law_quadrature_variance(alg: ModuleType) -> None:
+    """Var = sum of w^2 Var(.|t) / masks: nothing of the time's; half of it with twice the masks."""
+    model, length = tabular(3, 3), 3
+    scores = subset_scores(model, RESPONSE[:length], frozenset(range(length)))
+    for how in ("bernoulli", "rounded", "floor"):
+        found = {}
+        for masks in (1, 2):
+            _, plan, chance = joint_outcomes(alg, length, 2, masks, how)
+            values = scored_values(plan, scores)
+            mean = float((chance * values).sum())
+            found[masks] = float((chance * (values - mean).square()).sum())
+            each = [node_moments(model, (1,) * length, t, how)[1] for t in rule(2)[0]]
+            close(found[masks], sum(w * w * v for w, v in zip(rule(2)[1], each, strict=True)) / masks, f"{how}, {masks} masks")
+        close(found[2], found[1] / 2, f"{how}: twice the masks")
+
+
+@judges("2.3")
+def law_total_variance_and_its_allocation(alg: ModuleType) -> None:
+    """N counts with M masks for each: Var = Var_l(E[.|l]) / N + E_l(Var(.|l)) / (N M), so M = 1 is best at equal N M."""
+    model, n = tabular(3, 3), 3
+    scores = subset_scores(model, RESPONSE[:n], frozenset(range(n)))
+    given = []
+    for count in range(1, n + 1):
+        masks = oracle.subsets_of_size(n, count)
+        given.append(oracle.moments([(1 / len(masks), n / count * scores[sum(2**i for i in m)]) for m in masks]))
+    of_count = oracle.moments([(1 / n, mean) for mean, _ in given])[1].item()
+    of_mask = sum(v.item() for _, v in given) / n
+    found, orders = {}, double(all_orders(n))
+    for times, masks in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        pick = torch.cartesian_prod(*[torch.arange(n)] * times, *[torch.arange(len(orders))] * (times * masks))
+        pick = pick.reshape(len(pick), -1).T
+        u, place = (pick[:times].double() + 0.5) / n, orders[pick[times:]]
+        rollout = repeated(alg, RESPONSE[:n], (1,) * n, pick.shape[1])
+        with noise(alg, u.repeat_interleave(masks, 0), place):
+            plan = alg.elbo_count_plan(rollout, seeded(), num_states=times * masks, domain="keep", strata=False)
+        values = scored_values(plan, scores)
+        found[times, masks] = (values - values.mean()).square().mean().item()
+        close(values.mean(), elbo_on(model, RESPONSE[:n], frozenset(range(n))), "mean")
+        close(found[times, masks], of_count / times + of_mask / (times * masks), f"{times} counts, {masks} masks")
+    assert found[2, 1] < found[1, 2] and of_count > 0.01, "two calls: two counts are better than one"
+
+
+@judges("2.6")
+def law_quadrature_states(alg: ModuleType) -> None:
+    """Node-major states, weights w/t or w n/k over the masks; prompt visible, the rest of the response hidden, not scored."""
+    rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
+    for how, domain in itertools.product(COUNTS, ("keep", "all")):
+        inside = rollout.keep if domain == "keep" else torch.ones_like(rollout.keep)
+        options = {"num_nodes": 3, "masks_per_node": 2, "counts": how, "domain": domain}
+        plan = alg.quadrature_plan(rollout, seeded(62), **options)
+        assert plan.scored.shape == (6, 30, 4) and plan.weight.shape == (6, 30) and not plan.replay
+        assert not plan.hidden[..., :3].any(), f"{how}: prompt hidden"
+        assert not (plan.scored & ~inside).any() and bool((plan.hidden[..., 3:] | inside).all()), f"{how}: outside the domain"
+        assert torch.equal(plan.hidden[..., 3:] & inside, plan.scored), f"{how}: scored is what is hidden inside"
+        assert torch.equal(plan.valid, plan.scored.any(-1)), f"{how}: valid"
+        for k, b in itertools.product(range(6), range(30)):
+            t, w, n = rule(3)[0][k // 2], rule(3)[1][k // 2], int(inside[b].sum())
+            count = int(plan.scored[k, b].sum())
+            by_time = how in ("bernoulli", "floor")
+            close(plan.weight[k, b], w / 2 / t if by_time else w / 2 * n / count, f"{how}: weight")
+            assert how == "bernoulli" or count in [c for _, c in counts_at(t, n, how)], f"{how}: {count} hidden of {n}"
+
+
+@judges("2.6")
+def law_quadrature_frequencies(alg: ModuleType) -> None:
+    """The real noise: hidden sets of a state have the stated probabilities; states, also of one node, are independent."""
+    for how, keep in itertools.product(COUNTS, KEEPS[:2]):
+        rollout, n = repeated(alg, RESPONSE, keep, 4000), sum(keep)
+        options = {"num_nodes": 2, "masks_per_node": 2, "counts": how, "domain": "keep"}
+        plan = alg.quadrature_plan(rollout, seeded(63), **options)
+        chance = torch.zeros(4, 16, dtype=torch.float64)
+        for k in range(4):
+            for p, _, hidden in node_draws(rule(2)[0][k // 2], n, how):
+                chance[k, sum(2**i for i in hidden)] += p
+            frequencies_agree(subset_number(plan.scored[k]), chance[k], f"{how}, n={n}, state {k}")
+        for a, b in ((0, 1), (2, 3), (1, 2)):
+            pair = subset_number(plan.scored[a]) * 16 + subset_number(plan.scored[b])
+            frequencies_agree(pair, (chance[a][:, None] * chance[b]).flatten(), f"{how}, n={n}, states {a} and {b}")
+
+
+@judges("2.6")
+def law_quadrature_rows_are_their_own(alg: ModuleType) -> None:
+    """A row's states do not depend on what other rows hold; equal noise gives equal rows, in whatever batch they stand."""
+    for how in COUNTS:
+        make = functools.partial(alg.quadrature_plan, num_nodes=2, masks_per_node=2, counts=how, domain="keep")
+        full = make(rollout_of(alg, [RESPONSE] * 3), seeded(64))
+        other = make(rollout_of(alg, [RESPONSE, [2, 2, 2, 2], RESPONSE], [KEEPS[0], KEEPS[2], KEEPS[1]]), seeded(64))
+        assert torch.equal(full.hidden[:, 0], other.hidden[:, 0]) and torch.equal(full.weight[:, 0], other.weight[:, 0]), how
+        u, place = normal(4, 3, seed=65).sigmoid(), normal(4, 3, 4, seed=66).sigmoid()
+        large = scripted(alg, rollout_of(alg, [RESPONSE] * 3, KEEPS), 2, 2, how, u, place, "keep")
+        for b in range(3):
+            alone = rollout_of(alg, [RESPONSE], [KEEPS[b]])
+            small = scripted(alg, alone, 2, 2, how, u[:, b : b + 1], place[:, b : b + 1], "keep")
+            assert torch.equal(small.hidden[:, 0], large.hidden[:, b]), f"{how}: row {b} alone"
+            close(small.weight[:, 0], large.weight[:, b], f"{how}: weight of row {b} alone")
+
+
+@judges("2.6")
+def law_quadrature_refusals(alg: ModuleType) -> None:
+    """No nodes, no masks, an unknown kind of count or domain: one line that names the key."""
+    rollout, good = rollout_of(alg, [RESPONSE]), {"num_nodes": 2, "masks_per_node": 1, "counts": "floor", "domain": "keep"}
+    for key, value, more in (
+        ("num_nodes", 0, "1"),
+        ("num_nodes", 2.0, "1"),
+        ("masks_per_node", 0, "1"),
+        ("counts", "ceil", "stochastic"),
+        ("domain", "eos", "keep"),
+    ):
+        refuses(lambda o={**good, key: value}: alg.quadrature_plan(rollout, seeded(), **o), f"plan.{key}", repr(value), more)
+
+
+@judges("2.6", "2.5")
+def law_quadrature_estimators(alg: ModuleType) -> None:
+    """The three SDMC entries of the table of estimators: a state a node, and the mean that enumeration gives."""
+    model, keep, seen = tabular(4, 3), (1, 1, 1, 1), 0
+    rollout, scores = repeated(alg, RESPONSE, keep, 2000), subset_scores(model, RESPONSE, frozenset(range(4)))
+    kinds = {"SDMC": "bernoulli", "SDMC, fixed counts": "rounded", "SDMC, as released": "floor"}
+    for name, how in kinds.items():
+        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
+            plan = alg.ESTIMATORS[name](rollout, seeded(67), num_states=states)
+            assert plan.scored.shape == (states, 2000, 4), name
+            mean_is(scored_values(plan, scores), expected(model, keep, states, how), f"{name}, {states} states")
+            seen += 1
+    assert seen >= 6 and {name for name in alg.ESTIMATORS if "SDMC" in name} == set(kinds)
+
+
+# ================================================================================================== ratios and methods
+
+
+@judges("2.6", "7.1", "8.2", "10.1")
+def law_shared_masks_make_the_first_update_on_policy(alg: ModuleType) -> None:
+    """Equal weights, one plan: ratio 1, gradient of the loss -adv grad B / n; two plans: E r = E e^B E e^-B > 1."""
+    model, n = tabular(3, 3), 3
+    method = config.with_options(alg.METHODS["gdpo"], {"plan.num_nodes": 2})
+    rollout, plan, chance = joint_outcomes(alg, n, 2, 1, "bernoulli")
+    feature = {"logp": graph_logp(alg, model, rollout, plan)}
+    ll, adv = alg.reduced(method, plan, rollout, feature), normal(len(chance), seed=68)
+    close(alg.log_ratio(ll, ll.detach()), torch.zeros_like(ll), "shared masks")
+    loss = alg.method_loss(method, plan, rollout, feature, adv, ll.detach(), None)
+    got = oracle.table_gradient(model, loss)
+    close(got, oracle.table_gradient(model, -(adv * ll[0, :, 0]).sum() / (n * len(adv))), "gradient at ratio 1")
+    value, scores = ll.detach()[0, :, 0], subset_scores(model, RESPONSE[:n], frozenset(range(n)))
+    r = alg.log_ratio(value[:, None].expand(-1, len(value)), value.expand(len(value), -1)).exp()
+    got = (chance[:, None] * chance * r).sum()
+    truth = 1.0
+    for t, w in zip(*rule(2), strict=True):
+        drawn = [(p, w * c * scores[sum(2**i for i in m)].item() if m else 0.0) for p, c, m in node_draws(t, n, "bernoulli")]
+        truth *= sum(p * math.exp(x) for p, x in drawn) * sum(p * math.exp(-x) for p, x in drawn)
+    close(got, truth, "mean ratio of independent masks")
+    assert truth > 1.5, f"mean ratio {truth}"
+
+
+@judges("2.1", "10.1")
+def law_mean_field_bounds(alg: ModuleType) -> None:
+    """The value of diffu-grpo is g(1) plus nothing; where the mean logp falls with the count, g(1) <= B <= g(0)."""
+    a = [-0.2, -0.3, -0.9, -1.1]
+    for values, response in ((a, (0,) * 4), (None, RESPONSE)):
+        model = tabular(4, 3) if values is None else count_model(values)
+        rollout = rollout_of(alg, [response])
+        plan = config.with_options(alg.METHODS["diffu-grpo"], {"plan.p_mask_prompt": 0.0}).plan(rollout, seeded())
+        got = ll_of(alg, model, rollout, plan).item()
+        close(got, oracle.elbo_integrand(model, response, 1.0).item(), "g(1)")
+        if values is not None:
+            close([got, oracle.elbo_integrand(model, response, 0.0).item()], [4 * a[-1], 4 * a[0]], "both ends")
+            assert got < oracle.elbo(model, response).item() < 4 * a[0]
+
+
+@judges("10.1", "7.2")
+def law_kl_of_the_whole_log_likelihood(alg: ModuleType) -> None:
+    """KL(of=log_likelihood): beta mean k3 of the values without their normaliser, while the ratio keeps it; of=ratio: with."""
+    drawn, old, new, ref, _ = experience()
+    rollout, row = alg.Rollout(**vars(drawn)), alg.METHODS["gdpo-released"]
+    plan, adv = row.plan(rollout, seeded(69)), normal(8, seed=70)
+    feature = {m: alg.features(m, rollout, plan, temperature=1.0) for m in (old, new, ref)}
+    anchor = alg.reduced(row, plan, rollout, feature[old])
+    free = alg.method_loss(row, plan, rollout, feature[new], adv, anchor, None)
+    value = {m: (f["logp"].sum(-1) * plan.weight).sum(0) for m, f in feature.items()}
+    for of, scale in (("log_likelihood", 1), ("ratio", 4)):
+        method = dataclasses.replace(row, kl=alg.KL("k3", 0.3, of=of))
+        target = alg.kl_target(method, plan, rollout, feature[ref])
+        got = alg.method_loss(method, plan, rollout, feature[new], adv, anchor, target) - free
+        gap = [(a - b) / scale for a, b in zip(value[ref].tolist(), value[new].tolist(), strict=True)]
+        close(got, 0.3 * sum(math.exp(u) - u - 1 for u in gap) / 8, of)
+
+
+# ========================================================================================================== the formulas
+
+
+@formula("gdpo")
+def gdpo(f: Formula) -> Tensor:
+    """eq. 5 and 6: three nodes, weight w/t; one ratio of whole-sequence ELBOs, each response's loss over its length."""
+    t, w = rule(3)
+    total = 0.0
+    for b in f.rows:
+        new, old = (sum(w[k] / t[k] * sum(f.tokens(m, k, b).values()) for k in range(3)) for m in (f.new, f.old))
+        total = total + f.clipped((new - old.detach()).exp(), f.centred(b), 0.5, 0.5) / f.length[b]
+    return total / 8
+
+
+@formula("gdpo-released")
+def gdpo_released(f: Formula) -> Tensor:
+    """All four positions count; two of them are hidden at t = 1/2, three at 0.887, none at 0.113; ratio to the power 1/4.
+
+    `laws.sized` narrows the clip: powers 1/4 of this experience's ratios do not reach the published one on both sides.
+    """
+    t, w = rule(3)
+    total = 0.0
+    for b in f.rows:
+        hidden = [len(f.tokens(f.new, k, b)) for k in range(3)]
+        assert hidden == [0, 2, 3], hidden
+        new, old = (sum(w[k] / t[k] * sum(f.tokens(m, k, b).values()) for k in (1, 2)) for m in (f.new, f.old))
+        total = total + f.clipped(((new - old.detach()) / 4).exp(), f.centred(b), 0.05, 0.05)
+    return total / 8
+
+
+@formula("diffu-grpo-released")
+def diffu_grpo_released(f: Formula) -> Tensor:
+    """As the paper's loss, averaged over all tokens of the batch."""
+    total = 0.0
+    for b in f.rows:
+        new, old, ref = (f.tokens(model, 0, b) for model in (f.new, f.old, f.ref))
+        for i in new:
+            gap = ref[i].detach() - new[i]
+            total = total + f.clipped((new[i] - old[i].detach()).exp(), f.centred(b), 0.5, 0.5) + 0.04 * (gap.exp() - gap - 1)
+    return total / sum(f.length)

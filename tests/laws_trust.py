@@ -1,0 +1,735 @@
+"""Laws of trust regions: PPO's relatives, one ratio a token; they register themselves in laws.LAWS.
+
+Notation as in section 8: mu = exp(anchor), pi = exp(ll), r = pi/mu, s = sign(adv). The coefficient of grad ll is written
+-adv r w, so that w is the weight relative to the surrogate without a trust region; w = 1 on policy for all of them.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import laws
+from laws import Formula, close, coefficients, double, formula, judges, normal, refuses, seeded
+from minidrl import config, oracle
+
+DELTAS = (0.05, 0.15, 0.5, 2.5, 12.5)
+PAIRS = ((1e-4, 1e-2), (1e-3, 0.4), (0.02, 0.17), (0.3, 0.31), (0.5, 0.5), (0.5, 0.9), (0.6, 0.2), (0.99, 0.8), (0.999, 1e-4))
+
+
+def points(count: int = 400) -> tuple[Tensor, Tensor, Tensor]:
+    """pi, mu in (0.001, 0.999) and normal advantages."""
+    drawn = torch.rand(2, count, generator=seeded(60), dtype=torch.float64) * 0.998 + 0.001
+    return drawn[0], drawn[1], normal(count, seed=61)
+
+
+def weight(objective: Callable, pi: Any, mu: Any, adv: Any) -> Tensor:
+    """w of an objective: its coefficient over -adv r."""
+    pi, mu, adv = double(pi), double(mu), double(adv)
+    pi, mu, adv = torch.broadcast_tensors(pi, mu, adv)
+    got = coefficients(lambda ll: objective(ll, mu.log(), adv, 1), pi.log())
+    return got / (-adv * pi / mu)
+
+
+def of(function: Callable, **words: Any) -> Callable:
+    """An objective with its numbers."""
+    return functools.partial(function, **words)
+
+
+def tv_outside(pi: float, mu: float, adv: float, delta: float) -> bool:
+    """DPPO's mask is 0 here, by the signed form: the shift in the direction of adv exceeds delta."""
+    return (pi - mu if adv > 0 else mu - pi) > delta and adv != 0
+
+
+def binary_kl(mu: float, pi: float) -> float:
+    """Of the two-point distributions."""
+    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+
+
+def kl_outside(pi: float, mu: float, adv: float, delta: float) -> bool:
+    """The same mask by the binary KL divergence."""
+    return binary_kl(mu, pi) > delta and adv * (pi - mu) > 0
+
+
+# =============================================================================================================== clips
+
+
+@judges("8.6")
+def law_dual_clip_gradient(alg: Any) -> None:
+    """(8.2), and 0 as well where adv < 0 and ratio > bound; the loss is at most -bound adv there."""
+    low, high, bound = 0.2, 0.5, 3.0
+    ratios = [0.1, 0.7, 0.79, 0.81, 1.0, 1.3, 1.49, 1.51, 2.9, 3.1, 40.0, 1e6]
+    cases = [(ratio, adv) for ratio in ratios for adv in (2.0, -3.0, 0.0)]
+    anchor, adv = normal(len(cases), seed=62), double([a for _, a in cases])
+    ll = anchor + double([math.log(r) for r, _ in cases])
+    loss = of(alg.dual_clip, epsilon_low=low, epsilon_high=high, bound=bound)
+    got = coefficients(lambda x: loss(x, anchor, adv, 1), ll)
+    dead = [(a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > bound)) for r, a in cases]
+    close(got, [0.0 if off else -a * r for off, (r, a) in zip(dead, cases, strict=True)], "coefficients", 1e-9)
+    values = [-min(r * a, min(max(r, 1 - low), 1 + high) * a) for r, a in cases]
+    expected = [min(v, -bound * a) if a < 0 else v for v, (_, a) in zip(values, cases, strict=True)]
+    close(loss(ll, anchor, adv, 1), expected, "loss")
+    refuses(lambda: alg.dual_clip(ll, anchor, adv, 1, epsilon_low=low, epsilon_high=high, bound=1.0), "objective.bound", "1.0")
+
+
+@judges("8.5")
+def law_truncated_weights_keep_teaching(alg: Any) -> None:
+    """CISPO and TIS: -clip(ratio, floor, cap) adv for either sign of adv, never 0; nothing flows through the weight."""
+    ratios, anchor = [1e-4, 0.1, 0.79, 0.81, 1.0, 1.27, 1.29, 4.9, 5.1, 1e5], normal(10, seed=63)
+    for floor, cap in ((0.0, 5.0), (0.8, 1.28), (0.0, 2.0), (0.0, math.inf)):
+        for a in (2.0, -3.0):
+            loss = of(alg.truncated_is, anchor=anchor, adv=double([a] * 10), num_generations=1, floor=floor, cap=cap)
+            got = coefficients(loss, anchor + double(ratios).log())
+            close(got, [-a * min(max(r, floor), cap) for r in ratios], f"{floor}, {cap}", 1e-9)
+    for floor, cap in ((-0.1, 2.0), (2.0, 2.0), (0.0, 0.0)):
+        refuses(
+            lambda floor=floor, cap=cap: alg.truncated_is(anchor, anchor, anchor, 1, floor=floor, cap=cap), "floor", str(cap)
+        )
+
+
+# ========================================================================================================= divergences
+
+
+@judges("8.7")
+def law_binary_divergence(alg: Any) -> None:
+    """|pi - mu| and the KL of two-point distributions; 0 only on policy; data; finite for certain tokens; Pinsker."""
+    pi, mu, _ = points()
+    ll = pi.log().requires_grad_()
+    tv, kl = (alg.binary_divergence(ll, mu.log(), form=form) for form in ("tv", "kl"))
+    assert not tv.requires_grad and not kl.requires_grad, "the divergence is data"
+    pairs = list(zip(pi.tolist(), mu.tolist(), strict=True))
+    close(tv, [abs(p - m) for p, m in pairs], "tv")
+    close(kl, [binary_kl(m, p) for p, m in pairs], "kl")
+    assert bool((tv <= (kl / 2).sqrt() + 1e-12).all()), "Pinsker"
+    close(alg.binary_divergence(mu.log(), mu.log(), form="kl"), torch.zeros_like(mu), "on policy")
+    certain = double([0.0, 0.0, -1e-9, -800.0, -800.0, -0.5])
+    drawn = double([0.0, -1e-9, 0.0, -800.0, -0.5, 0.0])
+    for form, dtype in itertools.product(("tv", "kl"), (torch.float64, torch.float32)):
+        got = alg.binary_divergence(certain.to(dtype), drawn.to(dtype), form=form)
+        assert bool(got.isfinite().all()) and bool((got >= -1e-6).all()), f"{form}: {got.tolist()}"
+        close(got[[0, 3]], [0.0, 0.0], f"{form}: equal and certain")
+    refuses(lambda: alg.binary_divergence(ll, mu.log(), form="js"), "form", "'js'", "tv, kl")
+
+
+def categoricals(vocab: int = 6) -> tuple[Tensor, Tensor]:
+    """Two distributions over a vocabulary."""
+    return normal(vocab, seed=64, scale=1.5).softmax(-1), normal(vocab, seed=65, scale=1.5).softmax(-1)
+
+
+def partition_divergence(mu: list[float], pi: list[float], items: set[int], form: str) -> float:
+    """Over the items and one bucket for the rest."""
+    pairs = [(mu[a], pi[a]) for a in sorted(items)] + [(1 - sum(mu[a] for a in items), 1 - sum(pi[a] for a in items))]
+    if form == "tv":
+        return sum(abs(m - p) for m, p in pairs) / 2
+    return sum(m * math.log(m / p) for m, p in pairs if m > 1e-12)
+
+
+def topk_call(alg: Any, mu: Tensor, pi: Tensor, size: int, form: str) -> Tensor:
+    """(8.8) for every token of a vocabulary as the drawn one, one a row, with the `size` likeliest recorded."""
+    vocab, best = len(mu), mu.topk(size).indices
+    ids = best.expand(vocab, 1, size)
+    record = {"topk_ids": ids, "topk_logp": mu[best].log().expand(vocab, 1, size)}
+    rollout = laws.rollout_of(alg, [[a] for a in range(vocab)], logp=mu.log()[:, None], records=record)
+    feature = {"logp": pi.log()[None, :, None], "topk_logp": pi[best].log().expand(1, vocab, 1, size)}
+    return topk_of(alg, rollout, feature, form)[0, :, 0]
+
+
+def topk_of(alg: Any, rollout: Any, feature: dict[str, Tensor], form: str) -> Tensor:
+    """(8.8) with the arguments that it does not read left empty."""
+    ll, one = feature["logp"], torch.ones_like(rollout.logp[:, 0])
+    return alg.topk_divergence(ll, torch.ones_like(ll), feature, None, rollout, one, form=form)["divergence"]
+
+
+@judges("8.7", "8.8")
+def law_divergence_chain(alg: Any) -> None:
+    """By enumeration of the drawn token: binary <= top-M <= full, growing with M; M = V is the full one; tv = E|r - 1|/2."""
+    mu, pi = categoricals()
+    m, p, vocab = mu.tolist(), pi.tolist(), len(mu)
+    close(partition_divergence(m, p, set(range(vocab)), "tv"), sum(x * abs(y / x - 1) for x, y in zip(m, p, strict=True)) / 2)
+    for form in ("tv", "kl"):
+        full = partition_divergence(m, p, set(range(vocab)), form)
+        before = alg.binary_divergence(pi.log(), mu.log(), form=form)
+        assert bool((before < full).all())
+        for size in range(1, vocab + 1):
+            got = topk_call(alg, mu, pi, size, form)
+            likeliest = set(mu.topk(size).indices.tolist())
+            close(got, [partition_divergence(m, p, likeliest | {a}, form) for a in range(vocab)], f"{form}, M = {size}")
+            assert bool((before <= got + 1e-12).all()) and bool((got <= full + 1e-12).all()), f"{form}, M = {size}: the chain"
+            before = torch.maximum(before, got)
+        close(got, [full] * vocab, f"{form}: M = V")
+
+
+@judges("8.8")
+def law_topk_divergence(alg: Any) -> None:
+    """Each decision of a plan by itself, the drawn token inside and outside the M; data; finite; needs its records."""
+    new, old = normal(2, 3, 4, 7, seed=66, scale=1.5).log_softmax(-1), normal(3, 4, 7, seed=67, scale=1.5).log_softmax(-1)
+    best = old.topk(3)
+    response = torch.randint(7, (3, 4), generator=seeded(68))
+    drawn = old.gather(-1, response[..., None])[..., 0]
+    record = {"topk_ids": best.indices, "topk_logp": best.values}
+    rollout = laws.rollout_of(alg, response, logp=drawn, records=record)
+    logp = new.gather(-1, response.expand(2, 3, 4)[..., None])[..., 0].requires_grad_()
+    feature = {"logp": logp, "topk_logp": new.gather(-1, best.indices.expand(2, 3, 4, 3)).requires_grad_()}
+    inside = (best.indices == response[..., None]).any(-1)
+    assert bool(inside.any()) and not bool(inside.all()), "the fixture has both"
+    for form in ("tv", "kl"):
+        got = topk_of(alg, rollout, feature, form)
+        assert not got.requires_grad, "the divergence is data"
+        for k, b, i in itertools.product(range(2), range(3), range(4)):
+            items = {*best.indices[b, i].tolist(), int(response[b, i])}
+            expected = partition_divergence(old[b, i].exp().tolist(), new[k, b, i].exp().tolist(), items, form)
+            close(got[k, b, i], expected, f"{form}: {k}, {b}, {i}")
+        sure = laws.rollout_of(alg, response, logp=0 * drawn, records=record | {"topk_logp": best.values - 900.0})
+        gone = {"logp": logp.detach() - 900.0, "topk_logp": feature["topk_logp"].detach()}
+        assert bool(topk_of(alg, sure, gone, form).isfinite().all()), f"{form}: extremes"
+    bare = laws.rollout_of(alg, response, logp=drawn)
+    refuses(lambda: topk_of(alg, bare, feature, "tv"), "records", "topk_ids")
+    refuses(lambda: topk_of(alg, rollout, feature, "js"), "form", "'js'", "tv, kl")
+
+
+# =============================================================================================================== masks
+
+
+@judges("8.9")
+def law_trust_mask(alg: Any) -> None:
+    """False only outside and on the way out; the way back passes for every divergence; PPO's clip is |r - 1| > epsilon."""
+    table = {(a, u, out): not (out and a * u > 0) for a in (2.0, -2.0, 0.0) for u in (0.3, -0.3, 0.0) for out in (True, False)}
+    adv, u, outside = (torch.tensor(column) for column in zip(*table, strict=True))
+    got = alg.trust_mask(u.double(), adv.double(), outside)
+    assert got.dtype == torch.bool and got.tolist() == list(table.values())
+    pi, mu, adv = points()
+    r = pi / mu
+    mask = alg.trust_mask(r.log(), adv, (r - 1).abs() > 0.2)
+    ppo = [not ((a > 0 and x > 1.2) or (a < 0 and x < 0.8)) for x, a in zip(r.tolist(), adv.tolist(), strict=True)]
+    assert mask.tolist() == ppo
+
+
+@judges("8.10", "8.9", "8.7")
+def law_dppo_gradient(alg: Any) -> None:
+    """-adv r where the mask lets it through, else 0, in either form and at any delta; the value is -adv r M."""
+    pi, mu, adv = points()
+    for form, outside in (("tv", tv_outside), ("kl", kl_outside)):
+        for delta in DELTAS:
+            rows = list(zip(pi.tolist(), mu.tolist(), adv.tolist(), strict=True))
+            expected = [0.0 if outside(p, m, a, delta) else -a * p / m for p, m, a in rows]
+            objective = of(alg.dppo, delta=delta, form=form)
+            got = coefficients(lambda ll, objective=objective: objective(ll, mu.log(), adv, 1), pi.log())
+            close(got, expected, f"{form}, {delta}")
+            close(objective(pi.log(), mu.log(), adv, 1), expected, f"{form}, {delta}: value")
+    refuses(lambda: alg.dppo(pi.log(), mu.log(), adv, 1, delta=0.1, form="js"), "form", "'js'")
+    refuses(lambda: alg.dppo(pi.log(), mu.log().requires_grad_(), adv, 1, delta=0.1, form="tv"), "anchor", "gradient")
+
+
+@judges("8.10", "8.9")
+def law_dppo_examples(alg: Any) -> None:
+    """The paper's two tokens, where DPPO and PPO disagree; the boundary itself is inside; the way back is never barred."""
+    tv, kl = of(alg.dppo, delta=0.15, form="tv"), of(alg.dppo, delta=0.05, form="kl")
+    for objective in (tv, kl):
+        close(weight(objective, [1e-2, 0.8], [1e-4, 0.99], [1.0, -1.0]), [1.0, 0.0], "rare and likely token")
+        close(weight(objective, [1e-2, 0.8], [0.99, 1e-4], [1.0, -1.0]), [1.0, 1.0], "on the way back")
+    ppo = of(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2)
+    close(weight(ppo, [1e-2, 0.8], [1e-4, 0.99], [1.0, -1.0]), [0.0, 1.0], "PPO")
+    supplied = functools.partial(alg.dppo, delta=0.25, form="tv")
+    close(weight(supplied, [0.75, 0.7500001, 0.25], [0.5] * 3, [1.0, 1.0, -1.0]), [1.0, 0.0, 1.0], "the boundary is inside")
+    larger = functools.partial(supplied, divergence=double([0.3, 0.2, 0.3]))
+    close(weight(larger, [0.6, 0.9, 0.6], [0.5] * 3, [1.0, 1.0, -1.0]), [0.0, 1.0, 1.0], "another divergence replaces it")
+
+
+@judges("8.10", "8.2")
+def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
+    """PPO's gradient with epsilon = delta/mu for each token; from delta = 1 on there is no trust region at all."""
+    pi, mu, adv = points()
+    for delta in DELTAS:
+        got = coefficients(lambda ll, d=delta: alg.dppo(ll, mu.log(), adv, 1, delta=d, form="tv"), pi.log())
+        clip = {"epsilon_low": delta / mu, "epsilon_high": delta / mu}
+        close(coefficients(lambda ll, clip=clip: alg.ppo_clip(ll, mu.log(), adv, 1, **clip), pi.log()), got, f"{delta}")
+        if delta >= 1:
+            close(got, -adv * pi / mu, "no trust region")
+
+
+@judges("8.11", "8.9")
+def law_dppo_released(alg: Any) -> None:
+    """-min(r, cap) M adv, nothing through the weight; the value is that times ll; below the cap the gradient of (8.10)."""
+    pi, mu, adv = points()
+    for form, delta, outside in (("tv", 0.15, tv_outside), ("kl", 0.05, kl_outside)):
+        for cap in (1.5, 20.0):
+            rows = list(zip(pi.tolist(), mu.tolist(), adv.tolist(), strict=True))
+            expected = [0.0 if outside(p, m, a, delta) else -a * min(p / m, cap) for p, m, a in rows]
+            released = of(alg.dppo_released, delta=delta, form=form, cap=cap)
+            got = coefficients(lambda ll, released=released: released(ll, mu.log(), adv, 1), pi.log())
+            close(got, expected, f"{form}, {cap}")
+            close(released(pi.log(), mu.log(), adv, 1), double(expected) * pi.log(), f"{form}, {cap}: value")
+            bare = coefficients(lambda ll, f=form, d=delta: alg.dppo(ll, mu.log(), adv, 1, delta=d, form=f), pi.log())
+            below = pi / mu < cap
+            close(got[below], bare[below], f"{form}: below the cap")
+            assert bool((got != bare)[~below].any())
+
+
+# =============================================================================================================== lines
+
+
+@judges("8.12")
+def law_spo_gradient(alg: Any) -> None:
+    """-adv r w with w = 1 - s (r - 1)/epsilon: a line in r, 0 at 1 + s epsilon, corrective beyond, without any bound."""
+    pi, mu, adv = points()
+    s, r = adv.sign(), pi / mu
+    for epsilon in (0.2, 1.0, 12.5):
+        objective = of(alg.spo, epsilon=epsilon)
+        close(weight(objective, pi, mu, adv), 1 - s * (r - 1) / epsilon, f"{epsilon}")
+        values = [-(x * a - abs(a) / (2 * epsilon) * (x - 1) ** 2) for x, a in zip(r.tolist(), adv.tolist(), strict=True)]
+        close(objective(pi.log(), mu.log(), adv, 1), values, f"{epsilon}: value")
+    for a, e in itertools.product((1.0, -1.0), (0.2, 0.5)):
+        edge = 0.3 * (1 + a * e)
+        inside, at, beyond = weight(of(alg.spo, epsilon=e), [edge - a * 0.01, edge, edge + a * 0.01], 0.3, a).tolist()
+        assert inside > 0 > beyond and abs(at) < 1e-12, "zero and change of sign"
+    close(weight(of(alg.spo, epsilon=0.2), 1e-2, 1e-4, 1.0), -494.0, "no bound")
+
+
+@judges("8.13")
+def law_drpo_gradient(alg: Any) -> None:
+    """-adv r w, w = 1 - s (pi - mu)/delta = 1 - sign(adv (r - 1)) |pi - mu|/delta: a line in pi of slope -s/delta."""
+    pi, mu, adv = points()
+    s, r = adv.sign(), pi / mu
+    for delta in DELTAS:
+        objective = of(alg.drpo, delta=delta)
+        close(weight(objective, pi, mu, adv), 1 - s * (pi - mu) / delta, f"{delta}")
+        close(weight(objective, pi, mu, adv), 1 - (adv * (r - 1)).sign() * (pi - mu).abs() / delta, f"{delta}: other form")
+        penalty = adv.abs() * (pi - mu).square() / (2 * delta * mu)
+        close(objective(pi.log(), mu.log(), adv, 1), -adv * r + penalty, f"{delta}: value")
+        for m, a in itertools.product((0.01, 0.4, 0.99), (1.3, -0.7)):
+            steps = weight(objective, torch.linspace(0.001, 0.999, 40, dtype=torch.float64), m, a).diff()
+            close(steps, [-math.copysign(1, a) / delta * 0.998 / 39] * 39, f"{delta}: one slope everywhere")
+
+
+@judges("8.13", "8.10")
+def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
+    """0 at mu + s delta, of the other sign beyond; w > 0 exactly where DPPO's mask is 1; the mask jumps by 1, w does not."""
+    for delta, a, eta in itertools.product((0.05, 0.15, 0.5), (1.7, -0.6), (1e-9, 1e-3)):
+        mu, s = 0.5 - 0.2 * math.copysign(1, a), math.copysign(1, a)
+        at = [mu + s * (delta - eta), mu + s * delta, mu + s * (delta + eta)]
+        got = weight(of(alg.drpo, delta=delta), at, mu, a)
+        close(got, [eta / delta, 0.0, -eta / delta], f"{delta}, {a}")
+        close(weight(of(alg.dppo, delta=delta, form="tv"), [at[0], at[2]], mu, a), [1.0, 0.0], "the mask")
+    pi, mu, adv = points(2000)
+    for delta in DELTAS:
+        line = weight(of(alg.drpo, delta=delta), pi, mu, adv)
+        mask = weight(of(alg.dppo, delta=delta, form="tv"), pi, mu, adv)
+        assert ((line > 0) == (mask > 0.5)).all(), f"{delta}: one geometry"
+
+
+@judges("8.13", "8.12")
+def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
+    """SPO's loss with epsilon = delta/mu for each token; for a large delta the surrogate, to |adv| r/delta."""
+    pi, mu, adv = points()
+    for delta, (p, m, a) in itertools.product((0.15, 12.5), itertools.islice(zip(pi, mu, adv, strict=True), 40)):
+        ll, anchor = p.log(), m.log()
+        expected = alg.spo(ll, anchor, a, 1, epsilon=delta / m.item())
+        close(alg.drpo(ll, anchor, a, 1, delta=delta), expected, f"{delta}")
+    for delta in (1e2, 1e6):
+        got = coefficients(lambda ll, d=delta: alg.drpo(ll, mu.log(), adv, 1, delta=d), pi.log())
+        assert bool(((got + adv * pi / mu).abs() <= adv.abs() * pi / mu / delta).all()), "unregularised in the limit"
+
+
+@judges("8.13", "8.12")
+def law_drpo_bounds_the_weight_not_the_coefficient(alg: Any) -> None:
+    """|w - 1| <= max(mu, 1 - mu)/delta <= 1/delta; r w peaks at (delta + mu)^2/(4 delta mu), which has no bound in mu."""
+    pi, mu, adv = points(2000)
+    for delta in DELTAS:
+        gap = (weight(of(alg.drpo, delta=delta), pi, mu, adv) - 1).abs()
+        assert bool((gap <= torch.maximum(mu, 1 - mu) / delta + 1e-12).all()) and bool((gap <= 1 / delta).all()), f"{delta}"
+        assert gap.max() > 0.9 / delta, f"{delta}: the bound is nearly reached"
+    published = weight(
+        of(alg.drpo, delta=12.5), *(double(x) for x in ([1e-9, 1 - 1e-9] * 2, [1 - 1e-9, 1e-9] * 2, [1, 1, -1, -1]))
+    )
+    close(published, [1.08, 0.92, 0.92, 1.08], "delta 12.5", 1e-9)
+    assert (weight(of(alg.spo, epsilon=0.2), pi, mu, adv) - 1).abs().max() > 100, "SPO has no such bound"
+    for delta, m, peak in ((0.15, 0.1, 1.0417), (0.15, 0.01, 4.2667), (0.15, 1e-4, 375.5), (0.5, 0.3, 1.0667)):
+        top = (delta + m) / 2
+        grid = double([top - 0.01, top, top + 0.01])
+        got = -coefficients(
+            lambda ll, d=delta, m=m: alg.drpo(ll, double([m] * 3).log(), double([1.0] * 3), 1, delta=d), grid.log()
+        )
+        close(got[1], (delta + m) ** 2 / (4 * delta * m), "peak")
+        assert got[1] > got[0] and got[1] > got[2] and abs(got[1] - peak) < 1e-3 * peak
+
+
+@judges("8.13", "8.10")
+def law_the_boundary_must_be_a_probability(alg: Any) -> None:
+    """DRPO turns back, and DPPO-tv masks, somewhere in (0, 1) iff adv > 0 and mu < 1 - delta, or adv < 0 and mu > delta.
+
+    DPPO-kl stops every token somewhere: KL(mu || pi) has no bound as pi goes to 0 or 1.
+    """
+    pi = torch.cat([torch.logspace(-9, -1, 60, dtype=torch.float64), torch.linspace(0.1, 1 - 1e-9, 2000, dtype=torch.float64)])
+    for delta, mu, a in itertools.product(
+        (0.15, 0.5, 0.9, 1.0, 2.5, 12.5), (1e-3, 0.1, 0.2, 0.49, 0.51, 0.8, 0.9, 0.999), (1.0, -2.0)
+    ):
+        reachable = mu < 1 - delta if a > 0 else mu > delta
+        where = f"delta {delta}, mu {mu}, adv {a}"
+        assert bool((weight(of(alg.drpo, delta=delta), pi, mu, a) < 0).any()) == reachable, where
+        assert bool((weight(of(alg.dppo, delta=delta, form="tv"), pi, mu, a) == 0).any()) == reachable, where
+    far = double([-1e-300, -600.0])  # log pi: certain, and all but impossible
+    for mu, delta, a in itertools.product((0.001, 0.1, 0.9, 0.999), (0.05, 0.5), (1.0, -1.0)):
+        got = coefficients(
+            lambda ll, d=delta, m=mu, a=a: alg.dppo(ll, double([m] * 2).log(), double([a] * 2), 1, delta=d, form="kl"), far
+        )
+        close(got[0 if a > 0 else 1], 0.0, f"kl stops every token: mu {mu}, delta {delta}, adv {a}", 0.0)
+
+
+# ============================================================================================================ all of them
+
+
+def family(alg: Any) -> dict[str, Callable]:
+    """Every objective of the section that takes an anchor and one token."""
+    clip = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+    released = {name: of(alg.dppo_released, delta=0.15, form=name, cap=20.0) for name in ("tv", "kl")}
+    masks = {name: of(alg.dppo, delta=0.15, form=name) for name in ("tv", "kl")}
+    return {
+        "ppo": of(alg.ppo_clip, **clip),
+        "dual": of(alg.dual_clip, **clip, bound=3.0),
+        "cispo": of(alg.truncated_is, floor=0.0, cap=5.0),
+        "spo": of(alg.spo, epsilon=0.2),
+        **masks,
+        **{f"{name} released": row for name, row in released.items()},
+        **{f"drpo {delta}": of(alg.drpo, delta=delta) for delta in DELTAS},
+    }
+
+
+@judges("8.2", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13")
+def law_on_policy_all_are_reinforce(alg: Any) -> None:
+    """pi = mu: coefficient -adv for each of them; through a softmax the gradient of the logits is -adv (e_y - pi)."""
+    _, mu, adv = points(50)
+    z, a = normal(7, seed=69), -1.3
+    for name, objective in family(alg).items():
+        close(coefficients(lambda ll, objective=objective: objective(ll, mu.log(), adv, 1), mu.log()), -adv, name)
+        got = coefficients(lambda x, f=objective: f(x.log_softmax(-1)[2], z.log_softmax(-1)[2], double(a), 1), z)
+        close(got, [-a * ((v == 2) - p) for v, p in enumerate(z.softmax(-1).tolist())], f"{name}: logits")
+
+
+@judges("8.6", "8.10", "8.11", "8.12", "8.13")
+def law_advantage_is_a_scale(alg: Any) -> None:
+    """c(k adv) = k c(adv) for k > 0: the size of adv moves no boundary; adv = 0 gives nothing, penalties included."""
+    pi, mu, adv = points()
+    for name, objective in family(alg).items():
+        got = [coefficients(lambda ll, f=objective, k=k: f(ll, mu.log(), k * adv, 1), pi.log()) for k in (1.0, 7.0, 0.01, 0.0)]
+        for k, scaled in zip((7.0, 0.01, 0.0), got[1:], strict=True):
+            close(scaled / max(k, 1e-9), got[0] if k else torch.zeros_like(mu), f"{name}: {k}")
+
+
+@judges("8.12", "8.13")
+def law_penalties_in_expectation(alg: Any) -> None:
+    """Over the sampler's tokens: <A, pi> minus |A|-weighted squared distance/(2 delta) (DRPO), chi-square/(2 epsilon) (SPO)."""
+    mu, pi = categoricals()
+    adv = normal(6, seed=70)
+    gain, share = float(adv @ pi), (pi - mu).square()
+    for delta in DELTAS:
+        got = float(mu @ -alg.drpo(pi.log(), mu.log(), adv, 1, delta=delta))
+        close(got, gain - float(adv.abs() @ share) / (2 * delta), f"l2, {delta}")
+        got = float(mu @ -alg.spo(pi.log(), mu.log(), adv, 1, epsilon=delta))
+        close(got, gain - float(adv.abs() @ (share / mu)) / (2 * delta), f"chi-square, {delta}")
+
+
+def simplex_optimum(mu: Tensor, adv: Tensor, delta: float) -> tuple[Tensor, float]:
+    """max(0, mu + delta (sign A - lambda/|A|)) with the lambda at which it sums to 1, by bisection."""
+    low, high = -1e3, 1e3
+    for _ in range(200):
+        middle = (low + high) / 2
+        pi = (mu + delta * (adv.sign() - middle / adv.abs())).clamp(min=0)
+        low, high = (middle, high) if pi.sum() > 1 else (low, middle)
+    return pi, middle
+
+
+@judges("8.13")
+def law_drpo_optimum_on_the_simplex(alg: Any) -> None:
+    """At the best distribution dJ/dpi is one number lambda where pi > 0, and smaller elsewhere; +-a: a shift of +-delta."""
+    mu = double([0.35, 0.25, 0.2, 0.15, 0.05])
+    for delta, seed in ((0.15, 71), (0.05, 72), (0.5, 73)):
+        adv = normal(5, seed=seed)
+        pi, lam = simplex_optimum(mu, adv, delta)
+        inside = pi.clamp(min=1e-12)
+        slope = -coefficients(lambda ll, d=delta, a=adv: mu * alg.drpo(ll, mu.log(), a, 1, delta=d), inside.log()) / inside
+        close(slope[pi > 1e-9], [lam] * int((pi > 1e-9).sum()), f"{delta}", 1e-8)
+        assert bool((slope[pi <= 1e-9] <= lam + 1e-8).all())
+    for size in (0.1, 10.0):
+        two, adv = double([0.4, 0.6]), double([size, -size])
+        slope = -coefficients(lambda ll, a=adv, m=two: m * alg.drpo(ll, m.log(), a, 1, delta=0.15), double([0.55, 0.45]).log())
+        close(slope, [0.0, 0.0], "two actions: a shift of delta, whatever the size of adv")
+
+
+@judges("8.10", "8.11", "8.12", "8.13")
+def law_trust_refusals(alg: Any) -> None:
+    """Regions that are empty or no numbers are refused by name."""
+    x = double([-1.0, -2.0])
+    for bad in (0.0, -0.15, math.nan):
+        refuses(lambda bad=bad: alg.dppo(x, x, x, 1, delta=bad, form="tv"), "objective.delta", str(bad), "above 0")
+        refuses(lambda bad=bad: alg.dppo_released(x, x, x, 1, delta=bad, form="tv", cap=20.0), "objective.delta", str(bad))
+        refuses(lambda bad=bad: alg.spo(x, x, x, 1, epsilon=bad), "objective.epsilon", str(bad), "above 0")
+        refuses(lambda bad=bad: alg.drpo(x, x, x, 1, delta=bad), "objective.delta", str(bad))
+
+
+# =============================================================================================== the denoising trajectory
+
+
+def changed(model: oracle.TabularDenoiser, scale: float = 0.7) -> oracle.TabularDenoiser:
+    """The model after an update."""
+    return oracle.TabularDenoiser(model.table.detach() + normal(*model.table.shape, seed=74, scale=scale))
+
+
+def sampled(model: Any, paths: list, temperature: float) -> Tensor:
+    """log-probability with which each token of each trajectory was drawn, in the state before its step, by the oracle."""
+    rows = []
+    for path in paths:
+        at = {s: oracle.token_logp(model, path.response, oracle.hidden_before(path, s), temperature) for s in path.unmask_step}
+        rows.append([at[s][i].item() for i, s in enumerate(path.unmask_step)])
+    return double(rows)
+
+
+def token_ratios(
+    alg: Any, order: str, scored: float = 0.7, drawn: float = 0.7, scale: float = 0.7
+) -> tuple[Tensor, Tensor, list]:
+    """Chance of every trajectory (B,), the module's token ratios (B, L) anchored on the recorded logp, the trajectories."""
+    model, paths, chance, _ = laws.walk((3, 2, order, 1, 3, None))
+    rollout = laws.recorded(alg, paths, None, logp=sampled(model, paths, drawn))
+    method = alg.METHODS["ppo"]
+    plan = method.plan(rollout, seeded())
+    ll = alg.reduced(method, plan, rollout, alg.features(changed(model, scale), rollout, plan, temperature=scored))
+    u = alg.log_ratio(ll, alg.behaviour_anchor(method, plan, rollout))
+    return chance, (u.exp() * plan.scored).sum(0), paths
+
+
+@judges("7.1", "3.1")
+def law_token_ratios_have_mean_one(alg: Any) -> None:
+    """E_mu[r] = 1 at every position for random and fixed order; 1.018, 0.997, 0.980 in this model for confidence order."""
+    for order in ("random", "left_to_right", "right_to_left"):
+        chance, r, _ = token_ratios(alg, order)
+        close(chance @ r, [1.0] * 3, order)
+        assert float(r.max() - r.min()) > 1, "the policies differ"
+    chance, r, paths = token_ratios(alg, "low_confidence")
+    model = laws.walk((3, 2, "low_confidence", 1, 3, None))[0]
+    truth = chance @ (sampled(changed(model), paths, 0.7) - sampled(model, paths, 0.7)).exp()
+    close(chance @ r, truth, "by the oracle")
+    close(truth, [1.018, 0.997, 0.980], "biased", 1e-3)
+    for order in ("random", "low_confidence"):
+        close(token_ratios(alg, order, scale=0.0)[1], torch.ones_like(token_ratios(alg, order)[1]), "the same weights: all 1")
+
+
+@judges("7.1", "4.1")
+def law_token_ratios_at_the_wrong_temperature(alg: Any) -> None:
+    """Anchor and policy at temperature 1.3, tokens drawn at 0.7: mean ratio not 1. Only the policy: not 1 at equal weights."""
+    chance, r, paths = token_ratios(alg, "random", scored=1.3, drawn=1.3)
+    model = laws.walk((3, 2, "random", 1, 3, None))[0]
+    truth = chance @ (sampled(changed(model), paths, 1.3) - sampled(model, paths, 1.3)).exp()
+    close(chance @ r, truth, "both")
+    assert bool(((truth - 1).abs() > 0.01).all()), truth.tolist()
+    same = token_ratios(alg, "random", scored=1.3, scale=0.0)[1]
+    assert float((same - 1).abs().max()) > 0.1, "the policy alone"
+
+
+@judges("7.1", "3.1", "8.10")
+def law_left_to_right_ratios_are_importance_weights(alg: Any) -> None:
+    """Their product is P_new(y)/P_old(y) of the whole sequence, so reweighted rewards give the new policy's J exactly."""
+    chance, r, paths = token_ratios(alg, "left_to_right")
+    model = laws.walk((3, 2, "left_to_right", 1, 3, None))[0]
+    after = oracle.trajectories(changed(model), "left_to_right", 0.7, 1, 3)
+    old, new = (oracle.response_distribution(x) for x in (paths, after))
+    close(r.prod(-1), [new[path.response].item() / old[path.response].item() for path in paths], "product")
+    reward = double([laws.reward_of(path.response, None) for path in paths])
+    close((chance * r.prod(-1)) @ reward, oracle.expected_reward(after, lambda y: laws.reward_of(y, None)), "J")
+    close(chance @ r.prod(-1), 1.0, "mean")
+
+
+@judges("8.2", "5.1", "10.1")
+def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
+    """Coefficient -adv s/(n B) at each of a response's n tokens, s the geometric mean ratio, or 0 at all of them."""
+    rollout = laws.rollout_of(alg, [[0] * 4] * 4, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], num_generations=4)
+    steps = torch.where(rollout.keep, torch.arange(4), -1)
+    rollout = alg.Rollout(**{**vars(rollout), "unmask_step": steps, "logp": -normal(4, 4, seed=75).abs() * rollout.keep})
+    method = config.with_options(alg.METHODS["gspo"], {"objective.epsilon_low": 0.2, "objective.epsilon_high": 0.2})
+    plan = method.plan(rollout, seeded())
+    anchor, adv = alg.behaviour_anchor(method, plan, rollout), double([1.0, -2.0, 0.5, -1.0])
+    logp = (rollout.logp + normal(4, 4, seed=80, scale=0.6)) * plan.scored
+    got = coefficients(lambda x: alg.method_loss(method, plan, rollout, {"logp": x}, adv, anchor, None), logp).sum(0)
+    seen = set()
+    for b, n in enumerate((4, 2, 3, 1)):
+        s = math.exp(sum((logp.sum(0) - rollout.logp)[b, :n].tolist()) / n)
+        off = (adv[b] > 0 and s > 1.2) or (adv[b] < 0 and s < 0.8)
+        close(got[b], [0.0 if off else -adv[b].item() * s / (n * 4)] * n + [0.0] * (4 - n), f"response {b}")
+        seen.add(bool(off))
+    assert seen == {True, False}, "the fixture clips one and lets another pass"
+
+
+@judges()
+def law_trust_diagnostics(alg: Any) -> None:
+    """clip_fraction of a trust region: the share beyond it on the way out; 0 at delta 12.5; dual clip: both of its sides."""
+    rollout, plan, _ = laws.loose_plan(alg)
+    mu = torch.rand(3, 4, 5, generator=seeded(77), dtype=torch.float64) * 0.98 + 0.01
+    pi = torch.rand(3, 4, 5, generator=seeded(78), dtype=torch.float64) * 0.98 + 0.01
+    adv = double([1.0, -1.0, 2.0, -2.0])
+    seen = [(pi[at].item(), mu[at].item(), adv[at[1]].item()) for at in map(tuple, plan.scored.nonzero().tolist())]
+    rules = {
+        "dppo-tv": lambda p, m, a: tv_outside(p, m, a, 0.15),
+        "dppo-tv-released": lambda p, m, a: tv_outside(p, m, a, 0.15),
+        "dppo-kl": lambda p, m, a: kl_outside(p, m, a, 0.05),
+        "drpo": lambda p, m, a: tv_outside(p, m, a, 0.15),
+        "drpo-released": lambda p, m, a: False,
+        "ppo-released": lambda p, m, a: (p / m > 1.2) if a > 0 else (p / m < 0.8 or p / m > 3.0),
+    }
+    for name, rule in rules.items():
+        got = alg.diagnostics(alg.METHODS[name], plan, rollout, pi.log(), mu.log(), adv)["clip_fraction"]
+        close(got, sum(rule(*point) for point in seen) / len(seen), name)
+        assert name == "drpo-released" or 0 < got < 1
+    assert any(a < 0 and p / m > 3.0 for p, m, a in seen), "dual clip acts"
+
+
+# ============================================================================================== the published objectives
+
+
+def decisions(f: Formula) -> Iterator[tuple[Tensor, float, float]]:
+    """(log pi of the new model, mu of the sampler, adv) of every revealed token."""
+    for b, k in itertools.product(f.rows, f.states):
+        for i, logp in f.tokens(f.new, k, b, 0.8).items():
+            yield logp, math.exp(f.rollout.logp[b, i].item()), f.centred(b)
+
+
+def total(f: Formula, rule: Callable[[Tensor, float, float], Tensor], tokens: bool) -> Tensor:
+    """Sum of a loss per token, over the kept tokens or over B L."""
+    return sum(rule(logp, mu, adv) for logp, mu, adv in decisions(f)) / (sum(f.length) if tokens else 8 * 4)
+
+
+@formula("ppo")
+def ppo(f: Formula) -> Tensor:
+    return total(f, lambda logp, mu, adv: f.clipped(logp.exp() / mu, adv, 0.2, 0.2), tokens=False)
+
+
+@formula("ppo-released")
+def ppo_released(f: Formula) -> Tensor:
+    def rule(logp: Tensor, mu: float, adv: float) -> Tensor:
+        ratio = logp.exp() / mu
+        return 0 * ratio if adv < 0 and ratio.item() > 3.0 else f.clipped(ratio, adv, 0.2, 0.2)
+
+    loss = total(f, rule, tokens=True)
+    assert any(adv < 0 and logp.exp().item() / mu > 3.0 for logp, mu, adv in decisions(f)), "no token beyond the bound"
+    return loss
+
+
+@formula("clip-higher")
+def clip_higher(f: Formula) -> Tensor:
+    return total(f, lambda logp, mu, adv: f.clipped(logp.exp() / mu, adv, 0.2, 0.28), tokens=True)
+
+
+@formula("gspo")
+def gspo(f: Formula) -> Tensor:
+    loss = 0.0
+    for b in f.rows:
+        change = 0.0
+        for k in f.states:
+            change = change + sum(logp - f.rollout.logp[b, i] for i, logp in f.tokens(f.new, k, b, 0.8).items())
+        loss = loss + f.clipped((change / f.length[b]).exp(), f.centred(b), 3e-4, 4e-4)
+    return loss / 8
+
+
+def clipped_weight(floor: float, cap: float) -> Callable[[Tensor, float, float], Tensor]:
+    """-clip(ratio) adv log pi, the ratio as data."""
+    return lambda logp, mu, adv: -min(max(logp.exp().item() / mu, floor), cap) * adv * logp
+
+
+@formula("cispo")
+def cispo(f: Formula) -> Tensor:
+    return total(f, clipped_weight(0.0, 5.0), tokens=True)
+
+
+@formula("cispo-released")
+def cispo_released(f: Formula) -> Tensor:
+    return total(f, clipped_weight(0.8, 1.28), tokens=True)
+
+
+@formula("tis")
+def tis(f: Formula) -> Tensor:
+    return total(f, clipped_weight(0.0, 2.0), tokens=False)
+
+
+@formula("spo")
+def spo(f: Formula) -> Tensor:
+    def rule(logp: Tensor, mu: float, adv: float) -> Tensor:
+        ratio = logp.exp() / mu
+        return -ratio * adv + abs(adv) / 0.4 * (ratio - 1) ** 2
+
+    return total(f, rule, tokens=False)
+
+
+def masked(outside: Callable[[float, float, float, float], bool], delta: float) -> Callable[[Tensor, float, float], Tensor]:
+    """-ratio adv where the mask is 1."""
+    return lambda logp, mu, adv: logp.exp() * (0.0 if outside(logp.exp().item(), mu, adv, delta) else -adv / mu)
+
+
+@formula("dppo-tv")
+def dppo_tv(f: Formula) -> Tensor:
+    assert {tv_outside(logp.exp().item(), mu, adv, 0.15) for logp, mu, adv in decisions(f)} == {True, False}
+    return total(f, masked(tv_outside, 0.15), tokens=False)
+
+
+@formula("dppo-kl")
+def dppo_kl(f: Formula) -> Tensor:
+    assert {kl_outside(logp.exp().item(), mu, adv, 0.05) for logp, mu, adv in decisions(f)} == {True, False}
+    return total(f, masked(kl_outside, 0.05), tokens=False)
+
+
+@formula("dppo-topk")
+def dppo_topk(f: Formula) -> Tensor:
+    """The M = 1 likeliest token of the old model, the drawn one, and the rest."""
+    loss, differs = 0.0, False
+    for b, k in itertools.product(f.rows, f.states):
+        for i, logp in f.tokens(f.new, k, b, 0.8).items():
+            mu, pi = (distribution(f, model, k, b, i) for model in (f.old, f.new))
+            drawn, adv = int(f.rollout.response[b, i]), f.centred(b)
+            far = partition_divergence(mu, pi, {mu.index(max(mu)), drawn}, "tv") > 0.15
+            out = far and adv * (pi[drawn] - mu[drawn]) > 0
+            differs = differs or out != tv_outside(pi[drawn], mu[drawn], adv, 0.15)
+            loss = loss + logp.exp() * (0.0 if out else -adv / mu[drawn])
+    assert differs, "the fixture does not tell this mask from the binary one"
+    return loss / (8 * 4)
+
+
+def distribution(f: Formula, model: oracle.TabularDenoiser, k: int, b: int, i: int) -> list[float]:
+    """The model's distribution of one token of one state, at the sampling temperature."""
+    hidden, response = f.plan.hidden[k, b, f.rollout.prompt.shape[1] :], f.rollout.response[b]
+    state = tuple(model.mask_token_id if hidden[j] else int(token) for j, token in enumerate(response))
+    return (model.logits_at(state)[i] / 0.8).softmax(-1).tolist()
+
+
+def released(outside: Callable, delta: float) -> Callable[[Tensor, float, float], Tensor]:
+    """The masked and truncated ratio as data, times log pi."""
+
+    def rule(logp: Tensor, mu: float, adv: float) -> Tensor:
+        pi = logp.exp().item()
+        return -(0.0 if outside(pi, mu, adv, delta) else min(pi / mu, 20.0)) * adv * logp
+
+    return rule
+
+
+@formula("dppo-tv-released")
+def dppo_tv_released(f: Formula) -> Tensor:
+    return total(f, released(tv_outside, 0.15), tokens=True)
+
+
+@formula("dppo-kl-released")
+def dppo_kl_released(f: Formula) -> Tensor:
+    return total(f, released(kl_outside, 0.05), tokens=True)
+
+
+def shift_penalty(delta: float) -> Callable[[Tensor, float, float], Tensor]:
+    """DRPO's eq. 8 in its probability form: the penalty is |adv| (pi - mu)^2 / (2 delta mu)."""
+    return lambda logp, mu, adv: (-adv * logp.exp() + abs(adv) / (2 * delta) * (logp.exp() - mu) ** 2) / mu
+
+
+@formula("drpo")
+def drpo(f: Formula) -> Tensor:
+    return total(f, shift_penalty(0.15), tokens=False)
+
+
+@formula("drpo-released")
+def drpo_released(f: Formula) -> Tensor:
+    return total(f, shift_penalty(12.5), tokens=False)

@@ -1,0 +1,117 @@
+"""Wrong versions of the equations of laws_gdpo.py: quadrature and mean field."""
+
+from mutant import Mutant
+
+RULE = "x, w = numpy.polynomial.legendre.leggauss(num_nodes)"
+MIDPOINTS = "x, w = (numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / num_nodes)"
+FEWER = "x, w = numpy.polynomial.legendre.leggauss(max(1, num_nodes - 1))"
+WANTED = "(1 + t * (n - 1) + up).floor()"
+BY_TIME = "(w / masks_per_node / t).expand(-1, len(n))"
+BY_COUNT = "(w / masks_per_node * scale).expand(-1, len(n))"
+PLACES = "noise, n = _uniform((len(t), *inside.shape), generator, inside.device), inside.sum(-1)"
+LOST = 'count = (t * n).floor() if counts == "floor"'
+SCALE = 'scale = 1 / t if counts == "floor" else n / count'
+GDPO = 'aggregation="sequence_mean_token_mean",\n    normalizer="none")'
+
+MUTANTS: list[Mutant] = [
+    # --------------------------------------------------------------------------------------------------------- 2.5 the rule
+    Mutant("2.5", "torch.from_numpy(w / 2)", "torch.from_numpy(w)", "law_gauss_legendre"),
+    Mutant("2.5", "torch.from_numpy((x + 1) / 2)", "torch.from_numpy((1 - x) / 2)", "law_gauss_legendre"),
+    Mutant("2.5", "torch.from_numpy((x + 1) / 2)", "torch.from_numpy(x)", "law_gauss_legendre"),
+    Mutant("2.5", RULE, MIDPOINTS, "law_gauss_legendre_moments"),
+    Mutant("2.5", RULE, FEWER, "law_gauss_legendre_moments"),
+    Mutant("2.5", RULE, RULE.replace("legendre.leg", "chebyshev.cheb"), "law_gauss_legendre_moments"),
+    Mutant("2.5", RULE, MIDPOINTS, "law_quadrature_is_exact_from_half_the_length"),
+    Mutant("2.5", RULE, MIDPOINTS, "law_quadrature_is_exact_for_smooth_models"),
+    Mutant("2.5", RULE, RULE + "\n    x, w = 0.9 * x, w", "law_quadrature_error_bound_and_sign"),
+    Mutant("2.5", '_check_count("plan.num_nodes", num_nodes)', "", "law_quadrature_refusals"),
+    # --------------------------------------------------------------------------------------------------------- 2.6 the plan
+    Mutant("2.6", "(noise < t[..., None]) & inside", "(noise > t[..., None]) & inside", "law_quadrature_expectation"),
+    Mutant("2.6", BY_TIME, "(w / t).expand(-1, len(n))", "law_quadrature_expectation"),
+    Mutant("2.6", BY_COUNT, "(w * scale).expand(-1, len(n))", "law_quadrature_expectation"),
+    Mutant("2.6", WANTED, "(t * n + up).floor()", "law_quadrature_expectation"),
+    Mutant("2.6", BY_TIME, "(w / masks_per_node / (1 - t)).expand(-1, len(n))", "law_quadrature_is_exact_from_half_the_length"),
+    Mutant("2.6", BY_TIME, "(w / masks_per_node * t).expand(-1, len(n))", "law_quadrature_is_exact_for_smooth_models"),
+    Mutant("2.6", "noise < t[..., None]", "noise < 1.1 * t[..., None]", "law_quadrature_error_bound_and_sign"),
+    Mutant("2.6", WANTED, "(t * (n - 1) + up).floor()", "law_stochastic_counts_are_exact_for_linear_models"),
+    Mutant("2.6", WANTED, "(1 + t * n + up).floor()", "law_stochastic_counts_are_exact_for_linear_models"),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', "if False else 0.5", "law_stochastic_counts_are_exact_for_linear_models"
+    ),
+    Mutant("2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_quadrature_states"),
+    Mutant("2.6", SCALE, "scale = n / count", "law_constant_models_show_the_scale"),
+    Mutant("2.6", SCALE, "scale = 1 / t", "law_constant_models_show_the_scale"),
+    Mutant("2.6", LOST, LOST.replace(".floor()", ".round()"), "law_constant_models_show_the_scale"),
+    Mutant("2.6", LOST, LOST.replace(".floor()", ".floor().clamp(min=1)"), "law_constant_models_show_the_scale"),
+    Mutant(
+        "2.6",
+        "(noise < t[..., None]) & inside",
+        "(noise < t[..., None]).all(-1, keepdim=True) & inside",
+        "law_quadrature_fails_where_the_doubt_is_at_one_end",
+    ),
+    Mutant("2.6", RULE, FEWER, "law_quadrature_fails_where_the_doubt_is_at_one_end"),
+    Mutant("2.6", BY_TIME, "(w**2 / masks_per_node / t).expand(-1, len(n))", "law_quadrature_variance"),
+    Mutant("2.6", BY_TIME, "(w / masks_per_node**0.5 / t).expand(-1, len(n))", "law_quadrature_variance"),
+    Mutant("2.6", "x.repeat_interleave(masks_per_node)", "x.repeat(masks_per_node)", "law_quadrature_states"),
+    Mutant("2.6", BY_COUNT, "(w / masks_per_node / t).expand(-1, len(n))", "law_quadrature_states"),
+    Mutant("2.6", PLACES, PLACES.replace("(len(t), *", "(1, *"), "law_quadrature_frequencies"),
+    Mutant("2.6", PLACES, PLACES.replace("*inside.shape)", "*inside.shape[:1], 1)"), "law_quadrature_frequencies"),
+    Mutant("2.6", "_uniform((len(t), len(n))", "_uniform((1, len(n))", "law_quadrature_frequencies"),
+    Mutant("2.6", "_uniform((len(t), len(n))", "_uniform((len(t), 1)", "law_quadrature_frequencies"),
+    Mutant("2.6", PLACES, PLACES + ".amax().expand(len(inside))", "law_quadrature_rows_are_their_own"),
+    Mutant("2.6", PLACES, PLACES + ".flip(0)", "law_quadrature_rows_are_their_own"),
+    Mutant("2.6", '_check_count("plan.masks_per_node", masks_per_node)', "", "law_quadrature_refusals"),
+    Mutant("2.6", "if counts not in COUNTS:", "if False:", "law_quadrature_refusals"),
+    # ------------------------------------------------------------------------------------------------ variance and mean field
+    Mutant("2.3", "/ (num_states * count)", "/ num_states + 0 * count", "law_total_variance_and_its_allocation"),
+    Mutant("2.3", "/ (num_states * count)", "/ count", "law_total_variance_and_its_allocation"),
+    Mutant(
+        "2.1",
+        "torch.ones_like(scored[..., 0], dtype=rollout.logp.dtype)",
+        "1 / scored.sum(-1).to(rollout.logp.dtype)",
+        "law_mean_field_bounds",
+    ),
+    Mutant(
+        "2.1",
+        "drop & rollout.prompt_mask, torch.ones_like(rollout.keep)], -1)[None]",
+        "drop & rollout.prompt_mask, drop[:, :1] | (torch.arange(rollout.keep.shape[1]) % 2 > 0)], -1)[None]",
+        "law_mean_field_bounds",
+    ),
+    # ------------------------------------------------------------------------------------------------------- ratios and rows
+    Mutant("7.1", "    return ll - anchor", "    return anchor - ll", "law_shared_masks_make_the_first_update_on_policy"),
+    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_shared_masks_make_the_first_update_on_policy"),
+    Mutant("10.1", GDPO, GDPO.replace("none", "kept_length"), "law_methods"),
+    Mutant(
+        "10.1",
+        'method if method.kl.of == "ratio" else replace(method, normalizer="none")',
+        "method",
+        "law_kl_of_the_whole_log_likelihood",
+    ),
+    Mutant("10.1", 'if method.kl.of == "ratio" else', "if False else", "law_kl_of_the_whole_log_likelihood"),
+    Mutant(
+        "10.1",
+        'num_nodes=3, masks_per_node=1, counts="bernoulli"',
+        'num_nodes=3, masks_per_node=1, counts="rounded"',
+        "law_methods",
+    ),
+    Mutant("10.1", 'counts="floor", domain="all"), aggregation', 'counts="floor", domain="keep"), aggregation', "law_methods"),
+    Mutant("10.1", 'normalizer="padded_length", refresh', 'normalizer="kept_length", refresh', "law_methods"),
+    Mutant(
+        "10.1",
+        'there of the micro-batch", aggregation="token_mean"',
+        'there of the micro-batch", aggregation="fixed_length"',
+        "law_methods",
+    ),
+    Mutant(
+        "2.6",
+        'num_nodes=num_states, counts="rounded"',
+        'num_nodes=num_states, counts="floor"',
+        "law_quadrature_estimators",
+    ),
+    Mutant(
+        "2.6",
+        'num_nodes=num_states, counts="floor"',
+        'num_nodes=num_states, counts="stochastic"',
+        "law_quadrature_estimators",
+    ),
+]

@@ -1,0 +1,236 @@
+"""Wrong versions of the equations of laws_stabledrl.py: StableDRL and SPG."""
+
+from mutant import Mutant
+
+MUTANTS: list[Mutant] = [
+    # ---------------------------------------------------------------------------------------------- 2.7 block-wise states
+    Mutant("2.7", "(block > chosen) |", "(block < chosen) |", "law_block_states"),
+    Mutant("2.7", "(block > chosen) |", "(block >= chosen) |", "law_block_frequencies"),
+    Mutant("2.7", "((block < chosen) & (drop < p_mask))", "(drop < p_mask)", "law_block_states"),
+    Mutant("2.7", "((block < chosen) & (drop < p_mask))", "((block < chosen) & (drop > p_mask))", "law_block_expectation"),
+    Mutant("2.7", "((block < chosen) & (drop < p_mask))", "((block < chosen) & (drop > p_mask))", "law_block_frequencies"),
+    Mutant("2.7", "prompt & rollout.prompt_mask", "prompt", "law_block_states"),
+    Mutant("2.7", "prompt & rollout.prompt_mask", "rollout.prompt_mask.expand_as(prompt)", "law_block_frequencies"),
+    Mutant(
+        "2.7",
+        "prompt = _uniform((num_states, *rollout.prompt.shape), generator, device) < p_mask",
+        "prompt = (_uniform((1, *rollout.prompt.shape), generator, device) < p_mask).expand(num_states, -1, -1)",
+        "law_block_frequencies",
+    ),
+    Mutant("2.7", "scored | ~keep], -1)", "scored], -1)", "law_block_states"),
+    Mutant("2.7", "scored | ~keep], -1)", "scored], -1)", "law_block_rows_are_their_own"),
+    Mutant("2.7", "scored = keep & (_random", "scored = (keep | True) & (_random", "law_block_rows_are_their_own"),
+    Mutant("2.7", "inside = keep & (block == chosen)", "inside = block == chosen", "law_block_states"),
+    Mutant(
+        "2.7",
+        "inside.sum(-1)).floor().long() + 1\n    noise, drop",
+        "inside.sum(-1)).floor().long()\n    noise, drop",
+        "law_block_states",
+    ),
+    Mutant(
+        "2.7",
+        "inside.sum(-1)).floor().long() + 1\n    noise, drop",
+        "block_length).floor().long() + 1\n    noise, drop",
+        "law_one_block_is_the_elbo",
+    ),  # fmt: skip
+    Mutant(
+        "2.7",
+        "inside.sum(-1)).floor().long() + 1\n    noise, drop",
+        "inside.sum(-1)).round().long().clamp(min=1)\n    noise, drop",
+        "law_one_block_is_the_elbo",
+    ),  # fmt: skip
+    Mutant(
+        "2.7",
+        "rollout.lengths.double() / (num_states * scored.sum(-1))",
+        "rollout.lengths / (num_states * scored.sum(-1))",
+        "law_block_states",
+    ),
+    Mutant(
+        "2.7",
+        "rollout.lengths.double() / (num_states * scored.sum(-1))",
+        "keep.shape[1] / (num_states * scored.sum(-1).double())",
+        "law_one_block_is_the_elbo",
+    ),
+    Mutant(
+        "2.7",
+        "rollout.lengths.double() / (num_states * scored.sum(-1))",
+        "rollout.lengths.double() / (num_states * inside.sum(-1))",
+        "law_block_expectation",
+    ),
+    Mutant(
+        "2.7",
+        "rollout.lengths.double() / (num_states * scored.sum(-1))",
+        "rollout.lengths.double() / scored.sum(-1)",
+        "law_block_states",
+    ),
+    Mutant(
+        "2.7",
+        "used = (rollout.lengths[:, None] - 1) // block_length + 1",
+        "used = rollout.lengths[:, None] // block_length + 1",
+        "law_block_states",
+    ),
+    Mutant(
+        "2.7",
+        "used = (rollout.lengths[:, None] - 1) // block_length + 1",
+        "used = (rollout.lengths.max() - 1) // block_length + 1 + 0 * rollout.lengths[:, None]",
+        "law_block_rows_are_their_own",
+    ),
+    Mutant("2.7", ".masked_fill(block.unique() >= used, torch.inf)", "", "law_block_states"),
+    Mutant(
+        "2.7",
+        "order.argsort(-1).gather(1, torch.arange(num_states, device=device) % used)",
+        "(order.argsort(-1)[:, :1] % used).expand(-1, num_states)",
+        "law_block_frequencies",
+    ),
+    Mutant(
+        "2.7",
+        "order.argsort(-1).gather(1, torch.arange(num_states, device=device) % used)",
+        "(torch.arange(num_states, device=device) % used)",
+        "law_block_frequencies",
+    ),
+    Mutant("2.7", "if not 0 <= p_mask <= 1:", "if not p_mask <= 1:", "law_block_refusals"),
+    Mutant("2.7", '    _check_count("plan.block_length", block_length)\n', "", "law_block_refusals"),
+    # --------------------------------------------------------------------------------------------------------- 5.2 the EUBO
+    Mutant("5.2", "terms = (beta * logp + plan.weight[..., None].log())", "terms = (beta * logp)", "law_eubo"),
+    Mutant("5.2", "terms = (beta * logp + plan.weight[..., None].log())", "terms = (beta * logp)", "law_eubo_over_all_states"),
+    Mutant(
+        "5.2",
+        "terms = (beta * logp + plan.weight[..., None].log())",
+        "terms = (logp + plan.weight[..., None].log())",
+        "law_eubo_gradient_is_a_soft_maximum",
+    ),
+    Mutant(
+        "5.2",
+        "terms = (beta * logp + plan.weight[..., None].log())",
+        "terms = (-beta * logp + plan.weight[..., None].log())",
+        "law_eubo_of_one_state",
+    ),
+    Mutant(
+        "5.2",
+        "terms = (beta * logp + plan.weight[..., None].log())",
+        "terms = (beta * logp - plan.weight[..., None].log())",
+        "law_eubo_is_a_surrogate_not_a_bound",
+    ),
+    Mutant(
+        "5.2",
+        ".masked_fill(~seen, 0).sum(-1) / beta / seen.sum(-1).clamp(min=1)",
+        ".masked_fill(~seen, 0).sum(-1) / seen.sum(-1).clamp(min=1)",
+        "law_eubo",
+    ),
+    Mutant(
+        "5.2",
+        ".masked_fill(~seen, 0).sum(-1) / beta / seen.sum(-1).clamp(min=1)",
+        ".masked_fill(~seen, 0).sum(-1) / (beta * seen.sum(-1).clamp(min=1))",
+        "law_eubo",
+    ),
+    Mutant(
+        "5.2",
+        ".masked_fill(~seen, 0).sum(-1) / beta / seen.sum(-1).clamp(min=1)",
+        ".masked_fill(~seen, 0).mean(-1) / beta",
+        "law_eubo_reads_hidden_tokens_only",
+    ),
+    Mutant(
+        "5.2",
+        ".masked_fill(~seen, 0).sum(-1) / beta / seen.sum(-1).clamp(min=1)",
+        ".masked_fill(~seen, 0).mean(-1) / beta",
+        "law_eubo_gradient_is_a_soft_maximum",
+    ),
+    Mutant(
+        "5.2", "terms.masked_fill(~seen, 0).logsumexp(0)", "terms.masked_fill(~seen, 0).amax(0)", "law_eubo_over_all_states"
+    ),
+    Mutant(
+        "5.2",
+        "terms.masked_fill(~seen, 0).logsumexp(0)",
+        "terms.masked_fill(~seen, 0).detach().logsumexp(0)",
+        "law_eubo_of_one_state",
+    ),
+    Mutant("5.2", ".logsumexp(0).masked_fill(~seen, 0)", ".logsumexp(0)", "law_eubo_reads_hidden_tokens_only"),
+    Mutant("5.2", "n = (plan.weight * plan.scored.sum(-1)).sum(0)", "n = plan.scored.any(0).sum(-1)", "law_eubo"),
+    Mutant(
+        "5.2",
+        "seen = plan.scored.any(0)\n    terms",
+        "seen = plan.scored.any(0) | True\n    terms",
+        "law_eubo_reads_hidden_tokens_only",
+    ),
+    # ------------------------------------------------------------------------------------------------------ 5.3 the sandwich
+    Mutant("5.3", "torch.where(adv > 0, ll,", "torch.where(adv >= 0, ll,", "law_sandwich"),
+    Mutant("5.3", "torch.where(adv > 0, ll,", "torch.where(adv < 0, ll,", "law_weights_use_the_elbo_only"),
+    Mutant("5.3", "omega * upper + (1 - omega) * ll)", "(1 - omega) * upper + omega * ll)", "law_sandwich"),
+    Mutant("5.3", "omega * upper + (1 - omega) * ll)", "omega * upper + (1 - omega) * ll.detach())", "law_sandwich"),
+    Mutant("5.3", "beta=eubo_beta) / normalizer[:, None]", "beta=eubo_beta)", "law_weights_use_the_elbo_only"),
+    # --------------------------------------------------------------------------------- 8.3 - 8.5 weights, clips and their noise
+    Mutant("8.5", "anchor).exp().clamp(floor, cap)\n", "anchor).exp().clamp(max=cap)\n", "law_truncated_weights"),
+    Mutant("8.5", "anchor).exp().clamp(floor, cap)\n", "anchor).exp().clamp(min=floor)\n", "law_one_large_ratio"),
+    Mutant("8.5", "anchor).exp().clamp(floor, cap)\n", "anchor).exp().clamp(floor, 1 + cap)\n", "law_truncated_weights"),
+    Mutant("8.5", "anchor).exp().clamp(floor, cap)\n", "anchor).clamp(floor, cap)\n", "law_common_noise_cancels"),
+    Mutant(
+        "8.5",
+        "weights = log_ratio(ll.detach(), anchor).exp()",
+        "weights = log_ratio(ll, anchor).exp()",
+        "law_truncated_weights",
+    ),
+    Mutant(
+        "8.5",
+        "weights = log_ratio(ll.detach(), anchor).exp()",
+        "weights = log_ratio(ll, anchor).exp()",
+        "law_score_carries_the_gradient",
+    ),
+    Mutant("8.5", "if not 0 <= floor < cap:", "if not floor < cap:", "law_truncated_refusals"),
+    Mutant("8.5", "if not 0 <= floor < cap:", "if not 0 <= floor <= cap:", "law_truncated_refusals"),
+    Mutant(
+        "8.4",
+        "log_ratio(ll.detach(), anchor), num_generations",
+        "log_ratio(ll, anchor), num_generations",
+        "law_score_carries_the_gradient",
+    ),
+    Mutant("8.1", "return -adv * (ll if score is None else score)", "return -adv * ll", "law_score_carries_the_gradient"),
+    Mutant(
+        "8.3",
+        "capped = log_ratios.clamp(max=log_cap)",
+        "capped = log_ratios.clamp(max=math.log1p(math.exp(log_cap)))",
+        "law_published_vector",
+    ),
+    Mutant("8.3", "capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios", "law_weights_and_the_cap"),
+    Mutant("8.3", "capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios", "law_concentration_needs_a_floor"),
+    Mutant(
+        "8.3",
+        "capped = log_ratios.clamp(max=log_cap)",
+        "capped = log_ratios.clamp(-1.0, log_cap)",
+        "law_concentration_needs_a_floor",
+    ),
+    Mutant("7.1", "    return ll - anchor\n", "    return (ll - anchor) / 2\n", "law_noise_makes_log_normal_ratios"),
+    Mutant("7.1", "    return ll - anchor\n", "    return ll - anchor.mean()\n", "law_noise_makes_log_normal_ratios"),
+    Mutant(
+        "",
+        "((adv[present] < 0) & (ratio > method.clip_bounds[1]))",
+        "((adv[present] <= 0) & (ratio > method.clip_bounds[1]))",
+        "law_bypass_rate_of_noise",
+    ),
+    Mutant(
+        "",
+        "((adv[present] < 0) & (ratio > method.clip_bounds[1]))",
+        "((adv[present] < 0) & (ratio < method.clip_bounds[0]))",
+        "law_bypass_rate_of_noise",
+    ),
+    # --------------------------------------------------------------------------------------------------------------- rows
+    Mutant(
+        "10.1",
+        "_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=0.5)",
+        "_SANDWICH = partial(sandwich, eubo_beta=1.0, omega=0.5)",
+        "law_methods",
+    ),
+    Mutant(
+        "10.1",
+        "_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=0.5)",
+        "_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=1.0)",
+        "law_methods",
+    ),
+    Mutant("10.1", "partial(self_normalized_clip, cap=math.inf))", "partial(self_normalized_clip, cap=6.0))", "law_methods"),
+    Mutant(
+        "10.1",
+        "objective=partial(truncated_is, floor=0.0, cap=6.0),",
+        "objective=partial(truncated_is, floor=0.0, cap=5.0),",
+        "law_methods",
+    ),
+    Mutant("10.1", 'aggregation="length_weighted", anchor="none"', 'aggregation="sequence_mean", anchor="none"', "law_methods"),
+]

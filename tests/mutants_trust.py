@@ -1,0 +1,117 @@
+"""Wrong versions of the equations of laws_trust.py: trust regions."""
+
+from mutant import Mutant
+
+DUAL = "torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)"
+TRUNCATED = "weights = log_ratio(ll.detach(), anchor).exp().clamp(floor, cap)"
+POINTS = "torch.stack([x.exp(), -torch.expm1(x)], -1) for x in (ll.detach(), anchor)"
+CLAMPED = "mu.clamp(min=tiny) / pi.clamp(min=tiny)"
+MASK = "return ~(outside & (torch.sign(adv) * log_ratios > 0))"
+DPPO = "return -u.exp() * adv * trust_mask(u.detach(), adv, divergence > delta)"
+RELEASED = "return -(u.exp().clamp(max=cap) * inside) * adv * ll"
+SPO = "return -(ratio * adv - adv.abs() * (ratio - 1).square() / (2 * epsilon))"
+DRPO = "return -(ratio * adv - adv.abs() * anchor.exp() * (ratio - 1).square() / (2 * delta))"
+
+MUTANTS: list[Mutant] = [
+    # ------------------------------------------------------------------------------------------------- 8.5, 8.6 clips
+    Mutant("8.5", TRUNCATED, TRUNCATED.replace("floor, cap", "max=cap"), "law_truncated_weights_keep_teaching"),
+    Mutant("8.5", TRUNCATED, TRUNCATED.replace("ll.detach()", "ll"), "law_truncated_weights_keep_teaching"),
+    Mutant("8.5", "if not 0 <= floor < cap:", "if floor > cap:", "law_truncated_weights_keep_teaching"),
+    Mutant("8.6", DUAL, DUAL.replace("adv < 0", "adv > 0"), "law_dual_clip_gradient"),
+    Mutant("8.6", DUAL, DUAL.replace("minimum", "maximum"), "law_dual_clip_gradient"),
+    Mutant("8.6", DUAL, DUAL.replace("-bound * adv", "-(1 + bound) * adv"), "law_dual_clip_gradient"),
+    Mutant("8.6", DUAL, "torch.minimum(loss, -bound * adv)", "law_dual_clip_gradient"),
+    Mutant("8.6", DUAL, DUAL.replace("minimum", "maximum"), "law_on_policy_all_are_reinforce"),
+    Mutant("8.6", "if not bound > 1:", "if not bound > 0:", "law_dual_clip_gradient"),
+    # ------------------------------------------------------------------------------------------- 8.7, 8.8 divergences
+    Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(ll, anchor)"), "law_binary_divergence"),
+    Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(anchor, ll.detach())"), "law_binary_divergence"),
+    Mutant("8.7", POINTS, POINTS.replace("-torch.expm1(x)", "0 * x"), "law_binary_divergence"),
+    Mutant("8.7", CLAMPED, "mu / pi", "law_binary_divergence"),
+    Mutant("8.7", "return (pi - mu).abs().sum(-1) / 2", "return (pi - mu).abs().sum(-1)", "law_divergence_chain"),
+    Mutant("8.7", 'if form not in ("tv", "kl"):', "if False:", "law_binary_divergence"),
+    Mutant("8.8", 'if form not in ("tv", "kl"):', "if False:", "law_topk_divergence"),
+    Mutant(
+        "8.8", "own = (~drawn).expand(ll.shape)[..., None]", "own = drawn.expand(ll.shape)[..., None]", "law_divergence_chain"
+    ),
+    Mutant(
+        "8.8",
+        "own = (~drawn).expand(ll.shape)[..., None]",
+        "own = torch.ones_like(ll)[..., None].bool()",
+        "law_topk_divergence",
+    ),
+    Mutant("8.8", "1 - (x.exp() * kept).sum(-1, keepdim=True)", "0 * x[..., :1]", "law_divergence_chain"),
+    Mutant(
+        "8.8",
+        'torch.cat([feature["topk_logp"], feature["logp"][..., None]], -1).detach()',
+        'torch.cat([feature["topk_logp"], feature["logp"][..., None]], -1)',
+        "law_topk_divergence",
+    ),
+    Mutant("8.8", "rollout.response[..., None]).any(-1)", "rollout.response[..., None]).all(-1)", "law_topk_divergence"),
+    Mutant("8.8", CLAMPED, "mu / pi", "law_topk_divergence"),
+    # ----------------------------------------------------------------------------------------------------- 8.9 the mask
+    Mutant("8.9", MASK, MASK.replace("> 0", "< 0"), "law_trust_mask"),
+    Mutant("8.9", MASK, MASK.replace("> 0", ">= 0"), "law_trust_mask"),
+    Mutant("8.9", MASK, "return ~outside", "law_trust_mask"),
+    Mutant("8.9", MASK, "return ~outside", "law_dppo_examples"),
+    Mutant("8.9", MASK, MASK.replace("torch.sign(adv) * ", ""), "law_dppo_gradient"),
+    Mutant("8.9", MASK, MASK.replace("torch.sign(adv) * ", ""), "law_the_boundary_must_be_a_probability"),
+    # -------------------------------------------------------------------------------------------------------- 8.10 DPPO
+    Mutant("8.10", DPPO, DPPO.replace("divergence > delta", "divergence < delta"), "law_dppo_gradient"),
+    Mutant("8.10", DPPO, DPPO.replace("divergence > delta", "divergence >= delta"), "law_dppo_examples"),
+    Mutant("8.10", DPPO, DPPO.replace("u.exp()", "u.exp().detach()"), "law_dppo_gradient"),
+    Mutant("8.10", DPPO, DPPO.replace("-u.exp() * adv", "-u.exp() * adv.abs()"), "law_dppo_is_ppo_with_its_own_clip"),
+    Mutant("8.10", DPPO, DPPO.replace("divergence > delta", "divergence > delta * adv.abs()"), "law_advantage_is_a_scale"),
+    Mutant("8.10", DPPO, DPPO.replace("divergence > delta", "divergence > delta / 2"), "law_drpo_turns_back_where_dppo_stops"),
+    Mutant(
+        "8.10",
+        "binary_divergence(ll, anchor, form=form) if divergence is None else divergence",
+        "binary_divergence(ll, anchor, form=form)",
+        "law_dppo_examples",
+    ),
+    Mutant("8.10", "if not delta > 0:", "if delta < 0:", "law_trust_refusals"),
+    # ----------------------------------------------------------------------------------------------- 8.11 DPPO, released
+    Mutant("8.11", RELEASED, RELEASED.replace(".clamp(max=cap)", ""), "law_dppo_released"),
+    Mutant("8.11", RELEASED, RELEASED.replace(" * inside", ""), "law_dppo_released"),
+    Mutant("8.11", RELEASED, RELEASED.replace("u.exp()", "(u + ll - ll.detach()).exp()"), "law_dppo_released"),
+    Mutant("8.11", RELEASED, RELEASED.replace("adv * ll", "adv * u"), "law_dppo_released"),
+    Mutant("8.11", RELEASED, RELEASED.replace("(max=cap)", "(max=cap / 25)"), "law_on_policy_all_are_reinforce"),
+    # --------------------------------------------------------------------------------------------------------- 8.12 SPO
+    Mutant("8.12", SPO, SPO.replace("adv.abs()", "adv"), "law_spo_gradient"),
+    Mutant("8.12", SPO, SPO.replace("(2 * epsilon)", "epsilon"), "law_spo_gradient"),
+    Mutant("8.12", SPO, SPO.replace("(ratio - 1)", "ratio"), "law_on_policy_all_are_reinforce"),
+    Mutant("8.12", SPO, SPO.replace("* adv - adv.abs()", "* adv - adv.square()"), "law_advantage_is_a_scale"),
+    Mutant("8.12", SPO, SPO.replace("adv.abs() *", "adv.abs() * anchor.exp() *"), "law_penalties_in_expectation"),
+    Mutant("8.12", "if not epsilon > 0:", "if epsilon == 0:", "law_trust_refusals"),
+    # -------------------------------------------------------------------------------------------------------- 8.13 DRPO
+    Mutant("8.13", DRPO, DRPO.replace("adv.abs() * anchor", "adv * anchor"), "law_drpo_gradient"),
+    Mutant("8.13", DRPO, DRPO.replace("anchor.exp()", "ll.exp()"), "law_drpo_gradient"),
+    Mutant("8.13", DRPO, DRPO.replace("anchor.exp() * ", ""), "law_drpo_bounds_the_weight_not_the_coefficient"),
+    Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "delta"), "law_drpo_turns_back_where_dppo_stops"),
+    Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "(2 * delta * adv.abs())"), "law_advantage_is_a_scale"),
+    Mutant("8.13", DRPO, DRPO.replace("* adv - adv", "* adv + adv"), "law_drpo_optimum_on_the_simplex"),
+    Mutant("8.13", DRPO, DRPO.replace("anchor.exp() * ", "anchor.exp().square() * "), "law_drpo_is_spo_with_its_own_epsilon"),
+    Mutant("8.13", DRPO, DRPO.replace("(ratio - 1).square()", "(ratio - 1).abs()"), "law_penalties_in_expectation"),
+    Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "(2 * min(delta, 0.9))"), "law_the_boundary_must_be_a_probability"),
+    # ------------------------------------------------------------------------------------ ratios of a recorded trajectory
+    Mutant("3.1", "masked = (unmask >= steps", "masked = (unmask > steps", "law_token_ratios_have_mean_one"),
+    Mutant("7.1", "return ll - anchor", "return anchor - ll", "law_token_ratios_have_mean_one"),
+    Mutant("7.1", "return ll - anchor", "return (ll - anchor) / 2", "law_left_to_right_ratios_are_importance_weights"),
+    Mutant("4.1", "(logits / temperature)", "(logits * temperature)", "law_token_ratios_at_the_wrong_temperature"),
+    Mutant(
+        "10.1",
+        '"kept_length": rollout.lengths,',
+        '"kept_length": torch.full_like(rollout.lengths, 4),',
+        "law_gspo_moves_a_sequence_as_one",
+    ),
+    # ---------------------------------------------------------------------------------------------------------- rows
+    Mutant("10.1", "objective=partial(drpo, delta=0.15)", "objective=partial(drpo, delta=0.16)", "law_methods"),
+    Mutant("10.1", 'extra=partial(topk_divergence, form="tv")', "extra=None", "law_methods"),
+    Mutant("10.1", "floor=0.8, cap=1.28", "floor=0.0, cap=1.28", "law_methods"),
+    Mutant("10.1", "epsilon_high=0.2, bound=3.0", "epsilon_high=0.2, bound=4.0", "law_methods"),
+    # ----------------------------------------------------------------------------------------------------- diagnostics
+    Mutant("", '"clip_fraction": _clipped(', '"clip_fraction": 1 - 1 * _clipped(', "law_trust_diagnostics"),
+    Mutant("", 'form=words.get("form", "tv")) > words["delta"]', 'form="tv") > words["delta"]', "law_trust_diagnostics"),
+    Mutant("", "return ~trust_mask(log_ratio(ll, anchor), adv, outside)", "return outside", "law_trust_diagnostics"),
+    Mutant("", '(ratio > words.get("bound", math.inf))', "(ratio > math.inf)", "law_trust_diagnostics"),
+]

@@ -1,0 +1,600 @@
+"""Published checkpoints: LLaDA against numbers of its released code; Dream and SDAR against transformers' own classes.
+
+``golden/llada_tiny`` is a two-layer LLaDA in the published format and what the released code computes from it; its README
+says how it was made. The Dream and SDAR checkpoints are made here, with random weights under the published keys.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import tiny
+from minidrl import denoiser, sampler
+from minidrl.tasks.countdown import tokenizer
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden/llada_tiny"
+POISON = "raise RuntimeError('code of a checkpoint was run')\n"
+TEMPLATE = "{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + ' ' + m['content'] + '<|eot_id|>' }}{% endfor %}"
+INPUTS = {name: torch.from_numpy(value) for name, value in np.load(GOLDEN / "inputs.npz").items()}
+EXPECTED = {name: torch.from_numpy(value) for name, value in np.load(GOLDEN / "expected.npz").items()}
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def llada_tokenizer(folder: Path, **changes) -> None:
+    """As LLaDA publishes it: a tokenizer.json of which no token is marked as the mask, and a template."""
+    named = {193: "<|start_header_id|>", 195: "<|eot_id|>", 196: "<|startoftext|>", 197: "<|endoftext|>", 198: "<|mdm_mask|>"}
+    words = Tokenizer(models.WordLevel({named.get(i, f"w{i}"): i for i in range(199)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(list(named.values()))
+    words.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "trust_remote_code": True, "chat_template": TEMPLATE}
+    config |= {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    write(folder / "tokenizer_config.json", config | changes)
+
+
+def qwen_tokenizer(folder: Path, mask: str, **config) -> int:
+    """As Dream and SDAR publish it: vocab.json, merges.txt and added tokens; returns the id of the mask."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    write(folder / "vocab.json", {token: i for i, token in enumerate([*letters, "ab", "abc"])})
+    (folder / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    added = {len(letters) + 2 + i: token for i, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>", mask])}
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    decoder = {str(i): {"content": token, **flags} for i, token in added.items()}
+    config = {"added_tokens_decoder": decoder, "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", **config}
+    write(folder / "tokenizer_config.json", config)
+    return max(added)
+
+
+def write(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2))
+
+
+def randomise(model: torch.nn.Module, seed: int) -> dict[str, Tensor]:
+    """Weights large enough that attention is peaked and no norm is 1: mistakes show as differences of order 1."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=noise) * (0.3 if p.ndim == 1 else 2 / p.shape[-1] ** 0.5))
+            if "norm" in name:
+                p += 1
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"intermediate_size": 48, "vocab_size": 272, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+PUBLISHED = {"rope_theta": 1e6, "rope_scaling": None, "attention_dropout": 0.0, "use_cache": False}
+PUBLISHED |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1, "torch_dtype": "bfloat16"}
+
+
+def llada(folder: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / name, folder)
+    llada_tokenizer(folder)
+    write(folder / "generation_config.json", {"bos_token_id": 196, "eos_token_id": 197})
+    for name in ("configuration_llada.py", "modeling_llada.py"):
+        (folder / name).write_text(POISON)
+
+
+def dream(folder: Path) -> None:
+    auto = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
+    tokenizer = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+    }
+    mask = qwen_tokenizer(folder, "<|mask|>", mask_token="<|mask|>", **tokenizer)
+    config = {"model_type": "Dream", "architectures": ["DreamModel"], "auto_map": auto, "mask_token_id": mask, **SHAPE}
+    config |= {**PUBLISHED, "pad_token_id": 258, "eos_token_id": 258, "bos_token_id": 258, "tie_word_embeddings": False}
+    write(folder / "config.json", config)
+    for name in ("configuration_dream.py", "modeling_dream.py", "tokenization_dream.py"):
+        (folder / name).write_text(POISON)
+    save_file(randomise(reference_class(config), 1), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def sdar(folder: Path, **changes) -> None:
+    """Without a mask id in any file, as it happens: only the name of the token says which one it is."""
+    qwen_tokenizer(folder, "<|MASK|>", tokenizer_class="Qwen2Tokenizer", pad_token=None)
+    config = {"model_type": "sdar", "architectures": ["SDARForCausalLM"], "block_size": 4, **SHAPE, **PUBLISHED, "head_dim": 12}
+    config |= {"attention_bias": False, "eos_token_id": 258, "pad_token_id": 258, "tie_word_embeddings": False, **changes}
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"}, "fuse_cross_entropy": True}
+    write(folder / "config.json", config)
+    (folder / "modeling_sdar.py").write_text(POISON)
+    weights = randomise(reference_class(config), 2)
+    if config["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reference_class(config: dict) -> torch.nn.Module:
+    """The class of transformers that the family is made of, with eager attention; its masks are given in full."""
+    kinds = {"Dream": (Qwen2Config, Qwen2ForCausalLM), "sdar": (Qwen3Config, Qwen3ForCausalLM)}[config["model_type"]]
+    keys = [*SHAPE, "tie_word_embeddings", *(["head_dim"] if "head_dim" in config else [])]
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    words = {key: config[key] for key in keys}
+    return kinds[1](kinds[0](**words, rope_parameters=rope, attn_implementation="eager")).eval()
+
+
+def reference(folder: Path) -> torch.nn.Module:
+    model = reference_class(json.loads((folder / "config.json").read_text()))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
+
+
+MAKERS = {"llada": llada, "Dream": dream, "sdar": sdar}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp(name) for name in MAKERS}
+    for name, folder in made.items():
+        MAKERS[name](folder)
+    return made
+
+
+@pytest.fixture
+def folder(folders, tmp_path) -> Callable[[str], Path]:
+    """A copy of a checkpoint that a test may damage."""
+    return lambda name: Path(shutil.copytree(folders[name], tmp_path / name))
+
+
+each_family = pytest.mark.parametrize("family", MAKERS)
+
+
+def others(model: denoiser.Denoiser) -> Tensor:
+    """Every token but [MASK], whose logit is minus infinity here and a number in the released code."""
+    return torch.arange(model.vocab_size) != model.mask_token_id
+
+
+def close(got: Tensor, want: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------------- LLaDA, golden data
+@pytest.fixture(scope="module")
+def golden(folders) -> denoiser.Denoiser:
+    return denoiser.load(folders["llada"])[0]
+
+
+@pytest.mark.parametrize("case", ["full", "left", "right"])
+def test_llada_logits_equal_the_released_codes(golden, case):
+    """At the real positions: what the released code computes at padding is no one's business."""
+    ids = INPUTS["ids" if case == "full" else f"ids_{case}"]
+    mask = None if case == "full" else INPUTS[f"attention_mask_{case}"].bool()
+    h, real = golden.encode(ids, mask), torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    close(golden.model.lm_head(h)[real], EXPECTED[f"logits_{case}"][real])
+    logits = golden.head(h)[real]
+    close(logits[:, others(golden)], EXPECTED[f"logits_{case}"][real][:, others(golden)])
+    assert (logits[:, ~others(golden)] == -torch.inf).all()
+
+
+def test_llada_hidden_states_equal_the_released_codes(golden):
+    states = golden.model.model(input_ids=INPUTS["ids"], output_hidden_states=True, use_cache=False).hidden_states
+    for got, want in zip(states, EXPECTED["hidden_full"], strict=True):
+        close(got, want)
+    close(golden.encode(INPUTS["ids"], None), EXPECTED["hidden_full"][-1])
+
+
+@pytest.mark.parametrize("case", ["staircase", "staircase_left"])
+def test_llada_honours_a_mask_of_its_own_for_every_query(golden, case):
+    """The body under a boolean 4-D mask, which is how a staircase of blocks or a packed batch reaches it."""
+    visible = INPUTS["staircase"].bool()[None, None]
+    ids, real = INPUTS["ids"], torch.ones_like(INPUTS["ids"], dtype=torch.bool)
+    if case == "staircase_left":
+        ids, real = INPUTS["ids_left"], INPUTS["attention_mask_left"].bool()
+        visible = visible & real[:, None, None, :]
+    logits = golden.model(input_ids=ids, attention_mask=visible.expand(len(ids), 1, -1, -1), use_cache=False).logits
+    close(logits[real], EXPECTED[f"logits_{case}"][real])
+
+
+def test_llada_gradients_equal_the_released_codes(folders):
+    """Under the released code's distribution, in which [MASK] keeps a share of the probability."""
+    model, hidden = denoiser.load(folders["llada"])[0], INPUTS["ids"] == 198
+    logits = model.model.lm_head(model.encode(INPUTS["ids"], None))
+    logp = logits.log_softmax(-1).gather(-1, INPUTS["targets"][..., None])[..., 0].masked_fill(~hidden, 0)
+    close(logp, EXPECTED["logp_target"])
+    loss = -logp[hidden].mean()
+    close(loss, EXPECTED["ce_masked"].reshape(()))
+    loss.backward()
+    names = denoiser.FAMILIES["llada"]
+    norms = {denoiser._theirs(name, names): p.grad.norm() for name, p in model.model.named_parameters()}
+    want = {name.removeprefix("grad_norm/"): value for name, value in EXPECTED.items() if name.startswith("grad_norm/")}
+    assert norms.keys() == want.keys() and len(want) == 21
+    for name in want:
+        torch.testing.assert_close(norms[name], want[name].reshape(()), rtol=1e-5, atol=1e-6, msg=name)
+
+
+CASES = {"a": ("gen_prompt", 1, 8), "b": ("gen_prompt", 2, 16), "c": ("gen_prompt_left", 2, 8)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_llada_greedy_trajectories_equal_the_released_codes(golden, case):
+    """Every state of its generate.py, low-confidence remasking at temperature 0, from all masked to the text."""
+    name, tokens_per_step, block_length = CASES[case]
+    words = {"temperature": 0.0, "length": 16, "block_length": block_length, "tokens_per_step": tokens_per_step}
+    prompt, mask = INPUTS[name], torch.ones_like(INPUTS[name], dtype=torch.bool)
+    mask = INPUTS["gen_prompt_left_mask"].bool() if case == "c" else mask
+    settings = sampler.Sampler(order="low_confidence", **words)
+    made = sampler.generate(golden, prompt, mask, settings, eos_token_id=None, generator=None)
+    states = torch.cat([sampler.states(made, 198), torch.cat([made.prompt, made.response], 1)[None]])
+    assert torch.equal(states, EXPECTED[f"gen_{case}_trajectory"].long())
+
+
+def test_llada_in_bfloat16_is_as_near_as_bfloat16_is(folders):
+    """0.15 is the golden data's bound: the released code's own bfloat16 is 0.073 away from its float32."""
+    model, _ = denoiser.load(folders["llada"], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    logits = model.head(model.encode(INPUTS["ids"], None))
+    assert logits.dtype == torch.float32
+    close(logits[..., others(model)], EXPECTED["logits_full_bf16"][..., others(model)], atol=0.15)
+
+
+# --------------------------------------------------------------------------------------------------------- Dream, SDAR
+def batch(model: denoiser.Denoiser) -> tuple[Tensor, Tensor]:
+    """Three rows of 14 tokens, padded on the left by 0, 5 and 3."""
+    tokens = torch.randint(0, 250, (3, 14), generator=torch.Generator().manual_seed(4))
+    tokens[:, 8::2] = model.mask_token_id
+    return tokens, torch.arange(14) >= torch.tensor([[0], [5], [3]])
+
+
+def additive(visible: Tensor) -> Tensor:
+    return torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+
+
+def test_dream_predicts_token_i_from_position_i(folders):
+    """Released code: full attention, then logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)."""
+    model, _ = denoiser.load(folders["Dream"])
+    tokens, mask = batch(model)
+    raw = reference(folders["Dream"])(input_ids=tokens, attention_mask=additive(torch.ones(3, 1, 14, 14) > 0)).logits
+    logits = model.head(model.encode(tokens, None))
+    close(logits[..., others(model)], torch.cat([raw[:, :1], raw[:, :-1]], 1)[..., others(model)])
+    assert (logits[:, 1:] - raw[:, 1:])[..., others(model)].abs().max() > 1, "the shift is visible"
+
+    visible = (mask[:, None, None, :] & mask[:, None, :, None]) | torch.eye(14, dtype=torch.bool)
+    position = (mask.long().cumsum(-1) - 1).masked_fill(~mask, 1)
+    raw = reference(folders["Dream"])(input_ids=tokens, attention_mask=additive(visible), position_ids=position).logits
+    after_first = mask & (mask.long().cumsum(-1) > 1)
+    want = torch.cat([raw[:, :1], raw[:, :-1]], 1)[after_first]
+    close(model.head(model.encode(tokens, mask))[after_first][:, others(model)], want[:, others(model)])
+
+
+@pytest.mark.parametrize("block_length", [None, 1, 3, 14])
+def test_sdar_sees_its_own_block_and_the_earlier_ones(folders, block_length):
+    """Released code: the mask of whole blocks, counted from the first token of the prompt."""
+    model, _ = denoiser.load(folders["sdar"], block_length=block_length)
+    tokens, mask = batch(model)
+    size = block_length or 4
+    for row, start in enumerate((~mask).sum(1).tolist()):
+        length = 14 - start
+        visible = torch.tensor([[k // size <= q // size for k in range(length)] for q in range(length)])
+        raw = reference(folders["sdar"])(input_ids=tokens[row : row + 1, start:], attention_mask=additive(visible)[None, None])
+        for got in (model.encode(tokens, mask)[row, start:], model.encode(tokens[row : row + 1, start:], None)[0]):
+            close(model.head(got)[..., others(model)], raw.logits[0][..., others(model)])
+
+
+def test_sdar_block_length_comes_from_the_file_or_the_caller(folders):
+    assert denoiser.load(folders["sdar"])[0].block_length == 4
+    assert denoiser.load(folders["sdar"], block_length=2)[0].block_length == 2
+    model, _ = denoiser.load(folders["sdar"])
+    tokens, _ = batch(model)
+    other = tokens.clone()
+    other[:, 5] = (other[:, 5] + 1) % 250
+    moved = (model.encode(tokens, None) - model.encode(other, None)).abs().amax((0, 2)) > 1e-4
+    assert moved.tolist() == [False] * 4 + [True] * 10
+
+
+def test_sdar_with_tied_embeddings_comes_back(tmp_path):
+    sdar(tmp_path, tie_word_embeddings=True)
+    denoiser.save(*denoiser.load(tmp_path), tmp_path / "again")
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
+    assert "lm_head.weight" not in before and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# -------------------------------------------------------------------------------------------------------- every family
+@each_family
+def test_padding_on_either_side_changes_nothing(folders, family):
+    model, _ = denoiser.load(folders[family], dtype=torch.float64)
+    tokens, _ = batch(model)
+    tokens = tokens % model.vocab_size
+    alone = model.head(model.encode(tokens[:, 5:], None))
+    for left, right in ((5, 0), (3, 2), (0, 5)):
+        padded = F.pad(tokens[:, 5:], (left, right), value=7)
+        mask = F.pad(torch.ones_like(tokens[:, 5:], dtype=torch.bool), (left, right))
+        got = model.head(model.encode(padded, mask))[:, left : left + 9]
+        torch.testing.assert_close(got, alone, atol=1e-4, rtol=0)  # the norms compute in float32
+
+
+@each_family
+def test_no_embedding_row_is_frozen(folders, family):
+    """A pad_token_id in the network's configuration would be padding_idx, and in LLaDA padding is the end token."""
+    model, tokenizer = denoiser.load(folders[family])
+    table = model.model.model.embed_tokens
+    assert table.padding_idx is None and tokenizer.pad_token_id is not None
+    model.encode(torch.full((1, 4), tokenizer.pad_token_id), None).square().sum().backward()
+    assert table.weight.grad[tokenizer.pad_token_id].abs().sum() > 0
+
+
+@each_family
+def test_ids_and_template_are_the_files(folders, family):
+    model, tokenizer = denoiser.load(folders[family])
+    ids = {"llada": (198, 197, 197), "Dream": (261, 258, 258), "sdar": (261, 258, 258)}[family]
+    assert (tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == ids
+    assert model.mask_token_id == ids[0] and tokenizer.padding_side == "left" and not model.training
+    text = {"llada": "w5 w7 <|mdm_mask|>", "Dream": "abcab<|mask|>", "sdar": "abcab<|MASK|>"}[family]
+    assert tokenizer(text).input_ids == [5, 7, 198] if family == "llada" else [257, 256, 261]
+    if family == "llada":
+        chat = tokenizer.apply_chat_template([{"role": "w1", "content": "w2"}], return_dict=False)
+        assert chat == [193, 1, 2, 195]
+
+
+@pytest.mark.parametrize("told", [197, [197, 195]])
+def test_an_end_that_only_the_generation_config_names(told, folder):
+    """For a tokenizer that marks no token as its end; of several ends the first."""
+    config(eos_token_id=None, pad_token_id=None)(path := folder("llada"))
+    llada_tokenizer(path, eos_token=None, pad_token=None)
+    write(path / "generation_config.json", {"eos_token_id": told, "pad_token_id": 195})
+    _, tok = denoiser.load(path)
+    assert (tok.eos_token_id, tok.pad_token_id) == (197, 195)
+
+
+@each_family
+def test_attention_that_may_ignore_a_mask_is_refused(folders, family):
+    model, _ = denoiser.load(folders[family])
+    for name in ("eager", "flex_attention"):
+        model.model.set_attn_implementation(name)
+        with pytest.raises(ValueError, match=f"^attn_implementation: got '{name}'; allowed 'sdpa'"):
+            model.encode(torch.zeros(1, 4, dtype=torch.long), None)
+    model.model.set_attn_implementation("sdpa")
+    model.model.config.is_causal = True
+    with pytest.raises(ValueError, match="^is_causal: got True; allowed False"):
+        model.encode(torch.zeros(1, 4, dtype=torch.long), None)
+
+
+@pytest.mark.parametrize("family", ["Dream", "sdar"])
+def test_the_body_compiles_in_one_piece(folders, family):
+    model, _ = denoiser.load(folders[family])
+    tokens, mask = batch(model)
+    tokens = tokens % model.vocab_size
+    whole = torch.compile(model.encode, backend="eager", fullgraph=True)
+    for attention_mask in (mask, None):
+        close(whole(tokens, attention_mask), model.encode(tokens, attention_mask))
+
+
+@each_family
+def test_a_network_goes_back_in_the_format_it_came_in(folders, family, tmp_path):
+    """Raw tensors, file by file; config.json and the tokenizer byte for byte; and no code beside them."""
+    source, again = folders[family], tmp_path / "again"
+    model, tokenizer = denoiser.load(source)
+    denoiser.save(model, tokenizer, again)
+    before, after = (load_file(path / "model.safetensors") for path in (source, again))
+    assert before.keys() == after.keys() and len(before) > 20
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    files = {path.name for path in source.iterdir() if path.suffix != ".py"}
+    assert files == {path.name for path in again.iterdir()}
+    assert all((source / name).read_bytes() == (again / name).read_bytes() for name in files - {"model.safetensors"})
+    first, second = tiny.weights(model), tiny.weights(denoiser.load(again)[0])
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@each_family
+def test_a_changed_weight_arrives_where_the_released_code_reads_it(folders, family, tmp_path):
+    """One weight after the other is marked in memory: the file differs in the tensor of the same place, and there only."""
+    model, tokenizer = denoiser.load(folders[family])
+    before = load_file(folders[family] / "model.safetensors")
+    for name, p in model.model.named_parameters():
+        if ".layers.1." in name or "layers" not in name:
+            p.data.add_(1)
+            denoiser.save(model, tokenizer, tmp_path)
+            after = load_file(tmp_path / "model.safetensors")
+            p.data.sub_(1)
+            changed = {key for key in before if not torch.allclose(before[key], after[key], atol=1e-3)}
+            assert changed == {denoiser._theirs(name, model.family)}
+            assert tuple(before[changed.pop()].shape) == tuple(p.shape)
+
+
+@each_family
+def test_the_stored_dtype_unless_another_is_asked(folder, family):
+    path = folder(family)
+    weights = {name: value.bfloat16() for name, value in load_file(path / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    for asked, dtype in ((None, torch.bfloat16), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        model, tokenizer = denoiser.load(path, dtype=asked)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        denoiser.save(model, tokenizer, path / "again")
+        assert {value.dtype for value in load_file(path / "again/model.safetensors").values()} == {dtype}
+    with pytest.raises(ValueError, match="^dtype: got torch.float16; allowed torch.float32, torch.bfloat16, torch.float64"):
+        denoiser.load(path, dtype=torch.float16)
+
+
+def shard(path: Path) -> None:
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    save_torch_state_dict(weights, path, max_shard_size="50KB")
+
+
+@each_family
+def test_shards_are_read_through_their_index(folder, folders, family):
+    shard(path := folder(family))
+    assert len(list(path.glob("*.safetensors"))) >= 2 and (path / denoiser.INDEX).is_file()
+    whole, parts = (tiny.weights(denoiser.load(place)[0]) for place in (folders[family], path))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+def config(**changes) -> Callable[[Path], None]:
+    """Edits config.json; a value None removes the key."""
+
+    def edit(path: Path) -> None:
+        values = json.loads((path / "config.json").read_text()) | changes
+        write(path / "config.json", {key: value for key, value in values.items() if value is not None})
+
+    return edit
+
+
+def weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
+def lose_a_shard(path: Path) -> None:
+    shard(path)
+    sorted(path.glob("*.safetensors"))[1].unlink()
+
+
+def pickled(path: Path) -> None:
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+
+
+def forget_mask(path: Path) -> None:
+    config(mask_token_id=None)(path)
+    (path / "tokenizer.json").write_text((path / "tokenizer.json").read_text().replace("<|mdm_mask|>", "<|other|>"))
+
+
+Q = "model.transformer.blocks.1.q_proj.weight"
+BROKEN = {
+    "a weight is missing": ("llada", weights(lambda w: w.pop(Q)), rf"missing_keys.*\['{Q}'\]"),
+    "a weight too many": ("llada", weights(lambda w: w.update({Q[:-6] + "bias": torch.ones(64)})), r"unexpected.*q_proj\.bias"),
+    "a name of the other layout": ("llada", weights(lambda w: w.update(extra=w.pop(Q))), "missing_keys.*unexpected.*extra"),
+    "another shape": ("llada", config(mlp_hidden_size=128), r"mismatched_keys.*blocks\.0\.ff_out"),
+    "a shard is missing": ("llada", lose_a_shard, r"which lacks model-00002-of-\d+\.safetensors, named by its model.saf"),
+    "pickled weights": ("llada", pickled, "cannot be read.*safetensors"),
+    "no weights": ("Dream", lambda path: (path / "model.safetensors").unlink(), "cannot be read.*model.safetensors"),
+    "a mixture of experts": (
+        "llada",
+        config(architectures=["LLaDAMoEModelLM"]),
+        r"architectures.*allowed for llada is \['LLaDAM",
+    ),
+    "a family nobody knows": (
+        "llada",
+        config(model_type="llada3"),
+        "model_type 'llada3'; allowed a bid.*, llada, Dream, sdar$",
+    ),
+    "ALiBi": ("llada", config(alibi=True), "with alibi True; allowed for llada is False"),
+    "biases": ("llada", config(include_qkv_bias=True), "with include_qkv_bias True"),
+    "no rotary embedding": ("llada", config(rope=None), "with rope None; allowed for llada is True"),
+    "stretched positions": ("Dream", config(rope_scaling={"type": "linear", "factor": 2}), "with rope_scaling"),
+    "a window": ("sdar", config(use_sliding_window=True), "with use_sliding_window True"),
+    "a size is missing": ("llada", config(d_model=None), "cannot be read: config.json gives no d_model"),
+    "no rope_theta": ("Dream", config(rope_theta=None), "cannot be read: config.json gives no rope_theta"),
+    "a mask beyond the tokens": ("llada", config(mask_token_id=500), "mask_token_id 500; allowed the id of one of its.* 199"),
+    "a mask beyond the vocabulary": ("llada", config(embedding_size=198), "mask_token_id 198; allowed from 0 to 197"),
+    "a vocabulary below the tokenizer": ("sdar", config(vocab_size=261, mask_token_id=5), "262 tokens in its tok.*up to 261"),
+    "a mask nobody names": ("llada", forget_mask, "mask_token_id None; allowed the id"),
+    "two masks": ("Dream", config(mask_token_id=3), "mask_token_id 3; allowed 261, as its tokenizer says"),
+    "no tokenizer": ("llada", lambda path: (path / "tokenizer.json").unlink(), "cannot be read.*tokenizer"),
+    "blocks of no length": ("sdar", config(block_size=None), "allowed integers from 1"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_one_line_that_names_it(name, folder, capfd):
+    family, damage, message = BROKEN[name]
+    damage(path := folder(family))
+    with pytest.raises(ValueError, match=f"^(model|block_length): got .*{path}.*{message}") as caught:
+        denoiser.load(path)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_blocks_are_asked_of_sdar_only(folders):
+    with pytest.raises(ValueError, match="^block_length: got 4 for a llada; allowed None"):
+        denoiser.load(folders["llada"], block_length=4)
+
+
+@each_family
+def test_weights_that_a_library_leaves_at_random_are_found(folders, family, monkeypatch):
+    """What several versions of transformers did: everything is reported as read, one tensor is not."""
+    network = denoiser.FAMILIES[family].network
+    read = network.from_pretrained
+
+    def careless(*arguments, **words):
+        model, info = read(*arguments, **words)
+        torch.nn.init.normal_(model.model.layers[1].mlp.down_proj.weight)
+        return model, info
+
+    monkeypatch.setattr(network, "from_pretrained", careless)
+    name = denoiser._theirs("model.layers.1.mlp.down_proj.weight", denoiser.FAMILIES[family])
+    with pytest.raises(ValueError, match=f"of which transformers did not read {name}$"):
+        denoiser.load(folders[family])
+
+
+# ----------------------------------------------------------------------------------------------------------------- hub
+def test_a_name_of_the_hub_brings_weights_and_files_but_no_code(folders, monkeypatch):
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(folders["llada"])
+
+    monkeypatch.setattr(denoiser, "snapshot_download", download)
+    model, _ = denoiser.load("GSAI-ML/LLaDA-8B-Instruct")
+    assert model.mask_token_id == 198
+    [(name, patterns)] = asked
+    assert name == "GSAI-ML/LLaDA-8B-Instruct"
+    assert {"config.json", "tokenizer.json", "*.safetensors", denoiser.INDEX} <= set(patterns)
+    assert not [p for p in patterns if p.endswith((".py", ".bin", ".pt")) or p == "*"]
+
+
+def test_a_name_that_the_hub_does_not_know_is_one_line(monkeypatch):
+    def download(*_, **__):
+        raise OSError("401 Client Error.\n\nRepository Not Found")
+
+    monkeypatch.setattr(denoiser, "snapshot_download", download)
+    with pytest.raises(ValueError, match="^model: got 'nobody/nothing', no folder here, and the Hub .*: 401 .* Not Found$"):
+        denoiser.load("nobody/nothing")
+
+
+@pytest.mark.parametrize("source", ["runs/nothing", "./runs", "a/b/c", "nothing", "/nowhere/at/all"])
+def test_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(denoiser, "snapshot_download", lambda *_, **__: pytest.fail("a path was sent to the Hub"))
+    with pytest.raises(ValueError, match="holds no config.json"):
+        denoiser.load(source)
+
+
+# --------------------------------------------------------------------------------------------------------------- probe
+BASE = HERE.parent / "tiny_models/countdown_base"
+
+
+def test_the_probe_tells_a_trained_network_from_an_initialised_one():
+    trained, tok = denoiser.load(BASE)
+    words = {"text": "5*8=40+3=43", "prompt": "3,5,8>43:"}
+    assert denoiser.probe_loss(trained, tok, **words) < 0.5
+    fresh = denoiser.build(tiny.SIZES, tok, 0)
+    with pytest.raises(ValueError, match=r"^model: masked-token loss 3\.\d\d nats; allowed below 1.57"):
+        denoiser.probe_loss(fresh, tok, **words)
+    fresh.model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="masked-token loss nan nats"):
+        denoiser.probe_loss(fresh, tok, **words)
+    with pytest.raises(ValueError, match="^text: got '5\\*8', 3 tokens; allowed from 8"):
+        denoiser.probe_loss(trained, tok, "5*8", "3,5,8>40:")
+
+
+@pytest.mark.parametrize("prompt", ["", "8,5>40:"])
+def test_the_probe_hides_every_token_of_the_text_once(prompt, monkeypatch):
+    """Against -log p of one token after the other, in the four states that the docstring describes."""
+    model, tok, text, total = tiny.network(torch.float64), tokenizer(), "5*8=40+3-", 0.0
+    before, ids = tok(prompt).input_ids, tok(text).input_ids
+    for i, token in enumerate(ids):
+        state = before + [model.mask_token_id if j % 4 == i % 4 else other for j, other in enumerate(ids)]
+        logits = model.head(model.encode(torch.tensor([state]), None)).detach()[0, len(before) + i]
+        total -= float(logits.log_softmax(-1)[token])
+    monkeypatch.setattr(denoiser.math, "log", lambda _: 1e3)  # any loss is allowed
+    assert denoiser.probe_loss(model, tok, text, prompt) == pytest.approx(total / len(ids), rel=1e-10)
