@@ -534,7 +534,7 @@ def order_logp(
     temperature, confidence at temperature 1 as float32 logarithm; on ties the lower position wins, as in the sampler.
     With (4.1) it makes the exact kernel of the sampler: its score is the policy gradient wherever J is differentiable. J jumps
     where two confidences cross; there F_j may become 0, and log F_j is then that of the smallest number, with gradient 0.
-    Bias of leaving it out: the score of the revealed tokens alone has a mean that is not 0. Extra cost: head rows, no call.
+    Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with centred rewards, a noisier gradient.
     """
     confidence = (logits - logits.logsumexp(-1, keepdim=True)).float()
     chosen = confidence[scored[rows]].gather(-1, targets[scored][:, None])[:, 0]
@@ -734,7 +734,7 @@ def stepwise_advantage(
     ``normalize`` false leaves the division out: the gradient counts 1 + lam times. ``schedule`` linear: lam_k = lam time,
     time = step / T. Groups are centred rank by rank (members may stand at different steps there), over the valid ones.
     ``center`` reward: only the reward is centred, lam (reward - step_reward) is not. lam = 0: ``group_mean`` in every row.
-    Source: EGSPO-SA (arXiv 2603.12554). The mean contains the sample itself, as in (6.1).
+    Source: EGSPO-SA (arXiv 2603.12554). Linear and normalised, a constant in all rewards leaves a trace where steps differ.
     """
     for key, value, allowed in (("schedule", schedule, SCHEDULES), ("center", center, CENTERS)):
         if value not in allowed:
@@ -1396,7 +1396,7 @@ _EGSPO_EXACT = replace(_EGSPO, name="egspo-exact", title="egspo with the exact k
     differs="score of tokens and positions, against the old weights; otherwise as egspo", anchor="old",
     features=("logp", "order_logp"))
 _EGSPO_RELEASED = replace(_EGSPO, name="egspo-released", source="EGSPO's code (vishnutez/egspo-dllm-rl)",
-    differs="scored at temperature 1, mean over the ranks and over the tokens of a step, KL term; old values in float32",
+    differs="scored at temperature 1, mean over ranks and tokens of a step, KL; deciding steps only; old values in float32",
     plan=partial(entropy_plan, num_states=8, shared=False, weight="token_mean"), anchor="old", temperature="one",
     kl=KL("k3", 0.04))
 _EGSPO_SA_RELEASED = replace(_EGSPO_RELEASED, name="egspo-sa-released", title=_EGSPO_SA.title, credit=_STEP_VALUES,
