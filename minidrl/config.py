@@ -254,8 +254,9 @@ def with_options(method: alg.Method, options: dict[str, Any]) -> alg.Method:
     """The row with some of its numbers replaced: {"plan.num_states": 4, "objective.epsilon_high": 0.3, "kl.beta": 0.0}.
 
     Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by name (reduction, normalizer,
-    refresh, aggregation, and credit: group_mean, leave_one_out, group_z_score). ``kl.beta`` 0 removes the KL term, and with
-    it the reference model; ``kl.form`` and ``kl.beta`` together give a row the term that it lacks.
+    refresh, aggregation, and credit: group_mean, leave_one_out, group_z_score; where states have values of their own,
+    step_value: greedy, sampled). ``kl.beta`` 0 removes the KL term, and with it the reference model; ``kl.form`` and
+    ``kl.beta`` together give a row the term that it lacks.
     Raises ValueError for a key that the method does not have, and for a value of another kind than the present one.
     """
     penalty = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
@@ -264,6 +265,8 @@ def with_options(method: alg.Method, options: dict[str, Any]) -> alg.Method:
         component = getattr(method, part) if part in _PARTS else None
         if key == "credit":
             method = dataclasses.replace(method, credit=_credit(method, value))
+        elif key == "step_value" and method.step_value != "none":
+            method = _with_step_value(method, value)
         elif key in _WORDS:
             method = dataclasses.replace(method, **{part: value})
         elif component is not None and name in component.keywords:
@@ -283,6 +286,14 @@ def _credit(method: alg.Method, name: Any) -> partial:
     if name not in tuple(_CREDITS):  # a list cannot be looked up
         raise ValueError(f"method_options.credit: got {name!r}; allowed {', '.join(_CREDITS)}")
     return partial(getattr(alg, name), **_CREDITS[name])
+
+
+def _with_step_value(method: alg.Method, value: Any) -> alg.Method:
+    """The row with values from greedy or from sampled completions, and the record that they are read from."""
+    if value not in ("greedy", "sampled"):
+        raise ValueError(f"method_options.step_value: got {value!r}; allowed greedy, sampled")
+    needs = (*method.needs, "one_step_sampled") if value == "sampled" else method.needs
+    return dataclasses.replace(method, step_value=value, needs=needs)
 
 
 def _with_kl(method: alg.Method, given: dict[str, Any]) -> alg.Method:
@@ -330,5 +341,5 @@ def _check_like(key: str, value: Any, present: Any) -> None:
 
 def _options(method: alg.Method) -> list[str]:
     words = [f"{p}.{name}" for p in _PARTS if getattr(method, p) for name in getattr(method, p).keywords]
-    credit = ["credit"] if method.step_value == "none" else []
+    credit = ["credit"] if method.step_value == "none" else ["step_value"]
     return words + [f"kl.{name}" for name in alg.KL._fields] + credit + list(_WORDS)

@@ -56,7 +56,7 @@ def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
     for name, parts in {"grpo": 3, "stabledrl": 4, "egspo-sa": 3, "diffu-grpo": 3}.items():
         row = alg.METHODS[name]
         words = [f"{p}.{key}" for p in ("plan", "credit", "objective", "extra")[:parts] for key in getattr(row, p).keywords]
-        words += PENALTY + ([] if name == "egspo-sa" else ["credit"]) + SHARED
+        words += PENALTY + ["step_value" if name == "egspo-sa" else "credit"] + SHARED
         listed = "allowed " + ", ".join(words)
         refuses(lambda row=row: with_options(row, {"nothing": 1}), "method_options.nothing", listed)
 
@@ -139,3 +139,13 @@ def test_a_penalty_against_the_old_policy_is_one_of_ratios():
     refuses(lambda: with_options(alg.METHODS["grpo"], exact), "kl.of", "exact", "ratio")
     free = with_options(alg.METHODS["grpo"], {"kl.form": "k2", "kl.beta": 0.1, "kl.of": "log_likelihood"})
     assert free.kl == alg.KL("k2", 0.1, of="log_likelihood")
+
+
+def test_values_from_sampled_completions():
+    """The sampler is then asked for them; rows whose states have no values have no such option."""
+    row = alg.METHODS["egspo-sa"]
+    drawn = with_options(row, {"step_value": "sampled"})
+    assert drawn.step_value == "sampled" and drawn.needs == (*row.needs, "one_step_sampled")
+    assert with_options(row, {"step_value": "greedy"}) == row
+    refuses(lambda: with_options(row, {"step_value": "none"}), "step_value", "'none'", "greedy, sampled")
+    refuses(lambda: with_options(alg.METHODS["egspo"], {"step_value": "sampled"}), "method_options.step_value", "egspo")
