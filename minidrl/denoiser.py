@@ -225,6 +225,39 @@ class Denoiser(nn.Module):
         h = self.model.model(input_ids=tokens, attention_mask=visible, position_ids=position, use_cache=False).last_hidden_state
         return shifted(h, attention_mask) if self.family.shift else h
 
+    def encode_staircase(
+        self,
+        prompt: Int[Tensor, "N P"],
+        prompt_mask: Bool[Tensor, "N P"],
+        clean: Int[Tensor, "N L"],
+        noisy: Int[Tensor, "N L"],
+        *,
+        block_length: int,
+        clean_stream: str,
+    ) -> Float[Tensor, "N L D"]:
+        """Hidden states of ``noisy``, each block of it after the prompt and the blocks of ``clean`` before its own.
+
+        One forward of P + 2 L tokens that equals L / block_length forwards of [prompt, clean blocks before k, noisy block k],
+        in which prompt and clean tokens see what ``staircase_mask`` says of them under clean = ``clean_stream``. Position i of
+        the result predicts token i.
+
+        A block-causal model takes its own block length, clean_stream "block" and prompts of whole blocks; its prompt stays
+        block-causal, and each of the forwards is then ``encode``. Raises ValueError for anything else, for a family that
+        shifts its predictions, for lengths that do not divide, and for any attention implementation but sdpa.
+        """
+        _refuse_attention(self.model.config)
+        start, length = prompt.shape[1], clean.shape[1]
+        visible = staircase_mask(prompt_mask, length, block_length, clean=clean_stream)
+        position = staircase_positions(prompt_mask, length)
+        if self.family.shift:
+            raise ValueError("shift: got True; allowed False, the row before a noisy block belongs to the clean stream")
+        if self.block_length is not None:
+            _refuse_blocks(self.block_length, prompt_mask, block_length, clean_stream)
+            visible[..., :start, :start] &= block_causal(position[:, :start], prompt_mask, block_length)
+        tokens = torch.cat([prompt, clean, noisy], 1)
+        h = self.model.model(input_ids=tokens, attention_mask=visible, position_ids=position, use_cache=False).last_hidden_state
+        return h[:, start + length :]
+
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Logits in float32 at least. [MASK] gets -inf: a denoiser never answers with the question."""
         logits = self.model.lm_head(h)
@@ -255,6 +288,57 @@ def block_causal(
     block = position // block_length
     visible = block[:, None, :] <= block[:, :, None]
     return (visible if attention_mask is None else visible & attention_mask[:, None, :])[:, None]
+
+
+def staircase_mask(prompt_mask: Bool[Tensor, "N P"], length: int, block_length: int, *, clean: str) -> Bool[Tensor, "N 1 T T"]:
+    """[n, 0, q, k] True: q sees k, in [prompt; clean response; noisy response], T = P + 2 ``length``. b counts blocks.
+
+        clean q,  clean k     b_k <= b_q (clean "block"), or k no later than q (clean "causal")
+        noisy q,  clean k     b_k < b_q: the stairs. With <= a noisy block would read its own answer
+        noisy q,  noisy k     b_k == b_q
+        clean q,  noisy k     never
+
+    The prompt sees itself from both sides, and nothing else; all of the response sees it. Padding of the prompt is seen by
+    no one; the rows of padding are of no use, and finite. Rows without padding have P^2 + 2 L P + L (L + block_length) pairs
+    (clean "block"). What the clean stream sees has to be what it saw when the sampler computed its cache.
+
+    Source: BD3-LM, arXiv 2503.09573 ([noisy; clean] there; the order is immaterial where positions are right) and the code of
+    TraceRL, arXiv 2509.06949, which cuts the prompt into blocks too, have the stream "block". Accounts of StableDRL,
+    arXiv 2603.06743, have "causal"; the paper itself was not read, and its released code has no staircase.
+    Raises ValueError when the blocks do not divide the response, and for an unknown clean stream.
+    """
+    if block_length < 1 or length % block_length:
+        raise ValueError(f"block_length: got {block_length}; allowed divisors of the response's length {length}")
+    if clean not in ("block", "causal"):
+        raise ValueError(f"clean stream: got {clean!r}; allowed 'block', 'causal'")
+    prompt_length, device = prompt_mask.shape[1], prompt_mask.device
+    place = torch.arange(-prompt_length, length, device=device).clamp(min=-1)  # the prompt is one block, the one before 0
+    block = place.div(block_length, rounding_mode="floor")
+    rank, noisy = block if clean == "block" else place, block[prompt_length:]
+    context = rank[None, :] <= rank[:, None]
+    stairs = block[None, :] < noisy[:, None]
+    diagonal = noisy[None, :] == noisy[:, None]
+    upper = torch.cat([context, context.new_zeros(len(block), length)], 1)
+    pattern = torch.cat([upper, torch.cat([stairs, diagonal], 1)])
+    return (pattern & F.pad(prompt_mask, (0, 2 * length), value=True)[:, None, :])[:, None]
+
+
+def staircase_positions(prompt_mask: Bool[Tensor, "N P"], length: int) -> Int[Tensor, "N T"]:
+    """Positions for ``staircase_mask``: real tokens are counted, and noisy token i stands where clean token i stands."""
+    prompt = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
+    response = prompt_mask.sum(-1, keepdim=True) + torch.arange(length, device=prompt_mask.device)
+    return torch.cat([prompt, response, response], 1)
+
+
+def _refuse_blocks(own: int, prompt_mask: Bool[Tensor, "N P"], block_length: int, clean_stream: str) -> None:
+    """A block-causal model was trained with one block length, counted from the first token of the prompt."""
+    if block_length != own:
+        raise ValueError(f"block_length: got {block_length}; allowed {own}, that of the model's attention")
+    if clean_stream != "block":
+        raise ValueError(f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention")
+    partial = [n for n in prompt_mask.sum(1).tolist() if n % own]
+    if partial:
+        raise ValueError(f"prompt: got {partial[0]} tokens; allowed multiples of the model's block_length {own}, whole blocks")
 
 
 def shifted(h: Float[Tensor, "N T D"], attention_mask: Bool[Tensor, "N T"] | None) -> Float[Tensor, "N T D"]:
