@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import config, denoiser, sampler, trainer
+from minidrl.diagnostics import ratio_diagnostics
 
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -128,7 +129,7 @@ def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) 
         rollout, reward = collect(model, seed, step)
         try:
             for plan, ll, anchor, adv, norm in updates(model, method, rollout, reward, optimizer, seed, step):
-                seen = alg.diagnostics(judge, plan, rollout, ll, anchor, adv)
+                seen = ratio_diagnostics(judge, plan, rollout, ll, anchor, adv)
                 values = (float(reward.mean()), seen["log_ratio_std"], seen["bypass_fraction"], norm)
                 for key, value in zip(curves, (*values, seen["effective_sample_size"]), strict=True):
                     curves[key].append(value)

@@ -13,9 +13,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run a verb; returns the exit status: 0, 1 (a run had to stop) or 2 (the user's settings are wrong)."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    from minidrl import distributed
     from minidrl.trainer import RunError
 
     try:
+        if arguments.verb != "train" and distributed.launched() > 1:
+            raise ValueError(f"{arguments.verb}: got {distributed.launched()} processes; allowed 1, only train shares its work")
         arguments.run(arguments, _overrides(rest))
     except (ValueError, OSError) as error:
         return _report(error, 2)
@@ -25,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(error: Exception, status: int) -> int:
-    print(f"minidrl: {' '.join(str(error).split())}", file=sys.stderr)
+    from minidrl import distributed
+
+    if distributed.is_first() or isinstance(error, distributed.Alone):  # else the others have the same to say
+        print(f"minidrl: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
 
@@ -54,6 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("config")
     sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
     sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
+    sub = verb("memory", _memory, "the bytes that a run will need, part by part; nothing is loaded")
+    sub.add_argument("config")
+    sub.add_argument("--gpus", default="1", help="over which the weights are cut, as by torchrun")
+    sub.add_argument("--json", action="store_true")
+    sub = verb("verify", _verify, "does everything work with these weights? seven checks, from loading to an RL step")
+    sub.add_argument("model", help="a folder, or the name of a model on the Hub")
+    sub.add_argument("--prompt", help="a question whose answer is known (default: one for the kind of model)")
+    sub.add_argument("--answer", help="the word that the greedy reply must hold")
+    sub.add_argument("--text", help="on which the loss is computed: what the model was trained on, 8 tokens or more")
+    sub.add_argument("--device", help="default cuda where torch finds a GPU, else cpu")
+    sub.add_argument("--dtype", default="stored")
+    sub.add_argument("--out", help="an existing folder with room for a copy of the weights (default: the temporary one)")
     sub = verb("evaluate", _evaluate, "solved rate of a model folder on held-out puzzles")
     sub.add_argument("model")
     sub.add_argument("--task", default="countdown")
@@ -120,16 +138,44 @@ def _pretrain(arguments, overrides) -> None:
 
 
 def _train(arguments, overrides) -> None:
-    from minidrl import config, trainer
+    from minidrl import config, distributed, trainer
 
-    out = _out(arguments)
-    summary = trainer.train(config.load(config.Train, arguments.config, overrides), out, arguments.resume)
+    settings, out = config.load(config.Train, arguments.config, overrides), _out(arguments)
+    with distributed.started(settings.device):
+        summary = trainer.train(settings, out, arguments.resume)
+    if not distributed.is_first():
+        return
     before, after = summary["solved_before"], summary["solved_after"]
     print(
         f"{summary['method']}, seed {summary['seed']}: {before:.1%} -> {after:.1%} of {summary['evaluated_on']} held-out "
         f"puzzles at temperature {summary['temperature']:g}, {summary['steps']} steps in {summary['seconds']:.0f} s; "
         f"curve in {out}/curve.png"
     )
+
+
+def _memory(arguments, overrides) -> None:
+    from minidrl import config, memory, trainer
+
+    settings = config.load(config.Train, arguments.config, overrides)
+    parts = trainer.predicted_memory(settings, _number("gpus", arguments.gpus, int))
+    print(json.dumps(parts | {"peak": memory.peak(parts)}) if arguments.json else memory.table(parts))
+
+
+def _verify(arguments, overrides) -> None:
+    import torch
+
+    from minidrl import trainer, verify
+
+    _no_overrides(overrides)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    words = {name: getattr(arguments, name) for name in ("prompt", "answer", "text", "dtype", "out")}
+    checks = []
+    for check in verify.verify(arguments.model, device=device, **words):
+        print(check, flush=True)
+        checks.append(check)
+    failed = [check.name for check in checks if check.status == "FAILED"]
+    if failed:
+        raise trainer.RunError(f"verify: {len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
 
 
 def _evaluate(arguments, overrides) -> None:

@@ -85,6 +85,8 @@ class Plan:
     valid     False = padding of a ragged plan: the network is not called for it
     step      replay plans: the step of the recorded trajectory whose state this is (what its tokens were drawn from)
     targets   the tokens whose log-probability is read; None: those of the response
+    block_length   staircase plans: state j M + m reads block m of the M blocks, with the earlier ones visible and the later
+              ones hidden; the M states are one forward of a block-causal network. None: a state is a forward
     """
 
     hidden: Bool[Tensor, "K B T"]
@@ -93,6 +95,7 @@ class Plan:
     valid: Bool[Tensor, "K B"]
     step: Int[Tensor, "K B"] | None = None
     targets: Int[Tensor, "K B L"] | None = None
+    block_length: int | None = None
 
     @property
     def replay(self) -> bool:
@@ -100,9 +103,19 @@ class Plan:
         return self.step is not None
 
     @property
+    def blocks(self) -> int:
+        """M: states that share a forward."""
+        return 1 if self.block_length is None else self.scored.shape[-1] // self.block_length
+
+    @property
+    def needed(self) -> Bool[Tensor, "J B"]:
+        """The forwards that the network must do: of each state, or of each M states of a staircase."""
+        return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)
+
+    @property
     def network_calls(self) -> int:
-        """Sequences that the network must score, over all states."""
-        return int((self.valid & self.scored.any(-1)).sum())
+        """Sequences that go through the network, over all states."""
+        return int(self.needed.sum())
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
@@ -111,8 +124,8 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator, device: torch.d
 
 
 def _random_subset(
-    noise: Float[Tensor, "K B L"], domain: Bool[Tensor, "*K B L"], count: Int[Tensor, "K B"]
-) -> Bool[Tensor, "K B L"]:
+    noise: Float[Tensor, "*K L"], domain: Bool[Tensor, "*#K L"], count: Int[Tensor, "*K"]
+) -> Bool[Tensor, "*K L"]:
     # The positions of the `count` smallest noises inside the domain: a uniformly random subset of that size.
     rank = noise.masked_fill(~domain, torch.inf).argsort(-1).argsort(-1)
     return (rank < count[..., None]) & domain
@@ -303,6 +316,38 @@ def block_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int,
     return Plan(hidden, scored, weight.to(rollout.logp.dtype), scored.any(-1))
 
 
+# A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each factor has an ELBO of its own, in states
+# that hide some of block m and all that follows. Where attention is block-causal, M such states, one a block, are one forward
+# over [prompt; clean response; noisy response]: the staircase mask of denoiser.py.
+
+
+def block_elbo_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str, strata: bool) -> Plan:
+    """(2.8) Sum over the sampler's blocks of the ELBO (2.3) of a block given those before it: num_states M states, M blocks.
+
+    In each block l ~ U{1..n_m} of its n_m positions are hidden, weight n_m / l, independently of the other blocks. Bias: none
+    towards that sum, which is at most log p of the sampler that finishes block after block, one random position at a time.
+    One block of the whole length is (2.3); blocks of one token are exact: the likelihood from left to right.
+    Source: BD3-LM (arXiv 2503.09573); StableDRL (arXiv 2603.06743).
+    """
+    _check_count("plan.num_states", num_states)
+    inside, block = _domain(rollout, domain), _block_numbers(rollout)
+    own = inside & (block == block.unique()[:, None])[:, None]
+    n = own.sum(-1)
+    u = _uniform((num_states, *n.shape), generator, n.device)
+    if strata:
+        u = (torch.arange(num_states, device=u.device)[:, None, None] + u) / num_states
+    count = torch.minimum((u * n).floor().long() + 1, n)
+    masked = _random_subset(_uniform((num_states, *own.shape), generator, n.device), own, count).flatten(0, 1)
+    plan = _response_plan(rollout, masked, inside, (n.double() / (num_states * count.clamp(min=1))).flatten(0, 1))
+    later = (block > block.unique()[:, None])[:, None].repeat(num_states, 1, 1).expand_as(masked)
+    hidden = plan.hidden | _after_visible_prompt(rollout, later)
+    return replace(plan, hidden=hidden, block_length=rollout.sampler.block_length)
+
+
+def _block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
+    return torch.arange(rollout.response.shape[1], device=rollout.response.device) // rollout.sampler.block_length
+
+
 # ============================================================================================== 3. Plans: trajectory replay
 #
 # Denoising is a Markov decision process: the state is the partly hidden text, the action reveals some tokens. For samplers
@@ -436,6 +481,19 @@ def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
     return replace(plan, scored=scored, targets=targets, weight=scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight))
 
 
+def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
+    """(3.5) The states of (3.1) of a block-wise trajectory as a staircase: the j-th steps of all blocks share a forward.
+
+    As many forwards as a block has steps, instead of one a step of the response; the same log-probabilities. Source: TraceRL
+    (arXiv 2509.06949, sliced training of block models), DiPO (arXiv 2512.22234). Bias: as (3.1).
+    """
+    last, total = _last_deciding_step(rollout), _num_steps(rollout)
+    by_block = torch.arange(total, device=last.device).unflatten(0, (int(_block_numbers(rollout)[-1]) + 1, -1))
+    steps = by_block.T.reshape(total, 1).expand(-1, len(last))
+    plan = _replay_states(rollout, steps, steps <= last, torch.ones_like(last, dtype=rollout.logp.dtype))
+    return replace(plan, block_length=rollout.sampler.block_length)
+
+
 # ============================================================================================================ 4. Features
 #
 # A loss touches the network only through small per-token tensors, its features. Everything after this section is algebra
@@ -446,9 +504,10 @@ def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
 # sequence take 130 MB in float32, so hidden states are selected before the vocabulary head, never after it.
 
 FEATURES = ("logp", "entropy", "order_logp", "topk_logp", "kl_ref")
+States = Int[Tensor, " S"]  # flat numbers k*B + b of a plan's states
 
 
-def plan_inputs(rollout: Rollout, plan: Plan, states: Int[Tensor, " S"], mask_token_id: int) -> tuple[Tensor, Tensor]:
+def plan_inputs(rollout: Rollout, plan: Plan, states: States, mask_token_id: int) -> tuple[Tensor, Tensor]:
     """Network inputs (tokens, attention mask), both (S, P+L), of the flat state numbers k*B + b."""
     row = states % rollout.response.shape[0]
     text = torch.cat([rollout.prompt, rollout.response], 1)[row]
@@ -457,14 +516,7 @@ def plan_inputs(rollout: Rollout, plan: Plan, states: Int[Tensor, " S"], mask_to
 
 
 def state_features(
-    model: Any,
-    rollout: Rollout,
-    plan: Plan,
-    states: Int[Tensor, " S"],
-    *,
-    temperature: float,
-    names: tuple[str, ...] = ("logp",),
-    reference: Any = None,
+    model: Any, rollout: Rollout, plan: Plan, states: States, *, temperature: float, names: tuple = ("logp",), reference=None
 ) -> dict[str, Float[Tensor, "S L *M"]]:
     """(4.1) logp_i = log softmax(z_i / temperature)[target_i] and its kin, at the scored positions of S states; 0 elsewhere.
 
@@ -473,8 +525,8 @@ def state_features(
     kl_ref       KL(policy || reference) of the token's distribution, exact over the vocabulary
     order_logp   log-probability that the step chose these positions (4.2), in equal shares on its tokens
 
-    The vocabulary head is applied where it is needed only. S flat state numbers k*B + b, in any order; each row is computed
-    on its own, so splitting S into micro-batches changes nothing. Units: nats.
+    The vocabulary head is applied where it is needed only. S flat state numbers k*B + b, in any order (of a staircase: a
+    forward's M states in a row, as `state_chunks` gives them). How S is split into micro-batches changes nothing. Units: nats.
     """
     row, scored = states % rollout.response.shape[0], plan.scored.flatten(0, 1)[states]
     rows = scored | _candidates(rollout, plan, states) if "order_logp" in names else scored
@@ -497,8 +549,21 @@ def state_features(
 
 
 def _logits(model: Any, rollout: Rollout, plan: Plan, states: Tensor, rows: Bool[Tensor, "S L"]) -> Float[Tensor, "R V"]:
+    start = rollout.prompt.shape[1]
+    if plan.block_length is not None:  # a row of the forward reads each block off that block's own state
+        rows, h = rows.unflatten(0, (-1, plan.blocks)).any(1), _staircase(model, rollout, plan, states)
+        return model.head(h[rows])
     tokens, attention_mask = plan_inputs(rollout, plan, states, model.mask_token_id)
-    return model.head(model.encode(tokens, attention_mask)[:, rollout.prompt.shape[1] :][rows])
+    return model.head(model.encode(tokens, attention_mask)[:, start:][rows])
+
+
+def _staircase(model: Any, rollout: Rollout, plan: Plan, states: States) -> Float[Tensor, "J L D"]:
+    hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :].unflatten(0, (-1, plan.blocks))
+    hidden = hidden.gather(1, _block_numbers(rollout).expand(len(hidden), 1, -1))[:, 0]
+    row = states[:: plan.blocks] % len(rollout.response)
+    prompt, prompt_mask, clean = rollout.prompt[row], rollout.prompt_mask[row], rollout.response[row]
+    noisy = clean.masked_fill(hidden, model.mask_token_id)
+    return model.encode_staircase(prompt, prompt_mask, clean, noisy, block_length=plan.block_length, clean_stream="block")
 
 
 def _expectation(log_probs: Float[Tensor, "R V"], value: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
@@ -511,13 +576,13 @@ def _spread(values: Float[Tensor, R * M], where: Bool[Tensor, "S L"]) -> Float[T
     return out.masked_scatter(where.reshape(*where.shape, *(1 for _ in values.shape[1:])), values)
 
 
-def _candidates(rollout: Rollout, plan: Plan, states: Int[Tensor, " S"]) -> Bool[Tensor, "S L"]:
+def _candidates(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S L"]:
     # Where the step might have revealed a token: hidden positions of the current block, if the order looks at confidences.
     hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :]
     if rollout.sampler.order != "low_confidence":
         return torch.zeros_like(hidden)
-    block = torch.arange(hidden.shape[1], device=hidden.device) // rollout.sampler.block_length
-    return hidden & (block == (block * plan.scored.flatten(0, 1)[states]).amax(-1, keepdim=True))
+    block, scored = _block_numbers(rollout), plan.scored.flatten(0, 1)[states]
+    return hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)
 
 
 def order_logp(
@@ -552,9 +617,11 @@ def order_logp(
 
 
 def state_chunks(plan: Plan, size: int) -> Iterator[Int[Tensor, " S"]]:
-    """The plan's flat state numbers that need the network, in pieces of at most ``size``."""
-    needed = (plan.valid & plan.scored.any(-1)).flatten().nonzero()[:, 0]
-    yield from needed.split(size) if len(needed) else ()
+    """The plan's flat state numbers that need the network, in pieces of at most ``size`` forwards."""
+    forward, row = plan.needed.nonzero(as_tuple=True)
+    states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)
+    for part in (states * plan.valid.shape[1] + row[:, None]).split(size) if len(row) else ():
+        yield part.flatten()
 
 
 @torch.no_grad()
@@ -579,6 +646,7 @@ def features(
 
 LEVELS = ("token", "step", "pair", "sequence")
 Entries = Float[Tensor, "*s"]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
+Advantage = Float[Tensor, "*K B"]
 
 
 def reduce_logp(
@@ -699,9 +767,7 @@ def leave_one_out(reward: Float[Tensor, " B"], num_generations: int) -> Float[Te
     """
     group = _groups(reward, num_generations)
     if num_generations < 2:
-        raise ValueError(
-            f"num_generations: got {num_generations}; allowed from 2 for leave-one-out (a group of one has no others)"
-        )
+        raise ValueError(f"num_generations: got {num_generations}; allowed from 2 for leave-one-out, which needs others")
     return (num_generations / (num_generations - 1) * (group - group.mean(1, keepdim=True))).flatten()
 
 
@@ -712,7 +778,6 @@ def leave_one_out(reward: Float[Tensor, " B"], num_generations: int) -> Float[Te
 # consecutive values would telescope, these do not.
 
 SCHEDULES = ("constant", "linear")
-CENTERS = ("rank", "reward")
 
 
 def stepwise_advantage(
@@ -736,7 +801,7 @@ def stepwise_advantage(
     ``center`` reward: only the reward is centred, lam (reward - step_reward) is not. lam = 0: ``group_mean`` in every row.
     Source: EGSPO-SA (arXiv 2603.12554). Linear and normalised, a constant in all rewards leaves a trace where steps differ.
     """
-    for key, value, allowed in (("schedule", schedule, SCHEDULES), ("center", center, CENTERS)):
+    for key, value, allowed in (("schedule", schedule, SCHEDULES), ("center", center, ("rank", "reward"))):
         if value not in allowed:
             raise ValueError(f"credit.{key}: got {value!r}; allowed {', '.join(allowed)}")
     if lam < 0:
@@ -855,9 +920,7 @@ def ppo_clip(
     return -torch.minimum(ratio * adv, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * adv)
 
 
-def self_normalized_weights(
-    log_ratios: Float[Tensor, "K B L"], num_generations: int, *, log_cap: float
-) -> Float[Tensor, "K B L"]:
+def self_normalized_weights(log_ratios: Entries, num_generations: int, *, log_cap: float) -> Entries:
     """(8.3) w_j = min(ratio_j, cap) / sum over the prompt's group of min(ratio_i, cap), in log space.
 
     Source: StableDRL (arXiv 2603.06743): clip whatever the sign of the advantage, then normalise. The released code takes
@@ -869,14 +932,8 @@ def self_normalized_weights(
 
 
 def self_normalized_clip(
-    ll: Float[Tensor, "K B L"],
-    anchor: Float[Tensor, "K B L"],
-    adv: Float[Tensor, "K B L"],
-    num_generations: int,
-    *,
-    cap: float,
-    score: Float[Tensor, "K B L"] | None = None,
-) -> Float[Tensor, "K B L"]:
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, cap: float, score: Entries | None = None
+) -> Entries:
     """(8.4) loss = -w adv score, w the detached weights (8.3), score = ll or (5.3); to be summed over a group, not averaged.
 
     Gradient: -w adv grad score: inside the convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
@@ -979,14 +1036,7 @@ def trust_mask(log_ratios: Entries, adv: Entries, outside: Bool[Tensor, "*s"]) -
 
 
 def dppo(
-    ll: Entries,
-    anchor: Entries,
-    adv: Entries,
-    num_generations: int,
-    *,
-    delta: float,
-    form: str,
-    divergence: Entries | None = None,
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float, form: str, divergence: Any = None
 ) -> Entries:
     """(8.10) loss = -ratio adv M, M the detached mask (8.9) with outside = divergence > delta. Gradient: -adv ratio M grad ll.
 
@@ -1043,8 +1093,7 @@ def confident_clip(
     ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float
 ) -> Entries:
     """(8.14) PPO's loss (8.2), each token weighted by exp(anchor), its probability under the old weights. Source: MDPO."""
-    loss = ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    return anchor.exp() * loss
+    return anchor.exp() * ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
 
 
 def response_length(ll, adv, feature, plan: Plan, rollout: Rollout, normalizer) -> dict[str, int]:
@@ -1096,19 +1145,17 @@ def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, lev
     """
     present, weight = entries(plan, level)
     total = (loss * weight * present).sum((0, 2))
-    if how == "sequence_mean":
-        return total.mean()
-    if how == "sequence_mean_token_mean":
-        return (total / rollout.lengths).mean()
-    if how == "token_mean":
-        return total.sum() / rollout.lengths.sum()
-    if how == "fixed_length":
-        return total.mean() / rollout.keep.shape[1]
-    if how == "length_weighted":
-        return (total * rollout.lengths).sum() / rollout.lengths.sum()
-    if how == "group_sum":
-        return total.sum() / (total.shape[0] / rollout.num_generations)
-    raise ValueError(f"aggregation: got {how!r}; allowed {', '.join(AGGREGATIONS)}")
+    means = {
+        "sequence_mean": total.mean(),
+        "sequence_mean_token_mean": (total / rollout.lengths).mean(),
+        "token_mean": total.sum() / rollout.lengths.sum(),
+        "fixed_length": total.mean() / rollout.keep.shape[1],
+        "length_weighted": (total * rollout.lengths).sum() / rollout.lengths.sum(),
+        "group_sum": total.sum() / (total.shape[0] / rollout.num_generations),
+    }
+    if how not in means:
+        raise ValueError(f"aggregation: got {how!r}; allowed {', '.join(AGGREGATIONS)}")
+    return means[how]
 
 
 # ============================================================================================================ 10. Methods
@@ -1194,14 +1241,6 @@ class Method:
         """True when the loss is linear in the features: pass 1 of the two-pass backward can be skipped."""
         return self.objective.func is reinforce and self.kl is None and self.extra is None
 
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """(low, high) outside which a ratio counts as clipped; (0, inf) without a clip."""
-        words = self.objective.keywords
-        if "cap" in words:
-            return float(words.get("floor", 0.0)), float(words["cap"])
-        return 1 - words.get("epsilon_low", 1.0), 1 + words.get("epsilon_high", math.inf)
-
 
 def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
     """What divides the method's ll; ones where nothing does."""
@@ -1246,13 +1285,7 @@ def advantages(
 
 
 def method_loss(
-    method: Method,
-    plan: Plan,
-    rollout: Rollout,
-    feature: dict[str, Float[Tensor, "K B L *M"]],
-    adv: Float[Tensor, "*K B"],
-    anchor: Float[Tensor, "K2 B L2"] | None,
-    ref: Float[Tensor, "K2 B L2"] | None,
+    method: Method, plan: Plan, rollout: Rollout, feature: dict, adv: Advantage, anchor: Entries | None, ref: Entries | None
 ) -> Float[Tensor, ""]:
     """(10.1) loss = aggregate(objective(ll, anchor, adv) + beta kl(ll, ref)), for any row of ``METHODS``."""
     ll = reduced(method, plan, rollout, feature)
@@ -1266,44 +1299,6 @@ def method_loss(
         ref = anchor if method.kl.target == "old" else ref
         loss = loss + method.kl.beta * kl_term(kl_target(method, plan, rollout, feature), ref, form=method.kl.form)
     return aggregate(loss, plan, rollout, level=method.reduction, how=method.aggregation)
-
-
-def _clipped(method: Method, ll: Tensor, anchor: Tensor, adv: Tensor) -> Tensor:
-    # Entries whose gradient the clip changes; for a trust region (delta), those that are beyond it.
-    words, (low, high), ratio = method.objective.keywords, method.clip_bounds, log_ratio(ll, anchor).exp()
-    if "delta" in words:
-        outside = binary_divergence(ll, anchor, form=words.get("form", "tv")) > words["delta"]
-        return ~trust_mask(log_ratio(ll, anchor), adv, outside)
-    if "cap" in words:
-        return (ratio > high) | (ratio < low)
-    beyond = (ratio < low) | (ratio > words.get("bound", math.inf))
-    return ((adv > 0) & (ratio > high)) | ((adv < 0) & beyond)
-
-
-@torch.no_grad()
-def diagnostics(
-    method: Method, plan: Plan, rollout: Rollout, ll: Entries, anchor: Entries, adv: Float[Tensor, "*K B"]
-) -> dict[str, float]:
-    """What the ratios look like: spread, clipped share, bypass share, effective sample size (share of the entries).
-
-    Bypass: adv < 0 and ratio above the clip, the entries that PPO's conditional clip lets through with an unbounded
-    coefficient. Effective sample size: (sum ratio)^2 / (n sum ratio^2), 1 when all ratios agree.
-    """
-    present = entries(plan, method.reduction)[0].expand_as(ll)
-    logs, adv = log_ratio(ll, anchor)[present], adv[..., None].expand_as(ll)
-    ratio = logs.exp()
-    if not len(logs):
-        return {}
-    values = {
-        "ratio_mean": ratio.mean(),
-        "ratio_max": ratio.max(),
-        "ratio_std": ratio.std(correction=0),
-        "log_ratio_std": logs.std(correction=0),
-        "clip_fraction": _clipped(method, ll, anchor, adv)[present].double().mean(),
-        "bypass_fraction": ((adv[present] < 0) & (ratio > method.clip_bounds[1])).double().mean(),
-        "effective_sample_size": torch.exp(2 * logs.logsumexp(0) - (2 * logs).logsumexp(0)) / len(logs),
-    }
-    return {name: float(value) for name, value in values.items()}
 
 
 _MEAN = partial(group_mean)
@@ -1382,6 +1377,15 @@ _SPG = replace(_STABLEDRL_RELEASED, name="spg", title="sandwiched policy gradien
     source="SPG (arXiv 2510.09541) and its code (facebookresearch/SPG)",
     differs="as released: token means, sequences weighted by their length", objective=partial(reinforce),
     aggregation="length_weighted", anchor="none", refresh="fixed")
+
+# Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans whose blocks share a forward.
+_STABLEDRL_BLOCK = replace(_STABLEDRL, name="stabledrl-block", title="stabledrl on the ELBO of every block, all in one forward",
+    source="StableDRL (arXiv 2603.06743), staircase attention: known from accounts, its released code has none",
+    differs="clean stream block-causal, as the sampler's cache; otherwise as stabledrl",
+    plan=partial(block_elbo_plan, num_states=2, domain="keep", strata=True))
+_TRACE_BLOCK = replace(_REPLAY_GRPO, name="trace-block", title="PPO clip on every step of a block-wise trajectory",
+    source="TraceRL (arXiv 2509.06949) on block models without its value network; DiPO (arXiv 2512.22234)",
+    differs="one ratio a step, anchored on the sampler's own log-probabilities; no KL term", plan=partial(block_replay_plan))
 
 # Some steps of the trajectory, and what a state was worth before its step. The score of the revealed tokens leaves out that the
 # sampler chose their positions by confidence; egspo-exact does not (4.2).
@@ -1472,15 +1476,10 @@ _ZOO = (
         objective=partial(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), extra=partial(response_length),
         normalizer="none"),
 )
+_ROWS = (_REINFORCE, _REPLAY_GRPO, _REPLAY_UNIFORM, _GRPO, _DIFFU_GRPO, _DIFFU_GRPO_RELEASED, _GDPO, _GDPO_RELEASED,
+    _STABLEDRL, _STABLEDRL_RELEASED, _STABLEDRL_ELBO, _CLIP_ONLY, _SELF_NORM_ONLY, _SPG, _STABLEDRL_BLOCK, _TRACE_BLOCK,
+    _EGSPO, _EGSPO_SA, _EGSPO_EXACT, _EGSPO_RELEASED, _EGSPO_SA_RELEASED, *_TOKEN_ROWS, *_ZOO)
 # fmt: on
-
-_ROWS = (
-    (_REINFORCE, _REPLAY_GRPO, _REPLAY_UNIFORM, _GRPO, _DIFFU_GRPO, _DIFFU_GRPO_RELEASED, _GDPO, _GDPO_RELEASED)
-    + (_STABLEDRL, _STABLEDRL_RELEASED, _STABLEDRL_ELBO, _CLIP_ONLY, _SELF_NORM_ONLY, _SPG)
-    + (_EGSPO, _EGSPO_SA, _EGSPO_EXACT, _EGSPO_RELEASED, _EGSPO_SA_RELEASED)
-    + _TOKEN_ROWS
-    + _ZOO
-)
 
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
 
@@ -1493,6 +1492,7 @@ ESTIMATORS: dict[str, Callable[..., Plan]] = {
     "ELBO, count": partial(elbo_count_plan, domain="keep", strata=False),
     "ELBO, count, strata": partial(elbo_count_plan, domain="keep", strata=True),
     "ELBO, complementary": partial(complementary_plan, domain="keep"),
+    "block ELBO": partial(block_elbo_plan, domain="keep", strata=False),
     "SDMC": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="bernoulli"),
     "SDMC, fixed counts": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="rounded"),
     "SDMC, as released": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="floor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -78,6 +79,28 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters on the linear layers named by ``target_modules``, instead of training all weights; ``rank`` 0: none.
+
+    ``alpha`` over ``rank`` is their scale. The reference policy is the network with its adapters off; checkpoints are adapter
+    folders in the format of peft. There is no dropout.
+    """
+
+    rank: int = 0
+    alpha: float = 64.0
+    target_modules: list = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+    def __post_init__(self):
+        _at_least(self, "lora.", rank=0)
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora.alpha: got {self.alpha}; allowed finite numbers above 0")
+        if not self.target_modules or not all(isinstance(name, str) for name in self.target_modules):
+            raise ValueError(f"lora.target_modules: got {self.target_modules!r}; allowed names of linear layers, at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pretrain:
     """Supervised training of the tiny masked diffusion LM itself, on demonstrations of mixed quality.
 
@@ -114,11 +137,20 @@ class Train:
     """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
 
     ``filter_groups`` leaves out the prompts whose responses all earned the same, so that means are over the others.
-    Two ways to be off-policy on purpose: ``num_iterations`` above 1 (stale rollouts), and ``rollout_dtype`` bfloat16 (the
-    sampler's weights and activations are rounded, the trained ones are not).
+    Three ways to be off-policy on purpose: ``num_iterations`` above 1 (stale rollouts), ``rollout_dtype`` bfloat16 (the
+    sampler's weights and activations are rounded, the trained ones are not), and ``sampler.cache`` prefix or dual (the sampler
+    reads keys and values that are out of date; the metric ``rollout_kl`` says how far that takes it, in nats a token).
+
+    Memory (``python -m minidrl memory CONFIG`` adds it up): ``dtype`` of the network, float32, bfloat16 or as stored;
+    ``quantize``: the weights of the linear layers in 4 bits, below adapters only; ``gradient_checkpointing``: the activations
+    of a layer are computed again in the backward pass; ``micro_batch`` sequences go through the network at a time.
     """
 
     model: str = ""
+    dtype: str = "stored"
+    quantize: bool = False
+    lora: Lora = field(default_factory=Lora)
+    gradient_checkpointing: bool = False
     task: Countdown = field(default_factory=Countdown)
     sampler: Sampler
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -144,6 +176,13 @@ class Train:
         _at_least(self, "", save_every=0, threads=0)
         if self.rollout_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"rollout_dtype: got {self.rollout_dtype!r}; allowed float32, bfloat16")
+        if self.dtype not in ("stored", "float32", "bfloat16"):
+            raise ValueError(f"dtype: got {self.dtype!r}; allowed stored, float32, bfloat16")
+        if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
+            allowed = "with lora.rank from 1 and without a rollout_dtype: 4 bits cannot be trained, nor rounded again"
+            raise ValueError(f"quantize: got True; allowed {allowed}")
+        if self.gradient_checkpointing and self.compile:
+            raise ValueError("gradient_checkpointing: got True with compile; allowed one of the two")
         if self.filter_groups and self.num_generations == 1:
             raise ValueError("filter_groups: got True with num_generations 1; allowed from 2 (a group of one would always go)")
 
@@ -163,10 +202,16 @@ def load(kind: type, path: str | Path, overrides: dict[str, str] | None = None) 
     if not isinstance(data, dict):
         raise ValueError(f"config: {path} holds {type(data).__name__}; allowed a mapping of keys to values")
     if isinstance(data.get("model"), str):
-        data["model"] = str((path.parent / data["model"]).resolve())
+        data["model"] = _model(path.parent, data["model"])
     for key, value in (overrides or {}).items():
         _set(data, key, _parsed(key, value) if isinstance(value, str) else value)
     return from_dict(kind, data)
+
+
+def _model(parent: Path, name: str) -> str:
+    """A path relative to the config as an absolute one; what can only be the name of a model on the Hub as it is."""
+    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
+    return name if is_hub_name else str((parent / name).resolve())
 
 
 def _parsed(key: str, text: str) -> Any:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +26,12 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    BitsAndBytesConfig,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -70,6 +75,7 @@ class Family:
     keys              parts of weight names, the checkpoint's -> transformers'; every one that occurs is replaced, in order
     shift             True: the network's output at position i - 1 predicts token i
     block_key         key of config.json that holds the block length of block-causal attention; None: bidirectional
+    blocks_from       where these blocks are counted from: the "first" token, or the "last" one, which then ends a block
     mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
     """
 
@@ -81,6 +87,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     shift: bool = False
     block_key: str | None = None
+    blocks_from: str = "first"
     mask_token: str | None = None
 
 
@@ -132,8 +139,9 @@ QWEN_MUST = {"rope_scaling": None, "use_sliding_window": False, "attention_dropo
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        # minidrl's own checkpoints, in transformers' own format; is_causal false is the bidirectional switch.
-        "llama": Family(LlamaConfig, LlamaForCausalLM, must={"is_causal": False}),
+        # minidrl's own checkpoints, in transformers' own format; is_causal false is the bidirectional switch, and a
+        # block_length makes attention block-causal. The blocks are those of the response, whatever the prompt's length.
+        "llama": Family(LlamaConfig, LlamaForCausalLM, must={"is_causal": False}, block_key="block_length", blocks_from="last"),
         # LLaDA-8B-Base, -Instruct and LLaDA-1.5. Source: modeling_llada.py of ML-GSAI/LLaDA, commit 5975047, run on the
         # checkpoint of tests/golden/llada_tiny. Under bfloat16 the released code rotates queries and keys in float32 and
         # transformers in bfloat16, which moves logits by no more than bfloat16 itself does.
@@ -220,10 +228,41 @@ class Denoiser(nn.Module):
         position = None if attention_mask is None else (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         visible = attention_mask
         if self.block_length is not None:
-            count = torch.arange(tokens.shape[1], device=tokens.device)[None] if position is None else position
-            visible = block_causal(count, attention_mask, self.block_length)
-        h = self.model.model(input_ids=tokens, attention_mask=visible, position_ids=position, use_cache=False).last_hidden_state
+            visible = block_causal(self._blocks(tokens.shape[1], position), attention_mask)
+        h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
         return shifted(h, attention_mask) if self.family.shift else h
+
+    def extend(
+        self,
+        tokens: Int[Tensor, "N W"],
+        attention_mask: Bool[Tensor, "N T"],
+        cache: DynamicCache,
+        order: Int[Tensor, " T"] | None = None,
+    ) -> Float[Tensor, "N W D"]:
+        """Hidden states of W of T tokens, the others being in ``cache``; the W are added to it (``crop`` undoes that).
+
+        ``order`` lists the T places in a text: first those in the cache, as they came there, then those of ``tokens``; None: as
+        they stand. Exact for block-causal attention over whole blocks: no token sees a later block, so the past never changes,
+        and the result is that of ``encode`` on all T tokens. Under bidirectional attention it is that where all T are computed
+        (W = T); otherwise the cache holds keys and values of the texts from which it was computed, not of this one.
+        Raises ValueError for a family that shifts its predictions.
+        """
+        _refuse_attention(self.model.config)
+        if self.family.shift:
+            raise ValueError("cache: got a model whose predictions are shifted by one position; allowed none")
+        position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        visible = attention_mask[:, None, None].expand(-1, -1, attention_mask.shape[1], -1)
+        if self.block_length is not None:
+            visible = block_causal(self._blocks(attention_mask.shape[1], position), attention_mask)
+        order = torch.arange(attention_mask.shape[1], device=self.device) if order is None else order
+        now = order[-tokens.shape[1] :]
+        return self.model.model(
+            input_ids=tokens,
+            attention_mask=visible[:, :, now][..., order],
+            position_ids=position[:, now],
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
 
     def encode_staircase(
         self,
@@ -252,11 +291,36 @@ class Denoiser(nn.Module):
         if self.family.shift:
             raise ValueError("shift: got True; allowed False, the row before a noisy block belongs to the clean stream")
         if self.block_length is not None:
-            _refuse_blocks(self.block_length, prompt_mask, block_length, clean_stream)
-            visible[..., :start, :start] &= block_causal(position[:, :start], prompt_mask, block_length)
+            self._refuse_blocks(prompt_mask, block_length, clean_stream)
+            visible[..., :start, :start] &= block_causal(self._blocks(start, position[:, :start]), prompt_mask)
         tokens = torch.cat([prompt, clean, noisy], 1)
-        h = self.model.model(input_ids=tokens, attention_mask=visible, position_ids=position, use_cache=False).last_hidden_state
-        return h[:, start + length :]
+        return self._body(input_ids=tokens, attention_mask=visible, position_ids=position)[:, start + length :]
+
+    def _body(self, **inputs: Tensor) -> Float[Tensor, "N T D"]:
+        with _recomputing(self.model.model):
+            return self.model.model(**inputs, use_cache=False).last_hidden_state
+
+    def check_prompt(self, prompt_mask: Bool[Tensor, "N P"]) -> None:
+        """ValueError where blocks are counted from the first token of the prompt, and a prompt is not whole blocks."""
+        if self.block_length is not None and self.family.blocks_from == "first":
+            refuse_partial_blocks(prompt_mask, self.block_length)
+
+    def _blocks(self, width: int, position: Int[Tensor, "N T"] | None) -> Int[Tensor, "#N T"]:
+        """The number of each token's block."""
+        if self.family.blocks_from == "last":
+            return torch.arange(-width, 0, device=self.device)[None].div(self.block_length, rounding_mode="floor")
+        place = torch.arange(width, device=self.device)[None] if position is None else position
+        return place // self.block_length
+
+    def _refuse_blocks(self, prompt_mask: Bool[Tensor, "N P"], block_length: int, clean_stream: str) -> None:
+        """A block-causal model was trained with one block length; counted from the first token, prompts are whole blocks."""
+        own = self.block_length
+        if block_length != own:
+            raise ValueError(f"block_length: got {block_length}; allowed {own}, that of the model's attention")
+        if clean_stream != "block":
+            raise ValueError(f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention")
+        if self.family.blocks_from == "first":
+            refuse_partial_blocks(prompt_mask, own)
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Logits in float32 at least. [MASK] gets -inf: a denoiser never answers with the question."""
@@ -277,15 +341,8 @@ def _refuse_attention(config: PreTrainedConfig) -> None:
         raise ValueError("is_causal: got True; allowed False, a denoiser sees both sides of a [MASK]")
 
 
-def block_causal(
-    position: Int[Tensor, "#N T"], attention_mask: Bool[Tensor, "N T"] | None, block_length: int
-) -> Bool[Tensor, "#N 1 T T"]:
-    """[n, 0, q, k] True: q sees k, a real token of q's own block of ``block_length`` positions or of an earlier one.
-
-    Blocks are counted from the first real token, as SDAR counts them: a prompt that ends inside a block shares this block
-    with the first tokens of the response.
-    """
-    block = position // block_length
+def block_causal(block: Int[Tensor, "#N T"], attention_mask: Bool[Tensor, "N T"] | None) -> Bool[Tensor, "#N 1 T T"]:
+    """[n, 0, q, k] True: q sees k, a real token of q's own block or of an earlier one; ``block`` numbers the tokens' blocks."""
     visible = block[:, None, :] <= block[:, :, None]
     return (visible if attention_mask is None else visible & attention_mask[:, None, :])[:, None]
 
@@ -330,15 +387,12 @@ def staircase_positions(prompt_mask: Bool[Tensor, "N P"], length: int) -> Int[Te
     return torch.cat([prompt, response, response], 1)
 
 
-def _refuse_blocks(own: int, prompt_mask: Bool[Tensor, "N P"], block_length: int, clean_stream: str) -> None:
-    """A block-causal model was trained with one block length, counted from the first token of the prompt."""
-    if block_length != own:
-        raise ValueError(f"block_length: got {block_length}; allowed {own}, that of the model's attention")
-    if clean_stream != "block":
-        raise ValueError(f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention")
-    partial = [n for n in prompt_mask.sum(1).tolist() if n % own]
+def refuse_partial_blocks(prompt_mask: Bool[Tensor, "N P"], block_length: int) -> None:
+    """ValueError unless every prompt is whole blocks, so that blocks counted from its first token are the response's too."""
+    partial = [n for n in prompt_mask.sum(1).tolist() if n % block_length]
     if partial:
-        raise ValueError(f"prompt: got {partial[0]} tokens; allowed multiples of the model's block_length {own}, whole blocks")
+        allowed = f"multiples of the model's block_length {block_length}, whole blocks"
+        raise ValueError(f"prompt: got {partial[0]} tokens; allowed {allowed}")
 
 
 def shifted(h: Float[Tensor, "N T D"], attention_mask: Bool[Tensor, "N T"] | None) -> Float[Tensor, "N T D"]:
@@ -357,7 +411,8 @@ def shifted(h: Float[Tensor, "N T D"], attention_mask: Bool[Tensor, "N T"] | Non
 def compiled(denoiser: Denoiser) -> Denoiser:
     """The same network (shared weights) whose body runs through torch.compile; the first call of a shape takes seconds."""
     other = copy.copy(denoiser)
-    other.__dict__["encode"] = torch.compile(denoiser.encode)
+    for name in ("encode", "encode_staircase"):
+        other.__dict__[name] = torch.compile(getattr(denoiser, name))
     return other
 
 
@@ -369,8 +424,10 @@ def rounded(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
     return other.requires_grad_(False)
 
 
-def build(sizes: dict, tokenizer: PreTrainedTokenizerBase, seed: int) -> Denoiser:
+def build(sizes: dict, tokenizer: PreTrainedTokenizerBase, seed: int, block_length: int | None = None) -> Denoiser:
     """A freshly initialised network. ``sizes``: hidden_size, num_hidden_layers, num_attention_heads, intermediate_size.
+
+    ``block_length``: tokens of a block, for block-causal attention; None: bidirectional.
 
     ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row. Initialisation draws from a
     forked generator, so that the caller's global random state is untouched.
@@ -392,10 +449,11 @@ def build(sizes: dict, tokenizer: PreTrainedTokenizerBase, seed: int) -> Denoise
         mask_token_id=tokenizer.mask_token_id,
         is_causal=False,  # the bidirectional switch of transformers >= 5.2
         attn_implementation="sdpa",
+        **({} if block_length is None else {"block_length": block_length}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU as well
-        return Denoiser(LlamaForCausalLM(config))
+        return Denoiser(LlamaForCausalLM(config), block_length=block_length)
 
 
 @torch.no_grad()
@@ -419,6 +477,153 @@ def probe_loss(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, text: str
     return loss
 
 
+# ------------------------------------------------------------------------------- adapters, and memory traded for time
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+_PREFIX = "base_model.model."  # which peft writes before the name of a weight
+
+
+def add_adapters(denoiser: Denoiser, *, rank: int, alpha: float, target_modules: list[str], seed: int, base: str) -> None:
+    """LoRA into the network, in place: W x becomes W x + (alpha / rank) B A x, and only A and B are trained from here on.
+
+    A is drawn from a generator of its own, B is 0: nothing has changed yet. Both are float32 whatever the base is stored in:
+    in bfloat16 an update of 1e-6 would vanish. No dropout: the passes of the gradient must see one network.
+    target_modules are names of linear layers; ``base`` is written down for whoever opens the saved adapters.
+    Source: arXiv 2106.09685, as peft computes it. Raises ValueError for a target that matches no layer.
+    """
+    refuse_targets(denoiser.model, target_modules)
+    words = {"r": rank, "lora_alpha": alpha, "target_modules": target_modules, "base_model_name_or_path": str(base)}
+    _inject(denoiser, _peft().LoraConfig(**words, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"), seed)
+
+
+def _inject(denoiser: Denoiser, config: Any, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        _peft().inject_adapter_in_model(config, denoiser.model)
+    for p in denoiser.model.parameters():
+        if p.requires_grad:  # the adapters, and nothing else
+            p.data = p.data.float()
+
+
+def refuse_targets(model: nn.Module, target_modules: list[str]) -> None:
+    """ValueError for a target that is the name of no linear layer of the network; peft minds only if none of them is."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+            raise ValueError(f"lora.target_modules: got {target!r}, which matches no module; allowed {allowed}")
+
+
+def has_adapters(denoiser: nn.Module) -> bool:
+    """True of a network with adapters."""
+    return bool(getattr(getattr(denoiser, "model", None), "peft_config", None))
+
+
+def without_adapters(denoiser: Denoiser) -> Denoiser:
+    """The same network (shared weights) with its adapters switched off for the time of each call: the base, to the bit.
+
+    It is the reference policy of a run with adapters, which therefore needs no second copy of 8 billion weights.
+    """
+    other = copy.copy(denoiser)
+    for name in ("encode", "encode_staircase", "head"):
+        other.__dict__[name] = partial(_switched_off, denoiser, name)
+    return other
+
+
+@torch.no_grad()
+def _switched_off(denoiser: Denoiser, name: str, *args: Any, **words: Any) -> Tensor:
+    layers = [module for module in denoiser.model.modules() if isinstance(module, _peft().tuners.tuners_utils.BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        return getattr(denoiser, name)(*args, **words)
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def checkpoint_activations(denoiser: Denoiser) -> None:
+    """Keep one hidden state a layer for the backward pass and compute the rest of the layer again: the same gradient.
+
+    transformers' own switch. It costs one more forward; ``Denoiser`` sees to it that only a forward with a graph pays.
+    """
+    model = denoiser.model
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:  # its name before transformers 5.20 or so
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@contextlib.contextmanager
+def _recomputing(body: nn.Module):
+    """transformers checkpoints a layer that is in training mode. The layers are, for a forward that builds a graph.
+
+    What is in them stays in its mode, and so do sampling and scoring, where checkpointing would drop the cache.
+    """
+    layers = [layer for layer in body.layers if layer.gradient_checkpointing] if torch.is_grad_enabled() else []
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.training = mode
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ValueError("lora: adapters need the package peft, which is missing; pip install 'minidrl[lora]'") from None
+    return peft
+
+
+def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A folder that ``peft.PeftModel.from_pretrained(base, folder)`` opens, base being ``denoiser.model`` without adapters."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (config,) = denoiser.model.peft_config.values()
+    config.save_pretrained(folder)
+    weights = _peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    save_file({_PREFIX + name: value.contiguous() for name, value in weights.items()}, Path(folder) / ADAPTER_WEIGHTS)
+    if not denoiser.files:
+        tokenizer.save_pretrained(folder)
+    for name, content in denoiser.files.items():
+        if name not in ("config.json", "generation_config.json"):  # those of the base; with them, this would seem to be one
+            (Path(folder) / name).write_bytes(content)
+
+
+def _load_adapters(folder: Path, device: Any, dtype: torch.dtype | None) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """The base that the folder's config names, with the folder's adapters."""
+    with _reading(folder):
+        raw = json.loads((folder / ADAPTER_CONFIG).read_text())
+        base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
+        config = _peft().LoraConfig.from_pretrained(folder) if kind == "LORA" else None
+    if config is None or (Path(base) / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"model: got {str(folder)!r}, adapters of type {kind} for {base!r}; allowed LORA for a plain base")
+    try:
+        denoiser, tokenizer = load(base, device, dtype)
+    except ValueError as error:
+        raise ValueError(f"model: got {str(folder)!r}, adapters of a base that cannot be loaded: {error}") from None
+    with _reading(folder):
+        _inject(denoiser, config, 0)
+    read_adapters(denoiser, folder)
+    return denoiser.eval(), tokenizer
+
+
+def read_adapters(denoiser: Denoiser, folder: Path) -> None:
+    """The saved values into a network's adapters; ValueError unless they are the same weights in the same shapes."""
+    with _reading(folder):
+        weights = {name.removeprefix(_PREFIX): value for name, value in load_file(Path(folder) / ADAPTER_WEIGHTS).items()}
+        own = _peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    wrong = {name: tuple(w.shape) for name, w in weights.items() if name not in own or own[name].shape != w.shape}
+    wrong |= {name: "missing" for name in own if name not in weights}
+    if wrong:
+        raise ValueError(f"model: got {str(folder)!r}, whose adapters do not fit the network: {dict(list(wrong.items())[:2])}")
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+
+
 # ------------------------------------------------------------------------------------------------------ save and load
 def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Network (safetensors) and tokenizer, in the format that they came in.
@@ -426,7 +631,11 @@ def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -
     minidrl's own format is transformers'. A checkpoint of another family goes back under its own weight names, in its own
     dtype or the one it was loaded with, with its config.json and its tokenizer files byte for byte; ``tokenizer`` is then not
     asked. Code files were never read and are not written: beside a copy of them, the released code loads the folder.
+    Of a network with adapters only these are written, in peft's format, with the name of their base.
     """
+    if has_adapters(denoiser):
+        _save_adapters(denoiser, tokenizer, folder)
+        return
     if not denoiser.files:
         with _quiet():
             denoiser.model.save_pretrained(folder)
@@ -448,13 +657,17 @@ def load(
     dtype: torch.dtype | None = None,
     *,
     block_length: int | None = None,
+    quantize: bool = False,
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
     """(denoiser in eval mode, tokenizer) of a folder written by ``save``, or of a LLaDA, Dream or SDAR checkpoint.
 
     source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its weights as safetensors,
-                   its configuration and tokenizer files are downloaded once; its code is not.
+                   its configuration and tokenizer files are downloaded once; its code is not. A folder of adapters is
+                   loaded with the base that it names.
     dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the weights are stored in.
     block_length   SDAR only: tokens of a block; None: what config.json says.
+    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by bitsandbytes), to be used and not to be
+                   trained; embedding, head and norms in ``dtype``.
 
     The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries them, and pads on the left.
     Raises ValueError in one line when the folder is no such checkpoint, or when a weight is missing, unknown, of another
@@ -463,6 +676,8 @@ def load(
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype: got {dtype}; allowed {', '.join(map(str, DTYPES))}")
     folder = _folder(source)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _load_adapters(folder, device, dtype)
     raw = _read_config(folder)
     family = FAMILIES[raw["model_type"]]
     block_length = _block_length(folder, raw, family, block_length)
@@ -470,18 +685,41 @@ def load(
     with _reading(folder):
         config = _network_config(folder, raw, family, tokenizer.mask_token_id)
     _check_vocabulary(folder, config, tokenizer)
-    model = _read_network(folder, config, family, dtype)
+    model = _read_network(folder, config, family, dtype, device if quantize else None)
     files = {name: (folder / name).read_bytes() for name in FILES if family.fields and (folder / name).is_file()}
-    return Denoiser(model.to(device), family, block_length, files).eval(), tokenizer
+    return Denoiser(model if quantize else model.to(device), family, block_length, files).eval(), tokenizer
 
 
-def _folder(source: str | Path) -> Path:
+# The keys of config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct and LLaDA-1.5 on the Hub.
+_LLADA_8B = {**LLADA_MUST, "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32}
+_LLADA_8B |= {"n_kv_heads": 32, "mlp_hidden_size": 12288, "embedding_size": 126464, "vocab_size": 126464, "rms_norm_eps": 1e-5}
+_LLADA_8B |= {"rope_theta": 500000.0, "max_sequence_length": 4096, "activation_type": "silu", "weight_tying": False}
+_LLADA_8B |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
+PUBLISHED = dict.fromkeys(("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), _LLADA_8B)
+
+
+def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
+    """(configuration, family, dtype of the stored weights) of a checkpoint, from its config.json alone: no weight is read.
+
+    The published LLaDA-8B are known without a file. Raises ValueError for a folder or a name without a config.json.
+    """
+    known = source in PUBLISHED and not Path(source).exists()
+    folder = Path(source) if known else _folder(source, ["config.json"])
+    raw = PUBLISHED[source] if known else _read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    with _reading(folder):
+        shape = _network_config(folder, raw, family, raw.get("mask_token_id") or 0)
+        shape._attn_implementation = "sdpa"
+        return shape, family, getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32")
+
+
+def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
     """A folder here as it is, or the download of what can only be the name of a model on the Hub."""
     folder = Path(source)
     if folder.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return folder
     try:
-        return Path(snapshot_download(str(source), allow_patterns=[*FILES, "*.safetensors", INDEX]))
+        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ValueError(f"model: got {source!r}, no folder here, and the Hub does not give it: {_line(error)}") from None
 
@@ -510,9 +748,11 @@ def _read_config(folder: Path) -> dict:
 
 
 def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
-    if family.block_key is None:
-        if asked is not None:
-            raise ValueError(f"block_length: got {asked} for a {raw['model_type']}; allowed None, its attention has no blocks")
+    own = not family.fields  # minidrl's own checkpoint: block-causal where it says so
+    if asked is not None and (family.block_key is None or own):
+        allowed = "None, its config.json says what its attention is" if own else "None, its attention has no blocks"
+        raise ValueError(f"block_length: got {asked} for a {raw['model_type']}; allowed {allowed}")
+    if family.block_key is None or (own and raw.get(family.block_key) is None):
         return None
     length = raw.get(family.block_key) if asked is None else asked
     if not isinstance(length, int) or length < 1:
@@ -583,9 +823,12 @@ def _check_vocabulary(folder: Path, config: PreTrainedConfig, tokenizer: PreTrai
         raise ValueError(f"model: got {str(folder)!r} with {len(tokenizer)} tokens in its tokenizer; allowed up to {size}")
 
 
-def _read_network(folder: Path, config: PreTrainedConfig, family: Family, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The network with every weight of the files and no other."""
+def _read_network(
+    folder: Path, config: PreTrainedConfig, family: Family, dtype: torch.dtype | None, quantize_on: Any = None
+) -> PreTrainedModel:
+    """The network with every weight of the files and no other; in 4 bits on the device ``quantize_on``."""
     shards = _shards(folder)
+    how = {} if quantize_on is None else {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
         model, info = family.network.from_pretrained(
             folder,
@@ -596,6 +839,7 @@ def _read_network(folder: Path, config: PreTrainedConfig, family: Family, dtype:
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **how,
         )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     wrong = {kind: sorted(_theirs(str(key), family) for key in info[kind])[:3] for kind in kinds if info[kind]}
@@ -606,6 +850,13 @@ def _read_network(folder: Path, config: PreTrainedConfig, family: Family, dtype:
     if other:
         raise ValueError(f"model: got {str(folder)!r}, of which transformers did not read {', '.join(other[:3])}")
     return model
+
+
+def _four_bits() -> BitsAndBytesConfig:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("quantize: 4 bits need the package bitsandbytes, which is missing; pip install 'minidrl[quantized]'")
+    words = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    return BitsAndBytesConfig(load_in_4bit=True, **words)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -626,6 +877,8 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():
             stored, read = file.get_slice(name)[:1], state[_ours(name, family)][:1]
+            if read.dtype == torch.uint8:  # in 4 bits, which hold something near it
+                continue
             if not torch.allclose(read, stored.to(read.dtype), rtol=0, atol=0, equal_nan=True):
                 wrong.append(name)
     return wrong

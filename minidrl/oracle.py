@@ -131,6 +131,22 @@ class TabularDenoiser(torch.nn.Module):
         prompt = response.new_zeros(len(tokens), prompt_length, self.mask_token_id)
         return torch.cat([prompt, response], dim=1)
 
+    def encode_staircase(
+        self, prompt: Tensor, prompt_mask: Tensor, clean: Tensor, noisy: Tensor, *, block_length: int, clean_stream: str
+    ) -> Tensor:
+        """What one staircase forward of a block-causal network stands for, as the forwards of its blocks: (N, L, V).
+
+        Block m of the result comes from the state [clean blocks before m, noisy block m, [MASK] after it]. ``prompt``,
+        ``prompt_mask`` and ``clean_stream`` play no role.
+        """
+        blocks = []
+        for start in range(0, self.length, block_length):
+            stop = start + block_length
+            hidden = torch.full_like(noisy[:, stop:], self.mask_token_id)
+            state = torch.cat([clean[:, :start], noisy[:, start:stop], hidden], dim=1)
+            blocks.append(self.encode(state, torch.ones_like(state, dtype=torch.bool))[:, start:stop])
+        return torch.cat(blocks, dim=1)
+
     def head(self, h: Tensor) -> Tensor:
         """Features (..., V) to logits (..., V+1): the last column, [MASK], is -inf. At least float32."""
         logits = h if h.dtype == torch.float64 else h.float()
@@ -322,6 +338,55 @@ def permutation_log_likelihood(model: TabularDenoiser, response: State, temperat
     """log p_AO as a sum over the L! orders, a second opinion on `any_order_log_likelihood`. Nats. Cost L! L."""
     scores = torch.stack(order_log_likelihoods(model, response, temperature))
     return torch.logsumexp(scores, dim=0) - math.log(len(scores))
+
+
+def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Tensor:
+    """ELBO of a model that writes block after block: the sum over blocks m of `elbo` of block m given the earlier ones,
+
+        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l  <=  block_log_likelihood,    W = block_length
+
+    where S_m(M) adds up ll_i(M and all later blocks) over i in M: later blocks are hidden and not scored. One block is
+    `elbo`, blocks of one token are the exact likelihood from left to right.
+
+    Source: BD3-LM, arXiv 2503.09573. Nats. Cost L/W 2^W W.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for block, later in _blocks_and_rest(model, block_length):
+        for count in range(1, block_length + 1):
+            masks = list(itertools.combinations(block, count))
+            for hidden in masks:
+                logp = token_logp(model, response, later.union(hidden))
+                total = total + sum(logp[i] for i in hidden) / (count * len(masks))
+    return total
+
+
+def block_log_likelihood(model: TabularDenoiser, response: State, block_length: int, temperature: float = 1.0) -> Tensor:
+    """Exact log-likelihood under the sampler that finishes block after block, one random position of the block at a time.
+
+    The sum over blocks of the dynamic programme of `any_order_log_likelihood`, which runs over the hidden sets of one block
+    while the earlier blocks are clean and the later ones hidden. It is the response distribution of
+    `trajectories(model, "random", temperature, tokens_per_step=1, block_length=block_length)`.
+
+    Returns:
+        Scalar, nats; -inf for an impossible response. Cost L/W 2^W W.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for block, later in _blocks_and_rest(model, block_length):
+        log_p = {frozenset(): torch.zeros((), dtype=torch.float64)}
+        for count in range(1, block_length + 1):
+            for hidden in map(frozenset, itertools.combinations(block, count)):
+                logp = token_logp(model, response, hidden | later, temperature)
+                routes = torch.stack([logp[i] + log_p[hidden - {i}] for i in hidden])
+                log_p[hidden] = torch.logsumexp(routes, dim=0) - math.log(count)
+        total = total + log_p[frozenset(block)]
+    return total
+
+
+def _blocks_and_rest(model: TabularDenoiser, block_length: int) -> list[tuple[range, frozenset[int]]]:
+    """The positions of each block, and all positions after it."""
+    _check_blocks(model, block_length, 1, None)
+    starts = range(0, model.length, block_length)
+    return [(range(i, i + block_length), frozenset(range(i + block_length, model.length))) for i in starts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from minidrl import algorithms as alg
 from minidrl import oracle
+from minidrl.sampler import Sampler
 
 BLUE, ORANGE, INK, GRID = "#0072B2", "#D55E00", "#333333", "#E4E4E4"
 STEPS = (1, 2, 5, 10)  # distances between ticks, times a power of ten
@@ -319,7 +320,7 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------------- tables of the module itself, generated
 
-ESTIMATOR_COLUMNS = ("estimator", "network calls", "bias to ELBO", "bias to log p", "std", "std error of the bias")
+ESTIMATOR_COLUMNS = ("estimator", "network calls", "bias to ELBO", "bias to log p", "std", "std error of the bias", "sampler")
 
 
 def estimator_rows(draws: int = 20_000, length: int = 6, vocab_size: int = 3, seed: int = 0) -> list[dict[str, Any]]:
@@ -328,34 +329,45 @@ def estimator_rows(draws: int = 20_000, length: int = 6, vocab_size: int = 3, se
     The model is a random table of conditionals, small enough to enumerate: its ELBO is computed over all masks and its
     any-order likelihood by the 2^L dynamic programme. Each estimator is the shipped code, run on ``draws`` copies of one
     response at 1, 2 and 4 network calls (one that needs pairs starts at 2, one that has a single state stays at 1).
+
+    "sampler" says whose log p, and with it which ELBO: of the sampler that reveals one position at a time in random order,
+    anywhere or in one block (half of ``length``) after the other. The block ELBO estimates the second: `oracle.block_elbo`.
     """
     model = oracle.TabularDenoiser.random(length, vocab_size, torch.Generator().manual_seed(seed), scale=1.0)
     response = tuple(i % vocab_size for i in range(length))
-    exact, log_p = oracle.elbo(model, response).item(), oracle.any_order_log_likelihood(model, response).item()
     rollout = _copies(response, draws)
+    size = rollout.sampler.block_length
+    anywhere = (oracle.elbo(model, response), oracle.any_order_log_likelihood(model, response), "random order")
+    in_blocks = (oracle.block_elbo(model, response, size), oracle.block_log_likelihood(model, response, size))
+    in_blocks += (f"random order in blocks of {size}",)
     rows = []
     for name, make_plan in alg.ESTIMATORS.items():
+        exact, log_p, order = in_blocks if name.startswith("block") else anywhere
         for calls in alg.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
             plan = make_plan(rollout, torch.Generator().manual_seed(seed), num_states=calls)
             logp = alg.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]
             ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None).flatten()
             mean, std = float(ll.mean()), float(ll.std())
-            values = (name, calls, mean - exact, mean - log_p, std, std / math.sqrt(draws))
+            values = (name, calls, mean - exact.item(), mean - log_p.item(), std, std / math.sqrt(draws), order)
             rows.append(dict(zip(ESTIMATOR_COLUMNS, values, strict=True)))
     return rows
 
 
 def _copies(response: tuple[int, ...], count: int) -> alg.Rollout:
+    """Of one response, by a sampler with two blocks; only the block ELBO looks at it."""
+    length = len(response)
+    sampler = Sampler(order="random", temperature=1.0, length=length, block_length=length // 2, tokens_per_step=1)
     row = torch.tensor(response).expand(count, -1)
     keep = torch.ones_like(row, dtype=torch.bool)
     empty = torch.zeros(count, 0, dtype=torch.long)
-    return alg.Rollout(empty, empty.bool(), row, keep, torch.full_like(row, -1), torch.zeros(row.shape).double(), 1, None)
+    return alg.Rollout(empty, empty.bool(), row, keep, torch.full_like(row, -1), torch.zeros(row.shape).double(), 1, sampler)
 
 
 def estimator_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """``estimator_rows`` as Markdown, rounded to what the standard error supports."""
-    shown = [{key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()} for row in rows]
-    shown = [{**row, ESTIMATOR_COLUMNS[-1]: round(raw[ESTIMATOR_COLUMNS[-1]], 3)} for row, raw in zip(shown, rows, strict=True)]
+    shown = [{key: round(v, 2) + 0.0 if isinstance(v, float) else v for key, v in row.items()} for row in rows]
+    error = "std error of the bias"
+    shown = [{**row, error: round(raw[error], 3)} for row, raw in zip(shown, rows, strict=True)]
     return markdown_table(shown, ESTIMATOR_COLUMNS)
 
 

@@ -11,24 +11,37 @@ token is the first v with P(0) + ... + P(v) > u, summed in float64. Rare tokens 
 whatever the dtype of the network (noise drawn in bfloat16 stops at 255/256, which removes the tail of the vocabulary).
 All the uniforms of a call are drawn before its first step, for the whole batch: what a row becomes, and the state in
 which the generator is left, depend neither on the micro-batch, nor on early stopping, nor on when the other rows end.
+
+Block-causal attention. No token sees a later block, so a step needs the prompt and the blocks up to its own, and of these
+the finished ones never change: with cache "exact" their keys and values are kept, and a step computes its own block alone.
+The same states, the same noise and the same distributions; only what a step costs is another matter.
+
+Bidirectional attention. Every token revealed changes the keys and values of all others, so what is kept is out of date from the
+second step of a block on. The caches "prefix" and "dual" accept that, and the tokens are drawn from other distributions than
+the network's own: ``logp`` says from which, and to a trainer such rollouts are off-policy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from minidrl.algorithms import Rollout
 
+ATTENTIONS = ("bidirectional", "block_causal")
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 RECORDS = ("entropy", "one_step", "one_step_sampled", "topk")
 COMPLETIONS = ("one_step", "one_step_sampled")
+APPROXIMATE = ("prefix", "dual")
+CACHES = {"bidirectional": ("none", *APPROXIMATE), "block_causal": ("none", "exact")}
+CHUNK = 2**26  # the most logits that a completion makes at a time, 256 MiB in float32
 TOP_K = 20  # what inference servers return at most, so that a method that needs more could not be run on one
 
 
@@ -51,6 +64,21 @@ class Sampler:
         "left_to_right"   the n lowest hidden positions;
         "right_to_left"   the n highest: working backwards from where the response ends.
 
+    attention        what the network must be: "bidirectional" (every token sees every other), or "block_causal" (no token
+                     sees a later block; trained that way, with this block_length).
+    cache            keys and values that are kept, so that a step computes fewer positions:
+        "none"            none;
+        "exact"           those of the prompt and of finished blocks: a step computes its own block alone. The same result up
+                          to rounding, with block_causal attention;
+        "prefix"          with bidirectional attention: a block's first step computes all positions, its other steps the block
+                          and what follows it, and take the keys and values before the block as they were at the first;
+        "dual"            the same, and those after the block too: the other steps compute the block alone.
+                     "prefix" and "dual" (Fast-dLLM, arXiv 2505.22618) are approximations. They make rollouts off-policy: the
+                     tokens, and the ``logp`` recorded for them, are those of another policy than the network's, and a
+                     trainer has to treat them so (an evaluation judges that policy, too). With one step a block they equal
+                     "none". Block k = 0, 1, ... of W positions computes all P + L once, and at each further step L - k W
+                     ("prefix") or W ("dual"). Not for models whose predictions are shifted by one position.
+
     Errors: ValueError naming the key, the value and what is allowed.
     """
 
@@ -59,10 +87,17 @@ class Sampler:
     length: int
     block_length: int
     tokens_per_step: int
+    attention: str = "bidirectional"
+    cache: str = "none"
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"order: got {self.order!r}; allowed {', '.join(ORDERS)}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention: got {self.attention!r}; allowed {', '.join(ATTENTIONS)}")
+        if self.cache not in CACHES[self.attention]:
+            allowed = ", ".join(CACHES[self.attention])
+            raise ValueError(f"cache: got {self.cache!r} with attention {self.attention}; allowed {allowed}")
         if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature: got {self.temperature!r}; allowed a finite number >= 0 (0 is greedy)")
         for key in ("length", "block_length", "tokens_per_step"):
@@ -111,13 +146,17 @@ def generate(
     records: Sequence[str] = (),
     early_stop: bool = True,
     micro_batch: int | None = None,
+    rows: Int[Tensor, " R"] | None = None,
+    agree: Callable[[Tensor, Tensor], Tensor] = lambda rows, left: left,
 ) -> Rollout:
     """Draw ``num_generations`` responses per prompt; B = G * num_generations rows, prompt-major.
 
     Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or low_confidence).
 
     model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode first. It always
-                     sees the full length P + L; ``head`` is applied only where a token may be revealed.
+                     sees the full length P + L; ``head`` is applied only where a token may be revealed. A block-causal model
+                     says so by its block_length, has check_prompt(prompt_mask) as ``Denoiser`` has it, and sees no more than
+                     the blocks up to the current one. For a cache of any kind, ``Denoiser.extend``.
     prompt           left-padded; ``prompt_mask`` is True at real tokens.
     eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there ``response`` is EOS,
                      ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends a response.
@@ -127,51 +166,108 @@ def generate(
                      temperature and at the step that revealed it. "one_step" (B, T, L): per step the completion by
                      argmax of every hidden token at once, the revealed ones kept; after a row's end its response.
                      "one_step_sampled": the same with every hidden token drawn from softmax(z / T), by noise that has
-                     nothing to do with the trajectory's. These two apply ``head`` to all response positions, a block at
-                     a time. "topk": the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of
-                     that same distribution, likeliest first; 0 where nothing was revealed. Not at temperature 0.
+                     nothing to do with the trajectory's. These two apply ``head`` to the hidden blocks, the current one and
+                     those after it, at every step: (L + W) / 2 positions on average, where a step without them needs n or
+                     W. Of their logits at most CHUNK exist at a time (rows x V, if that is more), and none are kept. They
+                     need the rest of the response at every step: not with block_causal attention or cache "dual". "topk":
+                     the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of the distribution from
+                     which the token was drawn, likeliest first; 0 where nothing was revealed. Not at temperature 0.
     early_stop       finished rows leave the batch, asked once per block. Changes the cost, never the result.
-    micro_batch      rows per network call; None is all. Changes the memory, never the noise.
+    micro_batch      rows per network call; None is all. Changes the memory, never the noise. With a cache, one micro-batch is
+                     finished before the next begins: only one cache exists at a time.
+    rows             the rows to generate, ascending; None: all. The others stay blank. Noise is drawn for all: a row does not
+                     depend on which others are generated here, and which by another process.
+    agree            (rows of a call, those without an end) -> the rows that go on: processes that must work in step add rows
+                     that have ended, so that all have as many. What becomes of these is wiped.
 
     Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for float64 logits).
     At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
     Errors: ValueError on arguments; FloatingPointError when the logits hold NaN or +inf.
     """
     _check_request(model, prompt, prompt_mask, settings, eos_token_id, num_generations, generator, records, micro_batch)
+    prompts = prompt, prompt_mask
     prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in (prompt, prompt_mask))
     trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
     if "topk" in records:
         add_topk(trace, min(TOP_K, model.vocab_size - 1))  # [MASK], of probability 0, is not among them
     noise = draw_noise(settings, prompt.shape[0], generator, prompt.device, records)
-    rows = torch.arange(prompt.shape[0], device=prompt.device)
-    for step in range(settings.num_steps):
-        for part in rows.split(micro_batch or max(len(rows), 1)):
-            reveal(model, settings, trace, noise, step, part)
-        if (step + 1) % settings.steps_per_block == 0 and early_stop and eos_token_id is not None:
-            rows = unfinished(trace, rows, step // settings.steps_per_block, settings, eos_token_id)
-            if len(rows) == 0:
-                break
+    rows = torch.arange(prompt.shape[0], device=prompt.device) if rows is None else rows
+    stop_at = eos_token_id if early_stop else None
+    size = micro_batch or max(len(rows), 1)
+    if settings.cache != "none":
+        for part in rows.split(size):
+            cache = prompt_cache(model, *prompts, part // num_generations) if settings.cache == "exact" else None
+            decode(model, settings, trace, noise, part, size, stop_at, agree, cache)
+    else:
+        decode(model, settings, trace, noise, rows, size, stop_at, agree)
     return finish(trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
+
+
+def decode(
+    model: Any, settings: Sampler, trace: Trace, noise: Noise, rows, size: int, stop_at: int | None, agree, cache=None
+) -> None:
+    """All steps of ``rows`` (R,), at most ``size`` of them a call; those that hold the token ``stop_at`` leave after the block.
+
+    cache    that of the prompts of ``rows``, where it is exact. With a cache of any kind, ``rows`` are at most ``size``.
+    """
+    for step in range(settings.num_steps):
+        if settings.cache in APPROXIMATE and step % settings.steps_per_block == 0:
+            cache = DynamicCache()  # a block begins with nothing kept
+        for part in rows.split(size):
+            reveal(model, settings, trace, noise, step, part, cache)
+        if (step + 1) % settings.steps_per_block == 0 and stop_at is not None:
+            left = agree(rows, unfinished(trace, rows, step // settings.steps_per_block, settings, stop_at))
+            if len(left) == 0:
+                break
+            if settings.cache == "exact":
+                cache.batch_select_indices(torch.searchsorted(rows, left))  # their places among ``rows``, which ascend
+            rows = left
+
+
+def check_attention(model: Any, settings: Sampler) -> None:
+    """ValueError unless ``settings`` describe the model's own attention: its ``block_length``, or that it has none.
+
+    A network that was trained one way still runs the other way, and answers worse without a word.
+    """
+    own = getattr(model, "block_length", None)
+    if own is None and settings.attention == "block_causal":
+        raise ValueError("attention: got 'block_causal' for a bidirectional model; allowed bidirectional")
+    if own is not None and settings.attention == "bidirectional":
+        raise ValueError(f"attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length {own}")
+    if own is not None and settings.block_length != own:
+        raise ValueError(f"block_length: got {settings.block_length}; allowed {own}, that of the model's attention")
 
 
 def _check_request(model, prompt, prompt_mask, settings, eos, num_generations, generator, records, micro_batch) -> None:
     if prompt.ndim != 2 or prompt.shape != prompt_mask.shape or prompt_mask.dtype != torch.bool:
         got = f"{tuple(prompt.shape)} and {prompt_mask.dtype} {tuple(prompt_mask.shape)}"
         raise ValueError(f"prompt, prompt_mask: got {got}; allowed (G, P) and bool (G, P)")
+    check_attention(model, settings)
+    if settings.attention == "block_causal":
+        model.check_prompt(prompt_mask)
     _check_count("num_generations", num_generations)
     if micro_batch is not None:
         _check_count("micro_batch", micro_batch)
-    for name in records:
-        if name not in RECORDS:
-            raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-    if "topk" in records and settings.temperature == 0:
-        raise ValueError("records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability")
+    check_records(records, settings)
     if eos is not None and (not 0 <= eos < model.vocab_size or eos == model.mask_token_id):
         allowed = f"None or a token id below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
         raise ValueError(f"eos_token_id: got {eos}; allowed {allowed}")
     if generator is None and (settings.temperature > 0 or settings.order == "random"):
         needs = f"order {settings.order!r} at temperature {settings.temperature}"
         raise ValueError(f"generator: got None; allowed a torch.Generator ({needs} is random)")
+
+
+def check_records(records: Sequence[str], settings: Sampler) -> None:
+    """ValueError for a record that does not exist, or that decoding by ``settings`` cannot fill."""
+    for name in records:
+        if name not in RECORDS:
+            raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
+        if name in COMPLETIONS and (settings.attention == "block_causal" or settings.cache == "dual"):
+            allowed = ", ".join(other for other in RECORDS if other not in COMPLETIONS)
+            how = "attention block_causal" if settings.attention == "block_causal" else "cache dual"
+            raise ValueError(f"records: got {name!r} with {how}; allowed {allowed}, which need no later block")
+    if "topk" in records and settings.temperature == 0:
+        raise ValueError("records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability")
 
 
 @dataclass
@@ -258,20 +354,75 @@ def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows: Int[Tensor, " R"]) -> None:
+def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows: Int[Tensor, " R"], cache=None) -> None:
     """One network call on the state of ``rows`` before ``step``; n tokens of the current block are revealed."""
-    h = model.encode(trace.tokens[rows], trace.attention_mask[rows])[:, -settings.length :]
-    for name in (name for name in COMPLETIONS if name in trace.records):
-        u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
-        trace.records[name][rows, step] = one_step_completion(model, h, trace.tokens[rows], settings, u)
+    start = step // settings.steps_per_block * settings.block_length
+    if settings.attention == "block_causal":
+        h = encode_block(model, settings, trace, start, rows, cache)
+    else:
+        h = encode_rest(model, settings, trace, start, rows, cache)
+        record_completions(model, settings, trace, noise, step, rows, h)
+        h = h[:, : settings.block_length]
     positions = candidates(settings, noise, step, rows)
     u = None if noise.uniform is None else noise.uniform[step, rows]
-    proposal = propose(model.head(at(h, positions)), settings.temperature, u, settings.order == "low_confidence")
+    proposal = propose(model.head(at(h, positions - start)), settings.temperature, u, settings.order == "low_confidence")
     if settings.order == "low_confidence":
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
         chosen = most_confident(proposal.confidence, hidden, settings.tokens_per_step)
         positions, proposal = positions.gather(1, chosen), proposal.pick(chosen)
     write(trace, settings, step, rows, positions, proposal)
+
+
+def encode_block(
+    model: Any, settings: Sampler, trace: Trace, start: int, rows: Int[Tensor, " R"], cache: DynamicCache | None
+) -> Float[Tensor, "R W D"]:
+    """Hidden states of the W positions from ``start`` of the response, the current block of a block-causal model.
+
+    ``cache`` holds a past of ``rows`` that does not change any more: the prompt, and the finished blocks but the last, which is
+    computed, and stays, with the first step of the block after it. The current block is taken out again: it goes on changing.
+    """
+    width = settings.block_length
+    end = trace.tokens.shape[1] - settings.length + start + width
+    tokens, attention_mask = trace.tokens[rows, :end], trace.attention_mask[rows, :end]
+    if cache is None or end == width:  # the second: an empty prompt, and so no past yet
+        return model.encode(tokens, attention_mask)[:, -width:]
+    h = model.extend(tokens[:, cache.get_seq_length() :], attention_mask, cache)[:, -width:]
+    cache.crop(-width)
+    return h
+
+
+def encode_rest(
+    model: Any, settings: Sampler, trace: Trace, start: int, rows: Int[Tensor, " R"], cache: DynamicCache | None
+) -> Float[Tensor, "R M D"]:
+    """Hidden states of the M response positions from ``start`` on, to the last one or, with the cache "dual", the block's.
+
+    ``cache`` is empty before the first step of a block, which computes all positions, these M at the end. They are taken out
+    again, so that the later steps meet the others' keys and values as the first one left them: attention does not mind in
+    which order keys are given, and their positions are in them.
+    """
+    tokens, attention_mask = trace.tokens[rows], trace.attention_mask[rows]
+    first = tokens.shape[1] - settings.length + start
+    if cache is None:
+        return model.encode(tokens, attention_mask)[:, first:]
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    now = (column >= first) & ((column < first + settings.block_length) | (settings.cache == "prefix"))
+    order = now.long().argsort(stable=True)
+    width = settings.block_length if settings.cache == "dual" else settings.length - start
+    h = model.extend(tokens[:, order[cache.get_seq_length() :]], attention_mask, cache, order)[:, -width:]
+    cache.crop(-width)
+    return h
+
+
+def prompt_cache(
+    model: Any, prompt: Int[Tensor, "G P"], prompt_mask: Bool[Tensor, "G P"], owner: Int[Tensor, " R"]
+) -> DynamicCache:
+    """Keys and values of the prompts of R rows, each prompt computed once; ``owner`` says which is whose."""
+    cache = DynamicCache()
+    if prompt.shape[1]:
+        own, place = owner.unique(return_inverse=True)
+        model.extend(prompt[own], prompt_mask[own], cache)
+        cache.batch_select_indices(place)
+    return cache
 
 
 def candidates(settings: Sampler, noise: Noise, step: int, rows: Int[Tensor, " R"]) -> Int[Tensor, "R C"]:
@@ -348,23 +499,35 @@ def most_confident(conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: i
     return conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True).indices[:, :n]
 
 
+def record_completions(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows, h) -> None:
+    """The completions of the state before ``step`` that are asked for; ``h`` (R, M, D): from the current block to the end."""
+    for name in (name for name in COMPLETIONS if name in trace.records):
+        u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
+        trace.records[name][rows, step] = one_step_completion(model, h, trace.tokens[rows], settings, u)
+
+
 def one_step_completion(
     model: Any,
-    h: Float[Tensor, "R L D"],
+    h: Float[Tensor, "R M D"],
     tokens: Int[Tensor, "R PL"],
     settings: Sampler,
     u: Float[Tensor, "R L"] | None,
 ) -> Int[Tensor, "R L"]:
-    """Every hidden position filled in given this state alone, revealed tokens kept: the argmax, or drawn by ``u``."""
+    """Every hidden position filled in given this state alone, revealed tokens kept: the argmax, or drawn by ``u``.
+
+    The hidden positions are among the last M. Logits of a block at a time, or of fewer positions where a block's are more
+    than ``CHUNK``; what is kept of them is a token id each.
+    """
 
     def fill(logits: Float[Tensor, "R W V"], share: Float[Tensor, "R W"] | None) -> Int[Tensor, "R W"]:
         return logits.argmax(-1) if share is None else propose(logits, settings.temperature, share, False).token
 
-    width = settings.block_length  # the logits of all positions at once may not fit
-    shares = [None] * settings.num_blocks if u is None else u.split(width, 1)
-    guess = torch.cat([fill(model.head(part), share) for part, share in zip(h.split(width, 1), shares, strict=True)], 1)
-    current = tokens[:, -settings.length :]
-    return torch.where(current == model.mask_token_id, guess, current)
+    width = min(settings.block_length, max(1, CHUNK // (max(1, len(h)) * model.vocab_size)))
+    parts, rest = h.split(width, 1), h.shape[1]
+    shares = [None] * len(parts) if u is None else u[:, -rest:].split(width, 1)
+    guess = torch.cat([fill(model.head(part), share) for part, share in zip(parts, shares, strict=True)], 1)
+    done, current = tokens[:, -settings.length :].split([settings.length - rest, rest], 1)
+    return torch.cat([done, torch.where(current == model.mask_token_id, guess, current)], 1)
 
 
 def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tensor, "R n"], proposal: Proposal) -> None:
@@ -383,9 +546,9 @@ def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tenso
 
 # -------------------------------------------------------------------------------------------------------------- ending
 def unfinished(trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int):
-    """The rows without EOS in the block just finished: Int (R',). The only host synchronisation of a block."""
-    start = trace.tokens.shape[1] - settings.length + block * settings.block_length
-    ended = (trace.tokens[rows, start : start + settings.block_length] == eos_token_id).any(1)
+    """The rows without EOS up to the block just finished: Int (R',). The only host synchronisation of a block."""
+    start = trace.tokens.shape[1] - settings.length
+    ended = (trace.tokens[rows, start : start + (block + 1) * settings.block_length] == eos_token_id).any(1)
     return rows[~ended]
 
 
@@ -434,7 +597,12 @@ def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
 
 
 def network_calls(rollout: Rollout) -> int:
-    """Number of (row, step) states that the network evaluates under early stopping: sum over rows of ``steps_run``."""
+    """Number of (row, step) states that the network evaluates under early stopping: sum over rows of ``steps_run``.
+
+    It counts states, whatever one costs. Of a bidirectional model that is a forward of P + L tokens; of a block-causal one, of
+    the prompt and the blocks up to the current one; with the exact cache, of the W tokens of a block, and of the prompt and
+    each block but the last once more for their keys and values. What the others save is in ``Sampler``.
+    """
     return int(steps_run(rollout.unmask_step).sum())
 
 

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, report, sampler
+from minidrl import config, denoiser, distributed, memory, report, sampler
+from minidrl.diagnostics import ratio_diagnostics
 from minidrl.tasks.countdown import Puzzle, tokenizer
 
 
@@ -52,10 +54,25 @@ def _key(seed: int, step: int, purpose: str) -> int:
 # ------------------------------------------------------------------------------------------------------- text to tensors
 
 
-def encode_prompts(tok: Any, puzzles: list[Puzzle], width: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
-    """Prompts (G, width), left-padded, and their mask (True = real token)."""
-    batch = tok([p.prompt for p in puzzles], padding="max_length", max_length=width, return_tensors="pt")
+def encode_prompts(
+    tok: Any, puzzles: list[Puzzle], width: int, device: Any = "cpu", prompt_format: str = "plain"
+) -> tuple[Tensor, Tensor]:
+    """Prompts (G, width), left-padded, and their mask (True = real token). In a chat the longest of them sets the width."""
+    if prompt_format == "chat":
+        batch = tok(_chats(tok, puzzles), add_special_tokens=False, padding=True, return_tensors="pt")
+        if batch.input_ids.shape[1] > width:
+            raise ValueError(f"task.max_prompt_length: got {width}; allowed from {batch.input_ids.shape[1]}, as a prompt has")
+    else:
+        batch = tok([p.prompt for p in puzzles], padding="max_length", max_length=width, return_tensors="pt")
     return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
+
+
+def _chats(tok: Any, puzzles: list[Puzzle]) -> list[str]:
+    """Each puzzle as a user's turn, and the opening of the answer's, as the checkpoint's template has them."""
+    if tok.chat_template is None:
+        raise ValueError("task.prompt_format: got 'chat'; allowed plain, the model's tokenizer has no chat template")
+    turns = [[{"role": "user", "content": p.instruction}] for p in puzzles]
+    return tok.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
 
 def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
@@ -105,17 +122,19 @@ def second_pass(
     Returns the features it met (0 at skipped states) and the number of sequences that went through the network.
     """
     refuse_random_modules(model)
-    flat = {name: c.flatten(0, 1) for name, c in cotangent.items()}
-    needed = torch.stack([(c != 0).flatten(1).any(1) for c in flat.values()]).any(0)  # nan is not 0: it must reach the gradient
-    plan = dataclasses.replace(plan, valid=plan.valid & needed.unflatten(0, plan.valid.shape))
-    seen, calls = {name: torch.zeros_like(c) for name, c in flat.items()}, 0
-    for states in alg.state_chunks(plan, size):
+    cotangent = distributed.agreed(cotangent)
+    needed = torch.stack([(c != 0).flatten(2).any(2) for c in cotangent.values()]).any(0)  # nan is not 0: the gradient needs it
+    plan = dataclasses.replace(plan, valid=plan.valid & needed)
+    share, own = distributed.share_plan(plan)
+    flat = {name: c.flatten(0, 1) for name, c in distributed.only(cotangent, own).items()}
+    seen = {name: torch.zeros_like(c) for name, c in flat.items()}
+    for states in alg.state_chunks(share, size):
         value = alg.state_features(model, rollout, plan, states, temperature=temperature, names=tuple(flat), **more)
         sum((flat[name][states] * value[name]).sum() for name in flat).backward()
-        calls += len(states)
         for name in flat:
             seen[name][states] = value[name].detach()
-    return {name: value.unflatten(0, plan.valid.shape) for name, value in seen.items()}, calls
+    seen = {name: value.unflatten(0, plan.valid.shape) for name, value in seen.items()}
+    return distributed.summed(seen, own), plan.network_calls
 
 
 def two_pass_backward(
@@ -140,10 +159,15 @@ def two_pass_backward(
 # ----------------------------------------------------------------------------------------------------- optimiser and state
 
 
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of those that an optimiser updates, in its order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
 def make_optimizer(model: nn.Module, settings: config.Optimizer) -> torch.optim.AdamW:
-    """AdamW over all parameters."""
+    """AdamW over the parameters that are trained: all of them, or the adapters."""
     return torch.optim.AdamW(
-        model.parameters(),
+        [p for _, p in trained(model)],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
@@ -159,7 +183,7 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: config.Optimizer, lr: float) -> float:
     """One update at rate ``lr``; returns the gradient norm before clipping. A non-finite gradient raises, unapplied."""
-    norm = float(nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm))
+    norm = float(distributed.whole(nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)))
     if not math.isfinite(norm):
         raise RunError(f"gradient norm is {norm}")
     for group in optimizer.param_groups:
@@ -171,11 +195,16 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings:
 
 def save_checkpoint(folder: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Network, tokenizer, optimiser and counters, as safetensors and JSON; the folder appears whole or not at all."""
+    names = [name for name, _ in trained(model)]
+    tensors = {f"{names[i]}/{key}": value for i, slot in optimizer.state_dict()["state"].items() for key, value in slot.items()}
+    tensors, model = distributed.collected(tensors), distributed.unsharded(model)
+    distributed.first(lambda: _write_checkpoint(folder, model, tok, tensors, state))
+
+
+def _write_checkpoint(folder: Path, model: Any, tok: Any, tensors: dict[str, Tensor], state: dict) -> None:
     partial_folder = folder.with_name(folder.name + ".part")
     shutil.rmtree(partial_folder, ignore_errors=True)
     denoiser.save(model, tok, partial_folder)
-    names = [name for name, _ in model.named_parameters()]
-    tensors = {f"{names[i]}/{key}": value for i, slot in optimizer.state_dict()["state"].items() for key, value in slot.items()}
     save_file(tensors, partial_folder / "optimizer.safetensors")
     (partial_folder / "state.json").write_text(json.dumps(state))
     shutil.rmtree(folder, ignore_errors=True)
@@ -184,15 +213,21 @@ def save_checkpoint(folder: Path, model: Any, tok: Any, optimizer: torch.optim.O
 
 def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
     """Put a checkpoint's weights and optimiser state back; returns its counters."""
-    model.load_state_dict(denoiser.load(folder, model.device)[0].state_dict())
+    if denoiser.has_adapters(model):
+        stored = distributed.blank(model)
+        denoiser.read_adapters(stored, folder)
+    else:
+        stored = denoiser.load(folder, model.device)[0]
+    distributed.fill(model, stored)
     return load_optimizer(folder, model, optimizer)
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
     """Put a checkpoint's optimiser state back; returns its counters."""
     tensors, slots = load_file(folder / "optimizer.safetensors"), {}
-    for i, (name, _) in enumerate(model.named_parameters()):
-        slot = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+    for i, (name, p) in enumerate(trained(model)):
+        found = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+        slot = {key: distributed.like(value, p) for key, value in found.items()}
         if slot:
             slots[i] = slot
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -235,7 +270,8 @@ def _write_config(out: Path, settings: Any) -> None:
 
 
 # What may differ when a run is continued: how long, how observed, on what machine.
-_FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "device", "threads", "compile", "tensorboard")
+_FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
+_FREE_ON_RESUME += ("device", "threads", "compile", "tensorboard")
 
 
 def _check_resumable(out: Path, settings: Any, step: int) -> None:
@@ -249,6 +285,8 @@ class MetricsLog:
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool = False):
         self.path, self.writer = folder / "metrics.jsonl", None
+        if not distributed.is_first():
+            return
         kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= first_step] if first_step else []
         self.path.write_text("".join(line + "\n" for line in kept))
         if tensorboard:
@@ -259,6 +297,8 @@ class MetricsLog:
             self.writer = SummaryWriter(folder / "tensorboard")
 
     def write(self, row: dict) -> None:
+        if not distributed.is_first():
+            return
         with self.path.open("a") as file:
             file.write(json.dumps({k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}) + "\n")
         if self.writer is not None:
@@ -280,7 +320,17 @@ def _lines(path: Path) -> list[str]:
 
 
 @torch.no_grad()
-def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: int, seed: int = 0, samples: int = 1) -> dict:
+def evaluate(
+    model: Any,
+    tok: Any,
+    task: Any,
+    settings: sampler.Sampler,
+    *,
+    n: int,
+    seed: int = 0,
+    samples: int = 1,
+    micro_batch: int = 128,
+) -> dict:
     """Solved and well-formed fractions on the first ``n`` held-out puzzles.
 
     ``settings.temperature`` is the policy that is judged; 0 is greedy. With ``samples`` k > 1 also pass@k: the share of
@@ -288,8 +338,8 @@ def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: i
     """
     model.eval()
     puzzles = task.held_out(n)
-    prompt, mask = encode_prompts(tok, puzzles, task.prompt_length, model.device)
-    rollout = sampler.generate(
+    prompt, mask = encode_prompts(tok, puzzles, task.prompt_length, model.device, task.prompt_format)
+    rollout = distributed.generate(
         model,
         prompt,
         mask,
@@ -297,7 +347,7 @@ def evaluate(model: Any, tok: Any, task: Any, settings: sampler.Sampler, *, n: i
         eos_token_id=tok.eos_token_id,
         num_generations=samples,
         generator=keyed_generator(seed, 0, "evaluate"),
-        micro_batch=128,
+        micro_batch=micro_batch,
     )
     texts = decode(tok, rollout.response)
     rows = [puzzles[i // samples] for i in range(len(texts))]
@@ -316,7 +366,7 @@ def demonstration_rollout(task: Any, tok: Any, settings: config.Pretrain, step: 
     rng = np.random.default_rng(_key(settings.seed, step, "demonstrations"))
     puzzles = task.puzzles(settings.batch_size, rng)
     hit_share = settings.hit_share if 2 * step < settings.steps else settings.late_hit_share
-    prompt, prompt_mask = encode_prompts(tok, puzzles, task.prompt_length, settings.device)
+    prompt, prompt_mask = encode_prompts(tok, puzzles, task.prompt_length, settings.device, task.prompt_format)
     response = encode_responses(tok, task.demonstrations(puzzles, rng, hit_share), settings.sampler.length)
     response = response.to(settings.device)
     nothing = torch.full_like(response, -1)
@@ -332,7 +382,8 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     _prepare(settings)
     checkpoint = open_run(out, settings, resume)
     tok, state = tokenizer(), {"step": 0, "seconds": 0.0}
-    model = denoiser.build(dataclasses.asdict(settings.network), tok, settings.seed).to(settings.device)
+    block_length = settings.sampler.block_length if settings.sampler.attention == "block_causal" else None
+    model = denoiser.build(dataclasses.asdict(settings.network), tok, settings.seed, block_length).to(settings.device)
     network = denoiser.compiled(model) if settings.compile else model
     optimizer = make_optimizer(model, settings.optimizer)
     if checkpoint is not None:
@@ -362,10 +413,13 @@ def _progress(step: int, started: float) -> dict:
 
 
 def elbo_loss(model: Any, rollout: alg.Rollout, settings: config.Pretrain, step: int) -> Tensor:
-    """-ELBO / L of a batch, one masked state a sequence."""
-    plan = alg.elbo_count_plan(rollout, keyed_generator(settings.seed, step, "masks"), num_states=1, domain="all", strata=False)
-    feature = alg.state_features(model, rollout, plan, torch.arange(rollout.response.shape[0]), temperature=1.0)
-    ll = alg.reduce_logp(feature["logp"][None], plan, level="sequence", normalizer=None)
+    """-ELBO / L of a batch, one masked state a sequence; of a block-causal model one a block, all in one forward."""
+    plan_of = alg.block_elbo_plan if settings.sampler.attention == "block_causal" else alg.elbo_count_plan
+    plan = plan_of(rollout, keyed_generator(settings.seed, step, "masks"), num_states=1, domain="all", strata=False)
+    (states,) = alg.state_chunks(plan, len(rollout.response))
+    feature = alg.state_features(model, rollout, plan, states, temperature=1.0)
+    logp = torch.zeros_like(plan.scored, dtype=feature["logp"].dtype).flatten(0, 1).index_copy(0, states, feature["logp"])
+    ll = alg.reduce_logp(logp.view_as(plan.scored), plan, level="sequence", normalizer=None)
     return -ll.mean() / rollout.response.shape[1]
 
 
@@ -386,6 +440,50 @@ def _write_summary(out: Path, summary: dict) -> dict:
 # ----------------------------------------------------------------------------------------------------------- the RL loop
 
 
+_LOWER = {  # where memory runs out -> what to change
+    "loading": "dtype bfloat16, or quantize true with lora.rank from 1",
+    "evaluation": "a smaller micro_batch",
+    "rollout": "a smaller micro_batch",
+    "rollout_kl": "a smaller micro_batch",
+    "scoring": "a smaller micro_batch",
+    "update": "a smaller micro_batch or lora.rank, or gradient_checkpointing true",
+}
+
+
+@contextlib.contextmanager
+def part(name: str):
+    """Running out of GPU memory inside is remembered as something that happened in this part of a step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(name)
+        raise
+
+
+def _out_of_memory(error: torch.OutOfMemoryError, settings: config.Train, out: Path) -> ValueError:
+    """The line for it: where, what to lower, and what is kept."""
+    name = error.__notes__[0] if getattr(error, "__notes__", None) else "loading"
+    kept = f"{_checkpoints(out)[-1]} is kept, --resume goes on" if has_checkpoint(out) else "no checkpoint was due yet"
+    said, size = " ".join(str(error).split()).partition(". GPU")[0], settings.micro_batch
+    return distributed.Alone(f"micro_batch: got {size}, out of memory in the {name} ({said}); try {_LOWER[name]}; {kept}")
+
+
+def _report_memory(learner: Learner) -> None:
+    """One line: the peak that was predicted and the one that was measured."""
+    predicted = memory.peak(predicted_memory(learner.settings, distributed.count())) / 1e9
+    found = memory.measured(learner.model.device)
+    told = "not measured on a CPU" if found is None else f"measured {found / 1e9:.3f} GB"
+    if distributed.is_first():
+        tqdm.write(f"memory: predicted {predicted:.3f} GB at its peak, {told}", file=sys.stderr)
+
+
+def _now() -> float:
+    """Seconds, once a GPU has done what it was given: otherwise a phase would be charged with the work of the one before."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @dataclasses.dataclass
 class Clock:
     """Seconds and network calls (sequences) by phase."""
@@ -395,9 +493,10 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        started = _now()
+        with part(name):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
 
     def count(self, name: str, calls: int) -> None:
         self.calls[name] = self.calls.get(name, 0) + calls
@@ -408,12 +507,19 @@ class Clock:
 
 @dataclasses.dataclass
 class Experience:
-    """One rollout with what the task said about it; a puzzle for each prompt."""
+    """One rollout with what the task said about it; a puzzle for each prompt.
+
+    ``updates``: how many updates the weights that sampled it had seen, if they are the weights that are trained and their
+    policy was not approximated; else None.
+    ``kl``: KL of the sampler's policy to the trained one, where the sampler approximated; None elsewhere.
+    """
 
     puzzles: list[Puzzle]
     rollout: alg.Rollout
     texts: list[str]
     reward: Tensor
+    updates: int | None = None
+    kl: float | None = None
 
     @property
     def groups(self) -> Tensor:
@@ -427,7 +533,7 @@ class Experience:
         records = {name: value[rows] for name, value in self.rollout.records.items()}
         puzzles = [self.puzzles[i] for i in prompts.nonzero()[:, 0].tolist()]
         rollout = dataclasses.replace(self.rollout, **cut, records=records)
-        return Experience(puzzles, rollout, [self.texts[i] for i in rows.tolist()], self.reward[rows])
+        return Experience(puzzles, rollout, [self.texts[i] for i in rows.tolist()], self.reward[rows], self.updates, self.kl)
 
 
 def method_of(settings: config.Train) -> alg.Method:
@@ -437,6 +543,7 @@ def method_of(settings: config.Train) -> alg.Method:
     method = config.with_options(alg.METHODS[settings.method], settings.method_options)
     if method.temperature == "sampling" and settings.sampler.temperature == 0:
         raise ValueError(f"sampler.temperature: got 0; allowed above 0, {method.name} scores at the sampling temperature")
+    sampler.check_records(method.needs, settings.sampler)
     rehearse(method, settings)
     return method
 
@@ -449,6 +556,9 @@ def rehearse(method: alg.Method, settings: config.Train) -> None:
     made = _blank_rollout(method, settings)
     reward = torch.zeros(settings.num_generations)
     plan = method.plan(made, torch.Generator().manual_seed(0))
+    if plan.block_length is not None and settings.sampler.attention != "block_causal":
+        now = settings.sampler.attention
+        raise ValueError(f"sampler.attention: got {now!r}; allowed block_causal, as {method.name} scores all blocks at once")
     if method.step_value != "none":
         completions(method, made)
     adv = alg.advantages(method, plan, made, reward, reward.expand(plan.valid.shape))
@@ -469,15 +579,40 @@ def completions(method: alg.Method, rollout: alg.Rollout) -> Tensor:
     return rollout.records[name]
 
 
-def _blank_rollout(method: alg.Method, settings: config.Train) -> alg.Rollout:
-    s, rows = settings.sampler, settings.num_generations
+def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
+    """Bytes by part that the run will need on each GPU; see minidrl/memory.py."""
+    method = method_of(settings)
+    return memory.predict(settings, method, _blank_rollout(method, settings, settings.num_prompts), gpus)
+
+
+def _blank_rollout(method: alg.Method, settings: config.Train, prompts: int = 1) -> alg.Rollout:
+    s, rows = settings.sampler, settings.num_generations * prompts
     ids, logp = torch.zeros(rows, s.length, dtype=torch.long), torch.zeros(rows, s.length)
     known = {name: {name: ids[:, None].expand(-1, s.num_steps, -1)} for name in sampler.COMPLETIONS}
     known |= {"entropy": {"entropy": logp}, "topk": {"topk_ids": ids[..., None], "topk_logp": logp[..., None]}}
     records = {key: value for need in ("entropy", *method.needs) for key, value in known[need].items()}
     steps = (torch.arange(s.length) // s.tokens_per_step).expand(rows, -1)
     prompt = ids[:, :1]
-    return alg.Rollout(prompt, prompt == 0, ids, ids == 0, steps, logp, rows, s, records)
+    return alg.Rollout(prompt, prompt == 0, ids, ids == 0, steps, logp, settings.num_generations, s, records)
+
+
+def load_policy(settings: config.Train, method: alg.Method) -> tuple[Any, Any, Any]:
+    """(network to train, tokenizer, reference policy): the network as it is loaded, or None for a method without one.
+
+    With adapters the reference is the same network with its adapters off; otherwise it is a second copy.
+    """
+    lora, dtype = settings.lora, None if settings.dtype == "stored" else getattr(torch, settings.dtype)
+    how = (settings.model, settings.device, dtype)
+    model, tok = denoiser.load(*how, quantize=True) if settings.quantize else denoiser.load(*how)
+    if denoiser.has_adapters(model):
+        raise ValueError(f"model: got {settings.model!r}, which holds adapters; allowed a base (--resume continues a run)")
+    if lora.rank:
+        denoiser.add_adapters(model, **dataclasses.asdict(lora), seed=settings.seed, base=settings.model)
+    if settings.gradient_checkpointing:
+        denoiser.checkpoint_activations(model)
+    if method.kl is None or method.kl.target != "reference":
+        return model, tok, None
+    return model, tok, denoiser.without_adapters(model) if lora.rank else denoiser.load(*how)[0]
 
 
 class Learner:
@@ -486,15 +621,18 @@ class Learner:
     def __init__(self, settings: config.Train):
         self.settings, self.task = settings, settings.task
         self.method = method_of(settings)  # raises before anything is loaded or written
+        distributed.check(settings)
         _prepare(settings)
-        self.model, self.tok = denoiser.load(settings.model, settings.device)
-        reference = self.method.kl is not None and self.method.kl.target == "reference"
-        self.reference = denoiser.load(settings.model, settings.device)[0] if reference else None
-        self.optimizer = make_optimizer(self.model, settings.optimizer)
+        self.model, self.tok, self.reference = load_policy(settings, self.method)
+        if self.task.prompt_format == "chat":  # what it refuses, it refuses here
+            encode_prompts(self.tok, self.task.held_out(1), self.task.prompt_length, prompt_format="chat")
+        sampler.check_attention(self.model, settings.sampler)
         self.network = self.actor = denoiser.compiled(self.model) if settings.compile else self.model
         if settings.rollout_dtype != "float32":
             self.actor = denoiser.rounded(self.model, getattr(torch, settings.rollout_dtype))
             self.actor = denoiser.compiled(self.actor) if settings.compile else self.actor
+        distributed.shard(self.model, self.reference, self.actor)
+        self.optimizer = make_optimizer(self.model, settings.optimizer)
         self.updates = 0
 
     def restore(self, checkpoint: Path) -> dict:
@@ -513,8 +651,9 @@ class Learner:
             self.actor.load_state_dict(self.model.state_dict())  # casts to the dtype of the rollouts
         puzzles = self.task.puzzles(s.num_prompts, np.random.default_rng(_key(s.seed, step, "puzzles")))
         with clock.phase("rollout"):
-            prompt, mask = encode_prompts(self.tok, puzzles, self.task.prompt_length, self.model.device)
-            rollout = sampler.generate(
+            width, kind = self.task.prompt_length, self.task.prompt_format
+            prompt, mask = encode_prompts(self.tok, puzzles, width, self.model.device, kind)
+            rollout = distributed.generate(
                 self.actor,
                 prompt,
                 mask,
@@ -527,12 +666,37 @@ class Learner:
             )
         clock.count("rollout", sampler.network_calls(rollout))
         texts = decode(self.tok, rollout.response)
-        return Experience(puzzles, rollout, texts, self.verify(puzzles, texts).to(rollout.logp))
+        reward = self.verify(puzzles, texts).to(rollout.logp)
+        if s.sampler.cache in sampler.APPROXIMATE:
+            return Experience(puzzles, rollout, texts, reward, None, self.rollout_kl(step, rollout, clock))
+        return Experience(puzzles, rollout, texts, reward, self.updates if self.actor is self.network else None)
+
+    def rollout_kl(self, step: int, rollout: alg.Rollout, clock: Clock) -> float | None:
+        """KL(policy of the sampler || policy of the network) of a kept token given its state, nats, estimated.
+
+        Two steps of each response, drawn uniformly, are scored as the network has them: 2 / T of the calls of the rollout, in
+        a phase of their own. Unbiased for the mean over the kept tokens where the order does not depend on the tokens (k3 of
+        algorithms.kl_term). With low_confidence the revealed tokens are a selection, and the number is that of the selection.
+        None at temperature 0, where the policy is a point mass and most KLs are infinite or 0.
+        """
+        s = self.settings.sampler
+        if s.temperature == 0:
+            return None
+        plan = alg.replay_plan(rollout, self.generator(step, "rollout_kl"), num_states=min(2, s.num_steps), min_entropy=0.0)
+        clock.count("rollout_kl", plan.network_calls)
+        with clock.phase("rollout_kl"):
+            share, own = distributed.share_plan(plan)
+            size, temperature = self.settings.micro_batch, s.temperature
+            found = distributed.summed(alg.features(self.network, rollout, share, temperature=temperature, size=size), own)
+        kl = alg.kl_term(rollout.logp.expand_as(found["logp"]), found["logp"], form="k3")
+        drawn = plan.weight[..., None] * (plan.scored & rollout.keep)
+        return float((drawn * kl).sum() / rollout.keep.sum())
 
     def verify(self, puzzles: list[Puzzle], texts: list[str]) -> Tensor:
         """Rewards (B,) of responses to the puzzles, the same number for each."""
         each = len(texts) // len(puzzles)
-        return torch.tensor([self.task.score(puzzles[i // each], text) for i, text in enumerate(texts)], dtype=torch.float64)
+        scores = distributed.first(lambda: [self.task.score(puzzles[i // each], text) for i, text in enumerate(texts)])
+        return torch.tensor(scores, dtype=torch.float64)
 
     def advantages(self, experience: Experience, plan: alg.Plan) -> Tensor:
         """The method's credit for this plan: (B,), or (K, B) where the states of the plan have values of their own."""
@@ -556,7 +720,9 @@ class Learner:
     def _features(self, model, rollout, plan, clock, names: tuple[str, ...]) -> dict[str, Tensor]:
         clock.count("scoring", plan.network_calls * (2 if "kl_ref" in names else 1))
         with clock.phase("scoring"):
-            return alg.features(model, rollout, plan, names=names, size=self.settings.micro_batch, **self._how())
+            share, own = distributed.share_plan(plan)
+            found = alg.features(model, rollout, share, names=names, size=self.settings.micro_batch, **self._how())
+            return distributed.summed(found, own)
 
     def _how(self) -> dict:
         return {"temperature": self._temperature(), "reference": self.reference}
@@ -627,14 +793,12 @@ class Learner:
     def update(
         self, experience: Experience, plan: alg.Plan, adv: Tensor, anchor: Tensor | None, clock: Clock
     ) -> tuple[dict, Tensor | None]:
-        """One optimiser step by the two-pass backward; returns its metrics and the ll before it (None: nothing to score)."""
+        """One optimiser step by the two-pass backward; returns its metrics and the ll before it (None: it was not scored)."""
         method, rollout = self.method, experience.rollout
         if not plan.network_calls:
             return self._no_update(clock), None
-        if method.linear:  # the coefficients do not depend on the current score: pass 1 has nothing to find out
-            blank = torch.zeros(plan.scored.shape, dtype=rollout.logp.dtype, device=rollout.logp.device)
-            feature = dict.fromkeys(method.features, blank)
-        else:
+        feature = assumed = self._without_pass_1(experience, plan, adv, anchor)
+        if assumed is None:
             feature = self.score(self.network, rollout, plan, clock)
         ref = None
         if self.reference is not None and method.kl.form != "exact":
@@ -651,21 +815,52 @@ class Learner:
             norm = optimizer_step(self.model, self.optimizer, self.settings.optimizer, lr)
         clock.count("update", calls * (2 if "kl_ref" in cotangent else 1))
         self.updates += 1
+        if assumed is not None:  # what is logged is what pass 2 met
+            feature, ll = seen, None
+            plan = dataclasses.replace(plan, scored=plan.scored & (seen["logp"] != 0).any(-1, keepdim=True))
+            anchor = alg.reduced(method, plan, rollout, seen) if method.anchor == "old" else anchor
+            loss = alg.method_loss(method, plan, rollout, seen, adv, anchor, ref)
         row = {"loss": float(loss), "grad_norm": norm, "learning_rate": lr}
-        known = seen if method.linear else feature  # a linear row was not scored beforehand; the update saw the same values
-        return row | self._ratios(rollout, plan, adv, anchor, known) | self._penalty(rollout, plan, anchor, ref, known), ll
+        return row | self._ratios(rollout, plan, adv, anchor, feature) | self._penalty(rollout, plan, anchor, ref, feature), ll
+
+    def _without_pass_1(
+        self, experience: Experience, plan: alg.Plan, adv: Tensor, anchor: Tensor | None
+    ) -> dict[str, Tensor] | None:
+        """Features at which the loss has the gradient that it has at the true ones, where they can be had for nothing.
+
+        Any will do if the loss is linear. If the present weights are those that sampled, their log-probabilities are on record.
+        And a ratio of ll to itself is 1 whatever ll is: if two made-up scores, each its own anchor, give the same gradient,
+        so does the true one. None: the update needs its first pass.
+        """
+        method, logp = self.method, experience.rollout.logp
+        blank = dict.fromkeys(method.features, torch.zeros(plan.scored.shape, dtype=logp.dtype, device=logp.device))
+        if method.linear:
+            return blank
+        if method.kl is not None and method.kl.target == "reference":
+            return None
+        if method.anchor == "behaviour":
+            on_policy = experience.updates == self.updates and method.features == ("logp",)
+            return {"logp": logp * plan.scored} if on_policy else None
+        if anchor is not None or method.anchor != "old" or self.settings.num_iterations > 1:  # later updates need the old ll
+            return None
+        other = {name: torch.linspace(-3, -0.1, value.numel()).to(value).view_as(value) for name, value in blank.items()}
+        slopes = [self._slope_on_policy(experience, plan, adv, made) for made in (blank, other)]
+        return blank if all(map(torch.equal, *(slope.values() for slope in slopes))) else None
+
+    def _slope_on_policy(self, experience: Experience, plan: alg.Plan, adv: Tensor, feature: dict) -> dict[str, Tensor]:
+        method, rollout = self.method, experience.rollout
+        anchor = alg.reduced(method, plan, rollout, feature)
+        return cotangents(lambda f: alg.method_loss(method, plan, rollout, f, adv, anchor, None), feature)[1]
 
     def _ratios(self, rollout: alg.Rollout, plan: alg.Plan, adv: Tensor, anchor: Tensor | None, known: dict) -> dict:
         method, row = self.method, {}
-        if method.linear:  # what the sampler recorded stands in for the anchor that the row does not have
-            plan = dataclasses.replace(plan, scored=plan.scored & (known["logp"] != 0).any(-1, keepdim=True))
         if "order_logp" in known:
             row["order_impossible"] = _impossible(plan, known["order_logp"])
-        if method.linear and plan.replay:
+        if method.linear and plan.replay:  # what the sampler recorded stands in for the anchor that the row does not have
             method = dataclasses.replace(method, features=("logp",))
             anchor = alg.reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
         if anchor is not None:
-            row |= alg.diagnostics(method, plan, rollout, alg.reduced(method, plan, rollout, known), anchor, adv)
+            row |= ratio_diagnostics(method, plan, rollout, alg.reduced(method, plan, rollout, known), anchor, adv)
         return row
 
     def _penalty(self, rollout: alg.Rollout, plan: alg.Plan, anchor: Tensor | None, ref: Tensor | None, known: dict) -> dict:
@@ -690,6 +885,8 @@ class Learner:
             "completions/tokens": int(rollout.lengths.sum()),
             "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
         }
+        if experience.kl is not None:
+            metrics["rollout_kl"] = experience.kl
         if self.settings.filter_groups:
             metrics["groups_filtered"] = int((groups == groups[:, :1]).all(1).sum())
         for name in {name: None for row in rows for name in row}:
@@ -707,12 +904,21 @@ def _impossible(plan: alg.Plan, order_logp: Tensor) -> float:
 
 def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
     """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png, summary.json. Returns the summary."""
-    learner = Learner(settings)
-    checkpoint = open_run(out, settings, resume)
+    try:
+        return _train(settings, out, resume)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(error, settings, out) from None
+
+
+def _train(settings: config.Train, out: Path, resume: bool) -> dict:
+    learner = distributed.together(lambda: Learner(settings))
+    checkpoint = distributed.first(lambda: open_run(out, settings, resume))
     state = {"step": 0, "seconds": 0.0, "solved_before": None}
     if checkpoint is not None:
-        state |= learner.restore(checkpoint)
-    log = MetricsLog(out, state["step"], settings.tensorboard)
+        state |= distributed.together(lambda: learner.restore(checkpoint))
+    log, cache = MetricsLog(out, state["step"], settings.tensorboard), settings.sampler.cache
+    if cache in sampler.APPROXIMATE and distributed.is_first():
+        tqdm.write(f"sampler.cache {cache}: rollouts are off-policy; the metric rollout_kl says how far", file=sys.stderr)
     if state["solved_before"] is None:
         state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
     started = time.perf_counter() - state["seconds"]
@@ -722,9 +928,13 @@ def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
         initial=state["step"],
         total=settings.steps,
         mininterval=1,
+        disable=not distributed.is_first(),
     )
     for step in bar:
+        due = learner.updates < 2  # from the second update on, the optimiser's state is there beside the activations
         row = _guarded_step(learner, step, out, state)
+        if due and learner.updates >= 2:
+            _report_memory(learner)
         state |= {"step": step + 1, "seconds": time.perf_counter() - started}
         bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")
         log.write(row | {"seconds": state["seconds"]})
@@ -738,19 +948,29 @@ def _guarded_step(learner: Learner, step: int, out: Path, state: dict) -> dict:
     All randomness is keyed, so that they are all it takes to repeat the step. With several updates a step, that costs a copy
     of both: the failure may come after the first of them.
     """
-    states = learner.model, learner.optimizer
-    before = [copy.deepcopy(x.state_dict()) for x in states] if learner.settings.num_iterations > 1 else []
+    several = learner.settings.num_iterations > 1
+    before = _copied([dict(trained(learner.model)), learner.optimizer.state_dict()]) if several else None
     try:
         return learner.step(step)
     except (RunError, FloatingPointError) as error:
-        for x, values in zip(states, before, strict=False):  # empty where no update came before the failure
-            x.load_state_dict(values)
+        if several:
+            learner.model.load_state_dict(before[0], strict=False)
+            learner.optimizer.load_state_dict(before[1])
         folder = out / f"failed-{step}"
         save_checkpoint(folder, learner.model, learner.tok, learner.optimizer, state)
         raise RunError(
             f"step {step}: {error}; stopped. {folder} holds weights, optimiser and counters from before that step; "
             "minidrl.trainer.replay repeats the step from them"
         ) from None
+
+
+def _copied(value: Any) -> Any:
+    """A copy in main memory, where there is more room than on a GPU."""
+    if torch.is_tensor(value):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def replay(out: Path, failed: Path) -> dict:
@@ -762,7 +982,8 @@ def replay(out: Path, failed: Path) -> dict:
 def _evaluate_into(log: MetricsLog, learner: Learner, step: int, seconds: float) -> float:
     s = learner.settings
     settings = dataclasses.replace(s.sampler, temperature=s.evaluate.temperature)
-    scores = evaluate(learner.model, learner.tok, learner.task, settings, n=s.evaluate.n)
+    with part("evaluation"):
+        scores = evaluate(learner.model, learner.tok, learner.task, settings, n=s.evaluate.n, micro_batch=s.micro_batch)
     log.write(
         {"step": step, "seconds": seconds, "eval/temperature": s.evaluate.temperature}
         | {f"eval/{key}": value for key, value in scores.items()}
@@ -783,7 +1004,7 @@ def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
     solved_after = _evaluate_into(log, learner, s.steps, state["seconds"])
     log.close()
     save_checkpoint(out / f"checkpoint-{s.steps}", learner.model, learner.tok, learner.optimizer, state)
-    report.write_curve(out)
+    distributed.first(lambda: report.write_curve(out))
     summary = {
         "method": learner.method.name,
         "seed": s.seed,
@@ -794,4 +1015,4 @@ def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
         "evaluated_on": s.evaluate.n,
         "temperature": s.evaluate.temperature,
     }
-    return _write_summary(out, summary)
+    return distributed.first(lambda: _write_summary(out, summary))

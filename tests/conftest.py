@@ -1,4 +1,4 @@
-"""Shape checking of minidrl.algorithms under pytest, and the fixtures that all tests share."""
+"""Shape checking of minidrl.algorithms and minidrl.diagnostics under pytest, and the fixtures that all tests share."""
 
 import inspect
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def shapes_only(function: Callable) -> Callable:
 torch.set_num_threads(1)
 
 # The hook acts at import, and pytest reads this file before any test module imports the package.
-install_import_hook("minidrl.algorithms", f"{__name__}.{shapes_only.__name__}")
+install_import_hook(["minidrl.algorithms", "minidrl.diagnostics"], f"{__name__}.{shapes_only.__name__}")
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 A law takes the module under judgement as its argument, so that the same lines judge the shipped file and each of its
 mutants. It raises AssertionError when the module is wrong. The truth comes from minidrl.oracle, which enumerates, or from
-plain arithmetic written in the law; never from the module itself. `@judges("2.3")` names the equations that a law decides.
+plain arithmetic written in the law; never from the module itself. `@judges("2.3")` names the equations that a law decides;
+`@judges(module=diagnostics)` is of a law about another module than algorithms.
 
 How a random plan is judged. All noise of a plan passes through `alg._uniform`. Under `noise(alg, ...)` the law hands out
 every outcome of that noise, one per row of a large batch: midpoints of the cells in which a floor is constant, and all
@@ -12,6 +13,7 @@ law that these outcomes stand for is checked from frequencies with a fixed seed 
 float64 throughout; exact comparisons to 1e-10.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,19 +26,21 @@ import numpy
 import torch
 from torch import Tensor
 
-from minidrl import config, oracle
+from minidrl import algorithms, config, diagnostics, oracle
 from minidrl.sampler import Sampler, generate
 
 Law = Callable[[Any], None]
 LAWS: dict[str, Law] = {}
 TAGS: dict[str, tuple[str, ...]] = {}
+MODULES: dict[str, ModuleType] = {}
 
 
-def judges(*tags: str) -> Callable[[Law], Law]:
-    """Register a law together with the equations it judges; none for helpers that carry no number."""
+def judges(*tags: str, module: ModuleType = algorithms) -> Callable[[Law], Law]:
+    """Register a law together with its module and the equations it judges; none for helpers that carry no number."""
 
     def register(law: Law) -> Law:
-        LAWS[law.__name__], TAGS[law.__name__] = law, tags
+        assert law.__name__ not in LAWS, f"{law.__name__} exists already"
+        LAWS[law.__name__], TAGS[law.__name__], MODULES[law.__name__] = law, tags, module
         return law
 
     return register
@@ -185,11 +189,23 @@ def ll_of(alg: ModuleType, model: Any, rollout: Any, plan: Any, level: str = "se
     return alg.reduce_logp(logp, plan, level=level, normalizer=None)
 
 
+def every_state(plan: Any) -> Tensor:
+    """All flat numbers k B + b, the states of a staircase's forward side by side."""
+    states, rows, length = plan.scored.shape
+    blocks = 1 if plan.block_length is None else length // plan.block_length
+    return torch.arange(states * rows).view(-1, blocks, rows).transpose(1, 2).flatten()
+
+
+def graph_features(alg: ModuleType, model: Any, rollout: Any, plan: Any, names: tuple, temperature: float, **more: Any) -> dict:
+    """Features (K, B, L, ..) of all states with their graph."""
+    states = every_state(plan)
+    found = alg.state_features(model, rollout, plan, states, temperature=temperature, names=names, **more)
+    return {name: value[states.argsort()].unflatten(0, plan.valid.shape) for name, value in found.items()}
+
+
 def graph_logp(alg: ModuleType, model: Any, rollout: Any, plan: Any, temperature: float = 1.0) -> Tensor:
     """logp (K, B, L) with its graph."""
-    shape = plan.scored.shape
-    states = torch.arange(shape[0] * shape[1])
-    return alg.state_features(model, rollout, plan, states, temperature=temperature)["logp"].unflatten(0, shape[:2])
+    return graph_features(alg, model, rollout, plan, ("logp",), temperature)["logp"]
 
 
 def midpoints(cells: int) -> list[float]:
@@ -576,7 +592,9 @@ def law_estimators(alg: ModuleType) -> None:
     rollout = repeated(alg, response, (1, 1, 1, 1), 2000)
     scores = subset_scores(model, response, frozenset(range(4)))
     for name, make in alg.ESTIMATORS.items():
-        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2)) if "SDMC" not in name else ():  # law_quadrature_estimators
+        if "SDMC" in name or "block" in name:  # law_quadrature_estimators, law_block_estimator
+            continue
+        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2)):
             plan = make(rollout, seeded(9), num_states=states)
             assert plan.scored.shape == (states, 2000, 4), name
             truth = {"mean field": oracle.elbo_integrand(model, response, 1.0)}.get(name, oracle.elbo(model, response))
@@ -1306,18 +1324,32 @@ def law_aggregation_of_prompts(alg: ModuleType) -> None:
 
 
 @functools.cache
-def experience() -> tuple[Any, oracle.TabularDenoiser, oracle.TabularDenoiser, oracle.TabularDenoiser, Tensor]:
-    """Two prompts x 4 responses of an old model, with the new and the reference model, and rewards."""
+def models() -> tuple[oracle.TabularDenoiser, oracle.TabularDenoiser, oracle.TabularDenoiser]:
+    """The old, the new and the reference model."""
     old = oracle.TabularDenoiser.random(4, 3, seeded(40))
     new = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=292, scale=1.8))
-    ref = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=43, scale=0.5))
-    settings = Sampler(order="random", temperature=0.8, length=4, block_length=4, tokens_per_step=2)
+    return old, new, oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=43, scale=0.5))
+
+
+def experience(row: str = "") -> tuple[Any, oracle.TabularDenoiser, oracle.TabularDenoiser, oracle.TabularDenoiser, Tensor]:
+    """Two prompts x 4 responses of an old model, with the new and the reference model, and rewards.
+
+    One block of two steps; two blocks of two steps each for the rows about blocks.
+    """
+    reward = double([1.0, 0.0, 0.3, 0.0, 0.2, 2.0, 0.5, 1.0])
+    return _drawn(block_length=2 if row.endswith("-block") else 4), *models(), reward
+
+
+@functools.cache
+def _drawn(block_length: int) -> Any:
+    old, _, _ = models()
+    sizes = {"length": 4, "block_length": block_length, "tokens_per_step": block_length // 2}
+    settings = Sampler(order="random", temperature=0.8, **sizes)
     prompt, mask = torch.tensor([[0, 1, 0], [2, 0, 1]]), torch.tensor([[False, True, True], [True, True, True]])
     records = ["entropy", "one_step"]
     drawn = generate(old, prompt, mask, settings, eos_token_id=2, num_generations=4, generator=seeded(47), records=records)
     drawn.records.update(likeliest(old, drawn, 1))
-    reward = double([1.0, 0.0, 0.3, 0.0, 0.2, 2.0, 0.5, 1.0])
-    return drawn, old, new, ref, reward
+    return drawn
 
 
 def likeliest(model: oracle.TabularDenoiser, rollout: Any, count: int) -> dict[str, Tensor]:
@@ -1347,12 +1379,10 @@ def sized(method: Any) -> Any:
 
 def features_of(alg: ModuleType, method: Any, model: Any, rollout: Any, plan: Any, graph: bool = False) -> dict[str, Tensor]:
     """The row's features at its temperature."""
-    temperature, shape = 0.8 if method.temperature == "sampling" else 1.0, plan.scored.shape
-    if not graph:
-        return alg.features(model, rollout, plan, temperature=temperature, names=method.features)
-    states = torch.arange(shape[0] * shape[1])
-    found = alg.state_features(model, rollout, plan, states, temperature=temperature, names=method.features)
-    return {name: value.unflatten(0, shape[:2]) for name, value in found.items()}
+    temperature = 0.8 if method.temperature == "sampling" else 1.0
+    if graph:
+        return graph_features(alg, model, rollout, plan, method.features, temperature)
+    return alg.features(model, rollout, plan, temperature=temperature, names=method.features)
 
 
 def token_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, temperature: float) -> dict[int, Tensor]:
@@ -1373,7 +1403,7 @@ class Formula:
     """The published objectives, one method each, written as loops over the plan's states. B = 8, N = 4."""
 
     def __init__(self, rollout: Any, plan: Any, reward: Tensor) -> None:
-        _, self.old, self.new, self.ref, _ = experience()
+        self.old, self.new, self.ref = models()
         self.rollout, self.plan, self.reward = rollout, plan, reward.tolist()
         self.states, self.rows = range(plan.scored.shape[0]), range(8)
         self.length = [int(row.sum()) for row in rollout.keep]
@@ -1470,7 +1500,7 @@ def formula(name: str) -> Callable[[Callable[[Formula], Tensor]], Callable[[Form
 
 def judged_gradient(alg: ModuleType, method: Any, plan: Any, rollout: Any, reward: Tensor, rows: Any = slice(None)) -> tuple:
     """(gradient of the module's loss in the table of the new model, its ll). ``rows``: which of the 8 these are."""
-    _, old, new, ref, _ = experience()
+    old, new, ref = models()
     settle = lambda model: alg.reduced(method, plan, rollout, features_of(alg, method, model, rollout, plan))  # noqa: E731
     behaviour = method.anchor == "behaviour"
     anchor = alg.behaviour_anchor(method, plan, rollout) if behaviour else settle(old) if method.anchor == "old" else None
@@ -1491,7 +1521,7 @@ def law_methods(alg: ModuleType) -> None:
 def judge_row(alg: ModuleType, name: str, row: Any) -> None:
     """One row on the experience above."""
     method = sized(row)
-    drawn, _, new, _, reward = experience()
+    drawn, _, new, _, reward = experience(name)
     rollout = alg.Rollout(**vars(drawn))
     plan = method.plan(rollout, seeded(44))
     published = Formula(rollout, plan, reward)
@@ -1501,8 +1531,9 @@ def judge_row(alg: ModuleType, name: str, row: Any) -> None:
     close(got, truth, name)
     assert float(truth.abs().max()) > 1e-3, f"{name}: the fixture has no gradient"
     if "epsilon_low" in method.objective.keywords:
-        assert any(a > 0 and r > method.clip_bounds[1] for r, a in published.ratios), f"{name}: no ratio above the clip"
-        assert any(a < 0 and r < method.clip_bounds[0] for r, a in published.ratios), f"{name}: no ratio below the clip"
+        low, high = diagnostics.clip_bounds(method)
+        assert any(a > 0 and r > high for r, a in published.ratios), f"{name}: no ratio above the clip"
+        assert any(a < 0 and r < low for r, a in published.ratios), f"{name}: no ratio below the clip"
 
 
 @judges("10.1")
@@ -1510,16 +1541,15 @@ def law_methods_treat_prompts_apart(alg: ModuleType) -> None:
     """The loss of two prompts is the mean of the losses of each; N responses of one prompt in another order: the same."""
     for name, row in alg.METHODS.items():
         method = sized(row)
-        drawn, _, _, _, reward = experience()
+        drawn, _, _, _, reward = experience(name)
         rollout = alg.Rollout(**vars(drawn))
         plan = method.plan(rollout, seeded(45))
 
         def part(rows: Tensor, method=method, plan=plan, drawn=drawn, reward=reward) -> Tensor:
             fields = {key: value[rows] if torch.is_tensor(value) else value for key, value in vars(drawn).items()}
             fields["records"] = {key: value[rows] for key, value in drawn.records.items()}
-            step = None if plan.step is None else plan.step[:, rows]
-            targets = None if plan.targets is None else plan.targets[:, rows]
-            cut = alg.Plan(plan.hidden[:, rows], plan.scored[:, rows], plan.weight[:, rows], plan.valid[:, rows], step, targets)
+            states = {key: value[:, rows] for key, value in vars(plan).items() if torch.is_tensor(value)}
+            cut = dataclasses.replace(plan, **states)
             return judged_gradient(alg, method, cut, alg.Rollout(**fields), reward[rows], rows)[0]
 
         whole = judged_gradient(alg, method, plan, rollout, reward)[0]
@@ -1578,11 +1608,10 @@ def law_normalizers(alg: ModuleType) -> None:
 @judges("10.1")
 def law_single_precision_stays_single(alg: ModuleType) -> None:
     """A float32 rollout has float32 weights and, from float32 features and float64 advantages, a float32 loss."""
-    drawn, _, new, _, reward = experience()
-    single = {key: value.float() if value.is_floating_point() else value for key, value in drawn.records.items()}
-    rollout = alg.Rollout(**{**vars(drawn), "logp": drawn.logp.float(), "records": single})
     for name, row in alg.METHODS.items():
-        method = sized(row)
+        method, (drawn, _, new, _, reward) = sized(row), experience(name)
+        single = {key: value.float() if value.is_floating_point() else value for key, value in drawn.records.items()}
+        rollout = alg.Rollout(**{**vars(drawn), "logp": drawn.logp.float(), "records": single})
         plan = method.plan(rollout, seeded(44))
         feature = {key: value.float() for key, value in features_of(alg, method, new, rollout, plan).items()}
         anchor = alg.reduced(method, plan, rollout, feature)
@@ -1596,20 +1625,20 @@ def law_single_precision_stays_single(alg: ModuleType) -> None:
 
 @judges("10.1")
 def law_method_properties(alg: ModuleType) -> None:
-    """linear: the coefficients of ll do not depend on ll, and only then. clip_bounds: where the gradient leaves -adv ratio."""
+    """linear: the coefficients of ll do not depend on ll, and only then. The clip of every row is the published one."""
     ll, adv = -normal(1, 8, 1, seed=47).abs() - 0.2, normal(1, 8, 1, seed=48)
     anchor, ref = ll + normal(1, 8, 1, seed=49, scale=0.05), ll + 0.1
-    two_sided = dict.fromkeys(("replay-grpo", "grpo", "ppo", "ppo-released", "tracerl", "mdpo"), 0.2)
+    two_sided = dict.fromkeys(("replay-grpo", "trace-block", "grpo", "ppo", "ppo-released", "tracerl", "mdpo"), 0.2)
     two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released"), 0.5)
     bounds = {name: (1 - epsilon, 1 + epsilon) for name, epsilon in two_sided.items()}
     bounds |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
     bounds |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28), "gdsd": (0.8, 1.28), "stabledrl-released": (0.0, 5.0)}
-    bounds |= dict.fromkeys(("stabledrl", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
+    bounds |= dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
     bounds |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0)}
     bounds |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))
     for name, method in alg.METHODS.items():
         assert method.name == name
-        assert [round(v, 12) for v in method.clip_bounds] == list(bounds.get(name, (0.0, math.inf))), name
+        assert [round(v, 12) for v in diagnostics.clip_bounds(method)] == list(bounds.get(name, (0.0, math.inf))), name
 
         def loss(x: Tensor, method=method) -> Tensor:
             penalty = method.kl.beta * alg.kl_term(x, ref, form=method.kl.form) if method.kl else 0.0
@@ -1619,14 +1648,30 @@ def law_method_properties(alg: ModuleType) -> None:
         assert method.linear == (torch.equal(*at) and method.extra is None), f"{name}: linear"
 
 
-@judges()
-def law_diagnostics(alg: ModuleType) -> None:
+@judges(module=diagnostics)
+def law_clip_bounds(judged: ModuleType) -> None:
+    """(low, high) of each kind of clip: epsilons around 1, one that is not there, a cap with and without a floor, none."""
+    words = {
+        "egspo": (0.8, 1.5),
+        "clip-higher": (0.8, 1.28),
+        "cispo": (0.0, 5.0),
+        "cispo-released": (0.8, 1.28),
+        "self-norm-only": (0.0, math.inf),
+        "reinforce": (0.0, math.inf),
+    }
+    for name, bounds in words.items():
+        got = judged.clip_bounds(algorithms.METHODS[name])
+        assert [round(v, 12) for v in got] == list(bounds), name
+
+
+@judges(module=diagnostics)
+def law_diagnostics(judged: ModuleType) -> None:
     """Means, spread, clipped and bypassed shares and effective sample size by plain arithmetic over entries that exist."""
-    rollout, plan, _ = loose_plan(alg)
+    rollout, plan, _ = loose_plan(algorithms)
     anchor, adv = normal(3, 4, 5, seed=51), double([1.0, -1.0, 0.0, -2.0])
     ll = anchor + normal(3, 4, 5, seed=52)
     for name in ("diffu-grpo", "stabledrl-elbo"):
-        method = config.with_options(alg.METHODS[name], {"reduction": "token"})
+        method = config.with_options(algorithms.METHODS[name], {"reduction": "token"})
         key, low, high = ("objective.epsilon_high", 0.5, 1.4) if name == "diffu-grpo" else ("objective.cap", 0.0, 1.7)
         method = config.with_options(method, {key: high - (name == "diffu-grpo")})
         seen = [(float((ll - anchor)[k, b, i]), float(adv[b])) for k, b, i in plan.scored.nonzero().tolist()]
@@ -1642,19 +1687,20 @@ def law_diagnostics(alg: ModuleType) -> None:
             "bypass_fraction": sum(a < 0 and x > high for x, (_, a) in zip(r, seen, strict=True)) / n,
             "effective_sample_size": sum(r) ** 2 / (n * sum(x * x for x in r)),
         }
-        got = alg.diagnostics(method, plan, rollout, ll, anchor, adv)
+        got = judged.ratio_diagnostics(method, plan, rollout, ll, anchor, adv)
         assert any(a < 0 and x < 0.5 for x, (_, a) in zip(r, seen, strict=True)), "no ratio below the clip"
         assert any(a == 0 and x > high for x, (_, a) in zip(r, seen, strict=True)), "no ratio above it with adv = 0"
         assert set(got) == set(expected) and 0 < expected["clip_fraction"] < 1 and 0 < expected["bypass_fraction"] < 1
         for key, value in expected.items():
             close(got[key], value, f"{name}: {key}")
-        calm = alg.diagnostics(method, plan, rollout, ll, ll, adv)
+        calm = judged.ratio_diagnostics(method, plan, rollout, ll, ll, adv)
         close([calm["ratio_mean"], calm["effective_sample_size"], calm["clip_fraction"]], [1.0, 1.0, 0.0], "on policy")
-        nothing = alg.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
-        assert alg.diagnostics(method, nothing, rollout, ll, anchor, adv) == {}, "no entries"
+        nothing = algorithms.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
+        assert judged.ratio_diagnostics(method, nothing, rollout, ll, anchor, adv) == {}, "no entries"
 
 
 # The laws of the method families, each in a file of its own; they register themselves.
+import laws_block  # noqa: E402, F401
 import laws_gdpo  # noqa: E402, F401
 import laws_stabledrl  # noqa: E402, F401
 import laws_steps  # noqa: E402, F401

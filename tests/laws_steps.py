@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import laws
 from laws import (
     WALKS,
     Formula,
@@ -371,10 +372,8 @@ def released(alg: ModuleType, **parts: Any) -> Any:
 def graph_features(alg: ModuleType, method: Any, model: Any, rollout: Any, plan: Any, reference: Any = None) -> dict:
     """All features of a row with their graph, at its temperature."""
     temperature = rollout.sampler.temperature if method.temperature == "sampling" else 1.0
-    states = torch.arange(plan.scored.shape[0] * plan.scored.shape[1])
     more = {} if reference is None else {"reference": reference}
-    found = alg.state_features(model, rollout, plan, states, temperature=temperature, names=method.features, **more)
-    return {name: value.unflatten(0, plan.scored.shape[:2]) for name, value in found.items()}
+    return laws.graph_features(alg, model, rollout, plan, method.features, temperature, **more)
 
 
 @judges("10.1")
@@ -675,6 +674,10 @@ def law_other_orders_have_no_position_factor(alg: ModuleType) -> None:
     close(nothing["order_logp"], torch.zeros(len(following), 3), "nothing scored")
     gradient = oracle.table_gradient(model, nothing["order_logp"].sum())
     close(gradient, torch.zeros_like(model.table), "nothing scored: gradient")
+    logits, rows = normal(6, 2, seed=66).requires_grad_(), torch.ones(2, 3, dtype=torch.bool)
+    passed = alg.order_logp(logits, logits.log_softmax(-1), rows, ~rows, torch.zeros(2, 3, dtype=torch.long))
+    close(passed, torch.zeros(2, 3), "candidates, and nothing scored")
+    close(torch.autograd.grad(passed.sum(), logits)[0], torch.zeros(6, 2), "candidates, and nothing scored: gradient")
 
 
 class Counting:
@@ -746,7 +749,9 @@ def credit_by_hand(reward: Tensor, value: Tensor, valid: Tensor, time: Tensor, o
 def law_stepwise_advantage(alg: ModuleType) -> None:
     """By loops, for every combination of options: centred rank by rank over the members that have a state there."""
     reward, value, valid, time = credit_case()
-    for lam, schedule, normalize, center in itertools.product((0.0, 0.5, 2.0), alg.SCHEDULES, (False, True), alg.CENTERS):
+    for lam, schedule, normalize, center in itertools.product(
+        (0.0, 0.5, 2.0), alg.SCHEDULES, (False, True), ("rank", "reward")
+    ):
         options = {"lam": lam, "schedule": schedule, "normalize": normalize, "center": center}
         got = alg.stepwise_advantage(reward, N, value, valid, time, **options)
         expected = double(credit_by_hand(reward, value, valid, time, options))
@@ -861,7 +866,9 @@ def law_stepwise_advantage_is_unbiased(alg: ModuleType) -> None:
         share.append(oracle.table_gradient(model, oracle.score_expectation(paths, score, lambda y: reward_of(y, None))))
     close(sum(share), walk_gradient(case), "the shares of the steps make the policy gradient")
     pair = (chance[first] * chance[second]).repeat_interleave(2) / 2
-    for lam, schedule, normalize, center in itertools.product((0.0, 0.5, 3.0), alg.SCHEDULES, (True, False), alg.CENTERS):
+    for lam, schedule, normalize, center in itertools.product(
+        (0.0, 0.5, 3.0), alg.SCHEDULES, (True, False), ("rank", "reward")
+    ):
         options = {"lam": lam, "schedule": schedule, "normalize": normalize, "center": center}
         adv = alg.stepwise_advantage(reward[rows], 2, value[:, rows], plan.valid, time, **options)
         got = oracle.table_gradient(model, (pair * adv * ll).sum())

@@ -4,6 +4,7 @@ Counted are the bytes that autograd has saved for a backward pass and still hold
 is their largest sum at any moment. Activations dominate a GPU in the same way, but this number is exact and needs none.
 """
 
+import dataclasses
 from collections import Counter
 from functools import partial
 
@@ -55,8 +56,8 @@ class _Held:
 
 
 def joint_backward(model, rollout, plan, loss_of, *, temperature=1.0, names=("logp",), **more) -> torch.Tensor:
-    """The reference path: one graph over all states of the plan."""
-    states = torch.arange(plan.valid.numel())
+    """The reference path: one graph over all states of the plan, each a forward of its own."""
+    states, plan = torch.arange(plan.valid.numel()), dataclasses.replace(plan, block_length=None)
     feature = alg.state_features(model, rollout, plan, states, temperature=temperature, names=names, **more)
     loss = loss_of({name: value.unflatten(0, plan.valid.shape) for name, value in feature.items()})
     loss.backward()

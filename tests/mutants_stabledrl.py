@@ -202,14 +202,14 @@ MUTANTS: list[Mutant] = [
     Mutant("7.1", "    return ll - anchor\n", "    return ll - anchor.mean()\n", "law_noise_makes_log_normal_ratios"),
     Mutant(
         "",
-        "((adv[present] < 0) & (ratio > method.clip_bounds[1]))",
-        "((adv[present] <= 0) & (ratio > method.clip_bounds[1]))",
+        "((adv[present] < 0) & (ratio > clip_bounds(method)[1]))",
+        "((adv[present] <= 0) & (ratio > clip_bounds(method)[1]))",
         "law_bypass_rate_of_noise",
     ),
     Mutant(
         "",
-        "((adv[present] < 0) & (ratio > method.clip_bounds[1]))",
-        "((adv[present] < 0) & (ratio < method.clip_bounds[0]))",
+        "((adv[present] < 0) & (ratio > clip_bounds(method)[1]))",
+        "((adv[present] < 0) & (ratio < clip_bounds(method)[0]))",
         "law_bypass_rate_of_noise",
     ),
     # --------------------------------------------------------------------------------------------------------------- rows

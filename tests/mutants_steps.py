@@ -193,7 +193,7 @@ MUTANTS: list[Mutant] = [
     Mutant("4.2", "return hidden & (block ==", "return hidden | (block !=", "law_order_kernel"),
     Mutant(
         "4.2",
-        "hidden & (block == (block * plan.scored.flatten(0, 1)[states]).amax(-1, keepdim=True))",
+        "hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)",
         "hidden",
         "law_order_kernel",
     ),
@@ -278,8 +278,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "4.2",
-        "[:, rollout.prompt.shape[1] :][rows])",
-        "[:, rollout.prompt.shape[1] :])[rows]",
+        "[:, start:][rows])",
+        "[:, start:])[rows]",
         "law_exact_kernel_costs_rows_of_the_head_only",
     ),
     Mutant(

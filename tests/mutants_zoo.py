@@ -34,8 +34,8 @@ MUTANTS: list[Mutant] = [
         "gap.square().sum(2, keepdim=True) / count",
         "law_methods_of_the_zoo",
     ),
-    Mutant("8.14", "return anchor.exp() * loss", "return ll.exp() * loss", "law_confident_clip"),
-    Mutant("8.14", "return anchor.exp() * loss", "return loss", "law_methods_of_the_zoo"),
+    Mutant("8.14", "return anchor.exp() * ppo_clip(", "return ll.exp() * ppo_clip(", "law_confident_clip"),
+    Mutant("8.14", "return anchor.exp() * ppo_clip(", "return ppo_clip(", "law_methods_of_the_zoo"),
     Mutant("8.15", "(change / length - psi * adv).square()", "(change / length + psi * adv).square()", "law_regression"),
     Mutant("8.15", "(change / length - psi * adv).square()", "(change - psi * adv).square()", "law_regression"),
     Mutant(

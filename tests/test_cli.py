@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import tiny
-from minidrl import algorithms, config, report, trainer
+from minidrl import algorithms, config, oracle, report, trainer
 from minidrl.__main__ import main
 from minidrl.algorithms import METHODS
 from minidrl.tasks.countdown import Countdown
@@ -96,6 +96,17 @@ MISTAKES = {
     "--sampler.block_length 3": "block_length: got 3; allowed a divisor of length = 4",
     "--task.num_numbers 7": "task.num_numbers: got 7; allowed 2, 3, 4",
     "--task.reward kind": "task.reward: got 'kind'; allowed strict,",
+    "--task.prompt_format poem": "task.prompt_format: got 'poem'; allowed plain, chat",
+    "--task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the model's tokenizer has no chat template",
+    "--dtype float16": "dtype: got 'float16'; allowed stored, float32, bfloat16",
+    "--quantize true": "quantize: got True; allowed with lora.rank from 1",
+    "--quantize true --lora.rank 2 --rollout_dtype bfloat16": "quantize: got True; allowed with lora.rank from 1 and without",
+    "--gradient_checkpointing true --compile true": "gradient_checkpointing: got True with compile; allowed one of the two",
+    "--lora.rank -1": "lora.rank: got -1; allowed from 0",
+    "--lora.alpha 0": "lora.alpha: got 0.0; allowed finite numbers above 0",
+    "--lora.target_modules []": "lora.target_modules: got []; allowed names of linear layers, at least one",
+    "--lora.target_modules q_proj": "lora.target_modules: got 'q_proj'; allowed a value of type list",
+    "--lora.rank 2 --lora.target_modules [attn_out]": "lora.target_modules: got 'attn_out', which matches no module",
     "--device quantum": "device: got 'quantum'; allowed cpu",
     "--method_options.plan.states 3": "method_options.plan.states: no such option of reinforce; allowed plan.num_states,",
     "--method_options 3": "method_options: got 3; allowed a value of type dict",
@@ -150,6 +161,10 @@ METHOD_MISTAKES = {
     "ppo --sampler.temperature 0": "sampler.temperature: got 0; allowed above 0, ppo scores at the sampling temperature",
     "ppo --rollout_dtype float16": "rollout_dtype: got 'float16'; allowed float32, bfloat16",
     "ppo --rollout_dtype 16": "rollout_dtype: got 16; allowed a value of type str",
+    "trace-block": "sampler.attention: got 'bidirectional'; allowed block_causal, as trace-block scores all blocks at once",
+    "ppo --sampler.attention causal": "attention: got 'causal'; allowed bidirectional, block_causal",
+    "ppo --sampler.block_length 3": "block_length: got 3; allowed a divisor of length = 4",
+    "ppo --sampler.cache exact": "cache: got 'exact' with attention bidirectional; allowed none, prefix, dual",
     "ppo --filter_groups maybe": "filter_groups: got 'maybe'; allowed a value of type bool",
     "ppo --filter_groups true --num_generations 1": "filter_groups: got True with num_generations 1; allowed from 2",
 }
@@ -161,6 +176,33 @@ def test_what_a_method_refuses_is_one_line_before_anything_is_loaded_or_written(
     before = sorted(folder.rglob("*"))
     assert METHOD_MISTAKES[arguments] in refused(capfd, "train", "run.yaml", "--method", *arguments.split())
     assert sorted(folder.rglob("*")) == before
+
+
+# What only the checkpoint can tell: the folder base is bidirectional, base-in-blocks was trained with blocks of 2.
+ATTENTION_MISTAKES = {
+    "--sampler.attention block_causal": "attention: got 'block_causal' for a bidirectional model; allowed bidirectional",
+    "--model base-in-blocks": "attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length 2",
+    "--model base-in-blocks --sampler.attention block_causal": "block_length: got 4; allowed 2, that of the model's attention",
+}
+
+
+@pytest.mark.parametrize("arguments", ATTENTION_MISTAKES)
+def test_a_sampler_that_is_not_the_checkpoints_is_one_line_and_writes_nothing(arguments, folder, capfd):
+    tiny.blockwise_folder(folder / "base")
+    before = sorted(folder.rglob("*"))
+    assert ATTENTION_MISTAKES[arguments] in refused(capfd, "train", "run.yaml", *arguments.split())
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_block_causal_checkpoint_is_trained_and_evaluated_with_its_own_sampler(folder, capfd):
+    tiny.blockwise_folder(folder / "base")
+    blocks = ["--sampler.attention", "block_causal", "--sampler.block_length", "2", "--sampler.cache", "exact"]
+    for method in ("trace-block", "stabledrl-block", "reinforce"):
+        words = ("train", "run.yaml", "--model", "base-in-blocks", "--method", method, "--out", method, *blocks)
+        status, _, error = run(capfd, *words)
+        assert status == 0 and (folder / method / "summary.json").is_file(), error
+    message = refused(capfd, "evaluate", "base-in-blocks", "--config", "run.yaml", "--n", "4")
+    assert "attention: got 'bidirectional' for a block-causal model" in message
 
 
 @pytest.mark.parametrize(("name", "record"), [("dppo-topk", "topk"), ("egspo-sa", "one_step"), ("mdpo", "one_step")])
@@ -238,6 +280,10 @@ OTHER_MISTAKES = {
     "evaluate base --config nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
     "evaluate nowhere --config run.yaml": "model: got 'nowhere', which holds no config.json",
     "evaluate gpt --config run.yaml": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
+    "memory nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
+    "memory run.yaml --gpus 0": "gpus: got '0'; allowed integers from 1",
+    "memory run.yaml --model nowhere": "model: got 'nowhere', which holds no config.json",
+    "memory run.yaml --lora.rank 2 --lora.target_modules [head]": "lora.target_modules: got 'head', which matches no module",
     "methods --jsn": "--jsn",
     "estimators --n 3": "--n: unknown option",
     "compare run.yaml --methods reinforce,pppo --out all": "method: got 'pppo'; allowed reinforce",
@@ -320,6 +366,33 @@ def test_a_config_that_ships_is_valid(path):
     assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
     if "method" in text:
         assert trainer.method_of(settings).name == text["method"]
+
+
+def test_the_name_of_a_model_on_the_hub_is_no_path(folder):
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN | {"model": "GSAI-ML/LLaDA-8B-Instruct"}))
+    assert config.load(config.Train, "run.yaml").model == "GSAI-ML/LLaDA-8B-Instruct"
+    (folder / "GSAI-ML").mkdir()  # then it is a folder beside the config
+    assert config.load(config.Train, "run.yaml").model == str(folder / "GSAI-ML/LLaDA-8B-Instruct")
+
+
+def test_memory_is_told_before_anything_is_loaded(folder, capfd, monkeypatch):
+    monkeypatch.setattr(trainer.denoiser, "load", lambda *_: pytest.fail("a network was loaded"))
+    (folder / "base/model.safetensors").unlink()
+    status, out, error = run(capfd, "memory", "run.yaml", "--gradient_checkpointing", "true")
+    assert (status, error) == (0, "") and out.splitlines()[-1].startswith("peak ")
+    status, out, _ = run(capfd, "memory", "run.yaml", "--json")
+    parts = json.loads(out)
+    weights = 4 * tiny.network().num_parameters()
+    assert status == 0 and (parts["weights"], parts["optimizer"]) == (weights, 2 * weights)
+
+
+def test_out_of_memory_is_status_2(folder, capfd, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 23.6 GiB")
+
+    monkeypatch.setattr(trainer, "second_pass", full)
+    status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
+    assert status == 2 and error.splitlines()[-1].startswith("minidrl: micro_batch: got 128, out of memory in the update")
 
 
 def test_a_changed_run_is_noticed(folder):
@@ -423,6 +496,17 @@ def test_estimators_in_json(capfd):
     rows = json.loads(out)
     assert status == 0 and error == "" and len(rows) > 3
     assert all(row.keys() == set(report.ESTIMATOR_COLUMNS) for row in rows)
+    model, response = oracle.TabularDenoiser.random(6, 3, torch.Generator().manual_seed(0)), (0, 1, 2, 0, 1, 2)
+    gap = {
+        "random order": oracle.any_order_log_likelihood(model, response) - oracle.elbo(model, response),
+        "random order in blocks of 3": oracle.block_log_likelihood(model, response, 3) - oracle.block_elbo(model, response, 3),
+    }
+    for row in rows:  # each against the exact values of its own sampler
+        assert row["bias to ELBO"] - row["bias to log p"] == pytest.approx(gap[row["sampler"]].item(), abs=1e-9)
+        assert ("blocks" in row["sampler"]) == (row["estimator"] == "block ELBO")
+    unbiased = [row for row in rows if row["estimator"] in ("block ELBO", "ELBO, count", "ELBO, complementary")]
+    assert len(unbiased) == 8
+    assert all(abs(row["bias to ELBO"]) <= 5 * row["std error of the bias"] for row in unbiased)
 
 
 def test_help_is_no_mistake(capfd):

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "minidrl"
 FOUNDATIONS = {f"{PACKAGE}.algorithms", f"{PACKAGE}.oracle"}  # import nothing of the package
-LOOPS = {f"{PACKAGE}.trainer", f"{PACKAGE}.controls", f"{PACKAGE}.__main__"}  # use the rest; nothing below uses them
+LOOPS = {f"{PACKAGE}.{name}" for name in ("trainer", "controls", "verify", "__main__")}  # use the rest; nothing below uses them
 MAX_LINES, MAX_BODY, MIN_PROSE = 1500, 20, 1 / 3
 
 
@@ -226,8 +226,9 @@ def test_shapes_are_checked_and_other_annotations_left_to_the_function(tmp_path,
         weighted(x, w, "mean", 1.0)
 
 
-def test_the_hook_is_on_for_algorithms():
-    loader = importlib.util.find_spec(f"{PACKAGE}.algorithms").loader
+@pytest.mark.parametrize("name", ["algorithms", "diagnostics"])
+def test_the_hook_is_on(name: str):
+    loader = importlib.util.find_spec(f"{PACKAGE}.{name}").loader
     assert type(loader).__module__.startswith("jaxtyping")
 
 
@@ -280,7 +281,8 @@ def test_requirements_are_exact_public_pins():
 def test_pins_lie_in_the_ranges_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    ranges = [Requirement(line) for line in [*project["dependencies"], *extras["dev"], *extras["tensorboard"]]]
+    tested = [*project["dependencies"], *extras["dev"], *extras["tensorboard"], *extras["lora"]]
+    ranges = [Requirement(line) for line in tested]
     pins = {pin.name.lower(): next(iter(pin.specifier)).version for pin in requirements()}
     assert {requirement.name.lower() for requirement in ranges} == set(pins)
     for requirement in ranges:

@@ -11,7 +11,7 @@ import torch
 import laws
 from laws import double
 from minidrl import algorithms as alg
-from minidrl import config
+from minidrl import config, diagnostics
 from parity import FOLDER, cases, same
 
 
@@ -113,7 +113,7 @@ def test_dppo(case):
     mine = Case(row, given, delta=given["threshold"], cap=given["trunc"])
     mine.agrees(out["loss"], out["grad_logp_new"])
     ll = mine.logp.detach()[None]
-    seen = alg.diagnostics(mine.method, mine.plan, mine.rollout, ll, mine.anchor, mine.adv)["clip_fraction"]
+    seen = diagnostics.ratio_diagnostics(mine.method, mine.plan, mine.rollout, ll, mine.anchor, mine.adv)["clip_fraction"]
     # verl counts the entries of adv = 0 as negative ones; its mask there multiplies a gradient that is 0 anyway.
     if bool((mine.adv != 0).all()):
         same(seen, out["masked_fraction"], "masked fraction")

@@ -1,7 +1,8 @@
 """Wrong versions of every equation, each of which a named law must reject.
 
-A mutant is the source of minidrl.algorithms with one passage replaced, compiled into a module of its own: a weight, an
-axis, a sign, a detach, a side of a clip or of a mask, an off-by-one. A law that no mutant fails judges nothing.
+A mutant is the source of the module that its law judges (minidrl.algorithms, but for a few) with one passage replaced,
+compiled into a module of its own: a weight, an axis, a sign, a detach, a side of a clip or of a mask, an off-by-one. A law
+that no mutant fails judges nothing.
 """
 
 import inspect
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import laws
+import mutants_block
 import mutants_gdpo
 import mutants_stabledrl
 import mutants_steps
@@ -20,16 +22,19 @@ import mutants_zoo
 from minidrl import algorithms
 from mutant import Mutant
 
-SOURCE = inspect.getsource(algorithms)
+SOURCES = {module.__name__: inspect.getsource(module) for module in laws.MODULES.values()}
 # A wrong result, or an error that the law provokes. NameError, TypeError and the like would mean a broken mutant.
 KILLED = (AssertionError, ValueError, RuntimeError)
+
+# What draws the counts of (2.3); that of (2.8) reads alike.
+COUNT = "(u * n).floor().long() + 1, n)\n    masked = _random_subset(_uniform((num_states, *inside"
 
 
 MUTANTS = [
     # --------------------------------------------------------------------------------------- rollout, plan, shared parts
     Mutant("", "return self.keep.sum(-1)", "return self.keep.sum(-1) - 1", "law_lengths_and_calls"),
-    Mutant("", "return int((self.valid & self.scored.any(-1)).sum())", "return int(self.valid.sum())", "law_lengths_and_calls"),
-    Mutant("", "needed = (plan.valid & plan.scored.any(-1))", "needed = plan.scored.any(-1)", "law_lengths_and_calls"),
+    Mutant("", "return int(self.needed.sum())", "return int(self.valid.sum())", "law_lengths_and_calls"),
+    Mutant("", "return (self.valid & self.scored.any(-1)).", "return self.scored.any(-1).", "law_lengths_and_calls"),
     Mutant(
         "2.3",
         "_after_visible_prompt(rollout, masked | ~domain)",
@@ -93,14 +98,9 @@ MUTANTS = [
     # ------------------------------------------------------------------------------------------------- 2.3 ELBO, count form
     Mutant("2.3", "/ (num_states * count)", "/ num_states + 0 * count", "law_count_plan_weights"),
     Mutant("2.3", "/ (num_states * count)", "/ count", "law_count_plan_expectation"),
-    Mutant("2.3", "(u * n).floor().long() + 1, n)", "(u * n).floor().long().clamp(min=1), n)", "law_count_plan_expectation"),
-    Mutant("2.3", "(u * n).floor().long() + 1, n)", "(u * n).round().long().clamp(min=1), n)", "law_count_plan_expectation"),
-    Mutant(
-        "2.3",
-        "(u * n).floor().long() + 1, n)",
-        "(u.square() * n).floor().long() + 1, n)",
-        "law_count_plan_is_exact_for_consistent_models",
-    ),
+    Mutant("2.3", COUNT, COUNT.replace("floor().long() + 1", "floor().long().clamp(min=1)"), "law_count_plan_expectation"),
+    Mutant("2.3", COUNT, COUNT.replace("floor().long() + 1", "round().long().clamp(min=1)"), "law_count_plan_expectation"),
+    Mutant("2.3", COUNT, COUNT.replace("u * n", "u.square() * n"), "law_count_plan_is_exact_for_consistent_models"),
     Mutant("2.3", "n = inside.sum(-1)\n    u =", "n = inside.sum(-1) * 0 + inside.shape[1]\n    u =", "law_count_plan_weights"),
     Mutant(
         "2.3",
@@ -108,7 +108,12 @@ MUTANTS = [
         "n = inside.sum(-1) * 0 + inside.shape[1]\n    u =",
         "law_single_position_is_exact",
     ),
-    Mutant("2.3", "if strata:", "if not strata:", "law_strata_do_not_raise_the_variance"),
+    Mutant(
+        "2.3",
+        "inside.device)\n    if strata:",
+        "inside.device)\n    if not strata:",
+        "law_strata_do_not_raise_the_variance",
+    ),
     Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + u[:1]) / num_states", "law_count_plan_frequencies"),
     Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + 0.5 + 0 * u) / num_states", "law_count_plan_frequencies"),
     Mutant(
@@ -130,7 +135,7 @@ MUTANTS = [
         "law_count_plan_frequencies",
     ),
     Mutant("2.3", "noise.masked_fill(~domain, torch.inf).argsort", "noise.argsort", "law_count_plan_frequencies"),
-    Mutant("2.3", "torch.minimum((u * n).floor().long() + 1, n)", "(u * n).floor().long() + 1", "law_count_plan_at_the_edge"),
+    Mutant("2.3", COUNT, COUNT.replace("+ 1, n)", "+ 1, 0 * n + 99)"), "law_count_plan_at_the_edge"),
     # ---------------------------------------------------------------------------------------------- 2.4 complementary pairs
     Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_expectation"),
     Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_frequencies"),
@@ -232,8 +237,8 @@ MUTANTS = [
     ),
     Mutant(
         "4.1",
-        "[:, rollout.prompt.shape[1] :][rows]",
-        "[:, rollout.prompt.shape[1] - 1 : -1][rows]",
+        "[:, start:][rows]",
+        "[:, start - 1 : -1][rows]",
         "law_features_are_those_of_the_model",
     ),
     Mutant(
@@ -462,37 +467,33 @@ MUTANTS = [
         "total = (loss * weight * present).mean((0, 2))",
         "law_aggregation",
     ),
-    Mutant(
-        "9.1", "return (total / rollout.lengths).mean()", "return (total / rollout.lengths).sum()", "law_aggregation_of_prompts"
-    ),
+    Mutant("9.1", "(total / rollout.lengths).mean()", "(total / rollout.lengths).sum()", "law_aggregation_of_prompts"),
     Mutant(
         "9.1",
-        "return (total / rollout.lengths).mean()",
-        "return (total / rollout.keep.shape[1]).mean()",
+        "(total / rollout.lengths).mean()",
+        "(total / rollout.keep.shape[1]).mean()",
         "law_aggregation_invariances",
     ),
-    Mutant(
-        "9.1", "return total.sum() / rollout.lengths.sum()", "return total.mean() / rollout.lengths.sum()", "law_aggregation"
-    ),
+    Mutant("9.1", "total.sum() / rollout.lengths.sum()", "total.mean() / rollout.lengths.sum()", "law_aggregation"),
     Mutant(
         "9.1",
-        "return total.sum() / rollout.lengths.sum()",
-        "return (total / rollout.lengths).mean()",
+        "total.sum() / rollout.lengths.sum()",
+        "(total / rollout.lengths).mean()",
         "law_aggregation_of_prompts",
     ),
     Mutant(
         "9.1",
-        "return total.mean() / rollout.keep.shape[1]",
-        "return total.mean() / rollout.lengths.max()",
+        "total.mean() / rollout.keep.shape[1]",
+        "total.mean() / rollout.lengths.max()",
         "law_aggregation_invariances",
     ),
     Mutant(
         "9.1",
-        "return total.sum() / (total.shape[0] / rollout.num_generations)",
-        "return total.sum() / rollout.num_generations",
+        "total.sum() / (total.shape[0] / rollout.num_generations)",
+        "total.sum() / rollout.num_generations",
         "law_aggregation_of_prompts",
     ),
-    Mutant("9.1", "return total.sum() / (total.shape[0] / rollout.num_generations)", "return total.sum()", "law_aggregation"),
+    Mutant("9.1", "total.sum() / (total.shape[0] / rollout.num_generations)", "total.sum()", "law_aggregation"),
     # ---------------------------------------------------------------------------------------------------------- 10 methods
     Mutant(
         "10.1",
@@ -537,8 +538,11 @@ MUTANTS = [
     Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", count=4),
     Mutant("10.1", "partial(self_normalized_clip, cap=6.0)", "partial(self_normalized_clip, cap=5.0)", "law_method_properties"),
     Mutant("10.1", "self.objective.func is reinforce and self.kl is None", "self.kl is None", "law_method_properties"),
-    Mutant("10.1", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_high", 1.0), 1 +', "law_diagnostics"),
     # ---------------------------------------------------------------------------------------------------------- diagnostics
+    Mutant("", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_high", 1.0), 1 +', "law_diagnostics"),
+    Mutant("", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_low", 0.2), 1 +', "law_clip_bounds"),
+    Mutant("", 'words.get("epsilon_high", math.inf)', 'words.get("epsilon_low", math.inf)', "law_clip_bounds"),
+    Mutant("", 'float(words.get("floor", 0.0))', "0.0", "law_clip_bounds"),
     Mutant(
         "",
         "present = entries(plan, method.reduction)[0].expand_as(ll)",
@@ -560,14 +564,24 @@ MUTANTS = [
 ]
 
 MUTANTS += (
-    mutants_gdpo.MUTANTS + mutants_stabledrl.MUTANTS + mutants_steps.MUTANTS + mutants_trust.MUTANTS + mutants_zoo.MUTANTS
+    mutants_block.MUTANTS
+    + mutants_gdpo.MUTANTS
+    + mutants_stabledrl.MUTANTS
+    + mutants_steps.MUTANTS
+    + mutants_trust.MUTANTS
+    + mutants_zoo.MUTANTS
 )
 
 
+def source_of(law: str) -> str:
+    """The module that the law judges."""
+    return SOURCES[laws.MODULES[law].__name__]
+
+
 def mutated(mutant: Mutant) -> ModuleType:
-    """minidrl.algorithms with the passage replaced, as a module of its own."""
-    module = ModuleType("mutant_of_algorithms")
-    source = SOURCE.replace(mutant.old, mutant.new)
+    """The module that the law judges with the passage replaced, as a module of its own."""
+    module = ModuleType("mutant")
+    source = source_of(mutant.law).replace(mutant.old, mutant.new)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up while they are made
         exec(compile(source, module.__name__, "exec"), module.__dict__)
@@ -576,9 +590,8 @@ def mutated(mutant: Mutant) -> ModuleType:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.tag or 'helper'}-{mutant.law}")
 def test_the_law_kills_the_mutant(mutant):
-    assert SOURCE.count(mutant.old) == mutant.count, (
-        f"the source changed: {mutant.old!r} occurs {SOURCE.count(mutant.old)} times"
-    )
+    found = source_of(mutant.law).count(mutant.old)
+    assert found == mutant.count, f"the source changed: {mutant.old!r} occurs {found} times"
     assert mutant.new != mutant.old
     with pytest.raises(KILLED):
         laws.LAWS[mutant.law](mutated(mutant))
@@ -591,7 +604,7 @@ def test_the_law_accepts_the_unmutated_source(name):
 
 
 def test_every_equation_has_two_mutants():
-    tags = re.findall(r'"""\((\d+\.\d+)\) ', SOURCE)
+    tags = re.findall(r'"""\((\d+\.\d+)\) ', SOURCES[algorithms.__name__])
     assert len(tags) >= 18
     short = {tag: sum(mutant.tag == tag for mutant in MUTANTS) for tag in tags}
     assert all(number >= 2 for number in short.values()), short

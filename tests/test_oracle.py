@@ -93,6 +93,20 @@ def test_a_parameter_is_shared_and_a_tensor_is_copied():
     assert not data.any()
 
 
+def test_a_staircase_is_the_states_of_its_blocks():
+    """Block m of each row: what `logits_at` says of [clean before m, noisy m, hidden after it]."""
+    model, noise = table_model(4, 2), torch.Generator().manual_seed(4)
+    clean, noisy = torch.randint(0, 2, (6, 4), generator=noise), torch.randint(0, 3, (6, 4), generator=noise)
+    prompt = torch.zeros(6, 3, dtype=torch.long)
+    for size in (1, 2, 4):
+        h = model.encode_staircase(prompt, prompt.bool(), clean, noisy, block_length=size, clean_stream="block")
+        assert h.shape == (6, 4, 2)
+        for row, i in itertools.product(range(6), range(4)):
+            start, stop = i // size * size, i // size * size + size
+            state = clean[row, :start].tolist() + noisy[row, start:stop].tolist() + [2] * (4 - stop)
+            close(h[row, i], model.logits_at(tuple(state))[i], atol=0)
+
+
 def test_temperature_divides_the_logits():
     model = TabularDenoiser(torch.tensor([0.0, 1.0]).double().expand(3, 1, 2).contiguous())
     expected = -math.log(1 + math.exp(1 / 0.5))
@@ -212,6 +226,66 @@ def test_golden_counts_and_elbo(case):
         hidden = frozenset(i for i, flag in enumerate(mask) if flag)
         sample.append(model.length / len(hidden) * sum(oracle.token_logp(model, response, hidden).values()))
     close(sum(sample) / len(sample), outputs["estimate"], atol=1e-8)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("block_length", [1, 2, 4])
+def test_block_likelihood_is_that_of_the_block_sampler(block_length, temperature):
+    """Every response, with its gradient: the sum over all trajectories that end in it."""
+    model = table_model(4, 2)
+    taus = oracle.trajectories(model, "random", temperature, 1, block_length)
+    distribution = oracle.response_distribution(taus)
+    assert set(distribution) == set(responses(model))
+    for response, prob in distribution.items():
+        log_p = oracle.block_log_likelihood(model, response, block_length, temperature)
+        close(log_p.exp(), prob)
+        if response in ((0, 0, 1, 0), (1, 1, 0, 1)):
+            close(oracle.table_gradient(model, log_p), oracle.table_gradient(model, prob.log()))
+
+
+def test_one_block_is_the_whole_sequence():
+    model = table_model(4, 3)
+    for response in responses(model)[::13]:
+        close(oracle.block_elbo(model, response, 4), oracle.elbo(model, response))
+        for temperature in (1.0, 0.6):
+            whole = oracle.any_order_log_likelihood(model, response, temperature)
+            close(oracle.block_log_likelihood(model, response, 4, temperature), whole)
+
+
+def test_blocks_of_one_token_are_the_chain_from_left_to_right():
+    model = table_model(4, 3)
+    for response in responses(model)[::13]:
+        chain = sum(oracle.token_logp(model, response, frozenset(range(i, 4)))[i] for i in range(4))
+        close(oracle.block_elbo(model, response, 1), chain)
+        close(oracle.block_log_likelihood(model, response, 1), chain)
+
+
+def test_block_elbo_is_a_mean_over_the_orders_within_blocks():
+    """As `permutation_elbo`: of the log-probability of every order that finishes block after block."""
+    model, response = table_model(4, 3), (2, 0, 1, 1)
+    orders = [(*a, *b) for a in itertools.permutations((0, 1)) for b in itertools.permutations((2, 3))]
+    scores = []
+    for order in orders:
+        logp = [oracle.token_logp(model, response, frozenset(order[j:]))[order[j]] for j in range(4)]
+        scores.append(sum(logp))
+    close(oracle.block_elbo(model, response, 2), torch.stack(scores).mean())
+    close(oracle.block_log_likelihood(model, response, 2), torch.stack(scores).logsumexp(0) - math.log(4))
+    mine, theirs = (oracle.table_gradient(model, x) for x in (oracle.block_elbo(model, response, 2), sum(scores) / 4))
+    close(mine, theirs)
+
+
+def test_block_elbo_is_a_bound_and_tight_on_a_consistent_joint():
+    model = table_model(6, 2)
+    for block_length in (2, 3):
+        for response in responses(model)[::9]:
+            gap = oracle.block_log_likelihood(model, response, block_length) - oracle.block_elbo(model, response, block_length)
+            assert gap.item() > 1e-3
+    joint = torch.rand(3, 3, 3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model = oracle.consistent_denoiser(joint)
+    for response, block_length in itertools.product(responses(model)[::5], (1, 2, 4)):
+        log_p = (joint[response] / joint.sum()).log()
+        close(oracle.block_elbo(model, response, block_length), log_p)
+        close(oracle.block_log_likelihood(model, response, block_length), log_p)
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------
@@ -625,6 +699,8 @@ ERRORS = [
     ("tokens_per_step", lambda: oracle.trajectories(MODEL, "random", 1.0, 0)),
     ("tokens_per_step", lambda: oracle.transition(MODEL, (2, 0), range(2), "random", 1.0, 2)),
     ("block_length", lambda: oracle.trajectories(table_model(3, 1), "random", 1.0, 1, block_length=2)),
+    ("block_length", lambda: oracle.block_elbo(MODEL, (0, 1), 3)),
+    ("block_length", lambda: oracle.block_log_likelihood(MODEL, (0, 1), 0)),
     ("eos_token_id", lambda: oracle.trajectories(MODEL, "random", 1.0, 1, eos_token_id=2)),
     ("draws", lambda: oracle.moments([(0.5, 1.0)])),
 ]

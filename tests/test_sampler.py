@@ -727,11 +727,11 @@ def noise_of_the_trajectory(settings, rows, generator, device, records):
     return replace(noise, completion=noise.uniform.expand(-1, -1, settings.length))
 
 
-def noise_by_place_in_the_part(model, settings, trace, noise, step, rows):
+def noise_by_place_in_the_part(model, settings, trace, noise, step, rows, cache):
     uniform = noise.uniform[:, : len(rows)]
     padded = noise.uniform.clone()
     padded[:, rows] = uniform
-    ORIGINAL["reveal"](model, settings, trace, replace(noise, uniform=padded), step, rows)
+    ORIGINAL["reveal"](model, settings, trace, replace(noise, uniform=padded), step, rows, cache)
 
 
 def gumbel_in_bfloat16(logq, u):
@@ -797,8 +797,8 @@ def never_dropped(trace, rows, block, settings, eos_token_id):
     return rows
 
 
-def asked_at_every_step(model, settings, trace, noise, step, rows):
-    ORIGINAL["reveal"](model, settings, trace, noise, step, rows)
+def asked_at_every_step(model, settings, trace, noise, step, rows, cache):
+    ORIGINAL["reveal"](model, settings, trace, noise, step, rows, cache)
     assert trace.logp.sum().item() <= 0
 
 
@@ -826,10 +826,10 @@ def completion_by_one_number(model, h, tokens, settings, u):
     return ORIGINAL["one_step_completion"](model, h, tokens, settings, None if u is None else u[:, :1].expand_as(u))
 
 
-def completion_noise_by_place_in_the_part(model, settings, trace, noise, step, rows):
+def completion_noise_by_place_in_the_part(model, settings, trace, noise, step, rows, cache):
     completion = noise.completion.clone()
     completion[:, rows] = noise.completion[:, : len(rows)]
-    ORIGINAL["reveal"](model, settings, trace, replace(noise, completion=completion), step, rows)
+    ORIGINAL["reveal"](model, settings, trace, replace(noise, completion=completion), step, rows, cache)
 
 
 def topk_of_the_next_position(trace, settings, step, rows, positions, proposal):

@@ -857,8 +857,60 @@ def test_independent_masks_make_the_first_ratio_noise(name, base):
     assert first["log_ratio_std"] > 1e-2 and first["ratio_mean"] != 1
 
 
+# ----------------------------------------------------------------------------------------- first passes that are left out
+
+# With one update on a rollout, these read more off the score than its ratio to itself, or to what the sampler recorded.
+NEED_A_FIRST_PASS = {"diffu-grpo", "diffu-grpo-released", "egspo-released", "egspo-sa-released", "mdpo", "dppo-topk", "spg"}
+NEED_A_FIRST_PASS |= {"gdpo-released", "stabledrl", "stabledrl-released", "stabledrl-elbo", "stabledrl-block"}
+NEED_A_FIRST_PASS |= {"clip-only", "self-norm-only"}
+
+
+def one_update(monkeypatch, name: str, updates: int | None, always: bool = False) -> tuple[torch.Tensor, dict, bool]:
+    """(gradient, metrics, was there a first pass?) of the first update on a rollout; ``always``: with a first pass."""
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=1)
+    experience = dataclasses.replace(tiny.experience(learner), updates=updates)
+    ((plan, adv),) = learner.plans(0, experience)
+    (anchor,) = learner.anchors(0, [plan], experience.rollout, trainer.Clock())
+    score, scored = learner.score, []
+    learner.score = lambda *a: scored.append(1) or score(*a)
+    if always:
+        learner._without_pass_1 = lambda *_: None
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
+    row, _ = learner.update(experience, plan, adv, anchor, trainer.Clock())
+    return tiny.gradient(learner.model), row, bool(scored)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_first_pass_is_left_out_where_it_would_find_out_nothing_and_only_there(name, monkeypatch):
+    gradient, row, scored = one_update(monkeypatch, name, updates=0)
+    exact, wanted, _ = one_update(monkeypatch, name, updates=0, always=True)
+    assert scored == (name in NEED_A_FIRST_PASS)
+    assert exact.norm() > 1e-4 and (gradient - exact).norm() < 1e-12 * exact.norm()
+    assert row == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.anchor == "behaviour" and not m.extra])
+@pytest.mark.parametrize("updates", [1, None])
+def test_a_record_of_other_weights_does_not_stand_in_for_a_first_pass(name, updates, monkeypatch):
+    """None: weights that are not the trained ones, those of a rounded sampler for example."""
+    assert one_update(monkeypatch, name, updates)[2]
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "replay-grpo", "egspo-exact"])
+def test_which_update_is_the_first_on_its_rollout(name, base):
+    """Behaviour anchors: the second update is scored. Old ones: with two updates the first is, for the second needs its ll."""
+    calls = [row.get("network_calls/scoring") for row in (sampled(base, name, 0.7).step(0), two_updates(base, name).step(0))]
+    assert calls[0] is None and calls[1] > 0
+    rounded = sampled(base, name, 0.7, rollout_dtype="bfloat16").step(0)
+    assert ("network_calls/scoring" in rounded) == (alg.METHODS[name].anchor == "behaviour")
+
+
+def two_updates(base: Path, name: str) -> trainer.Learner:
+    return trainer.Learner(tiny.settings(base, method=name))
+
+
 def sampled(base: Path, name: str, temperature: float, **changes) -> trainer.Learner:
-    settings = dataclasses.replace(tiny.SAMPLER, temperature=temperature)
+    settings = tiny.sampler_of(name, temperature=temperature)
     return trainer.Learner(tiny.settings(base, method=name, num_iterations=1, sampler=settings, **changes))
 
 
@@ -1012,6 +1064,16 @@ def test_learning_rate_by_hand():
     assert [trainer.learning_rate(warm, step, 100) for step in (0, 1, 3, 4, 99)] == [0.5, 1.0, 2.0, 2.0, 2.0]
     cosine = config.Optimizer(learning_rate=2.0, schedule="cosine")
     assert [trainer.learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([2.0, 1.1, 0.2])
+
+
+def test_a_phase_ends_when_the_gpu_is_done_with_it(monkeypatch):
+    """What was only queued would be counted in the phase that waits for it."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    with trainer.Clock().phase("update"):
+        done.append("work")
+    assert done == ["waited", "work", "waited"]
 
 
 def test_the_rollout_sees_the_micro_batch(base, monkeypatch):

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TASK = Countdown(num_numbers=2, held_out_share=0.3)
 SAMPLER = sampler.Sampler(order="left_to_right", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
-GROUPS, GENERATIONS = 3, 4
+GROUPS, GENERATIONS, BLOCK = 3, 4, 2
 
 
 # ------------------------------------------------------------------------------------------------------------- networks
@@ -56,6 +58,30 @@ NETWORKS = {
 }
 
 
+def in_blocks(name: str) -> bool:
+    """A row whose plan is a staircase, which needs a block-causal network and sampler."""
+    return name in alg.METHODS and alg.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
+
+
+def blockwise(model: nn.Module) -> nn.Module:
+    """The same weights under block-causal attention; a table has no attention, and says what it is taken for."""
+    if isinstance(model, TabularDenoiser):
+        table = TabularDenoiser(model.table)
+        table.block_length = BLOCK
+        return table
+    return denoiser.Denoiser(model.model, block_length=BLOCK)
+
+
+def blockwise_folder(folder: Path) -> Path:
+    """A copy of a checkpoint, beside it, that says that its attention is block-causal."""
+    twin = folder.with_name(folder.name + "-in-blocks")
+    if not twin.exists():
+        shutil.copytree(folder, twin)
+        words = json.loads((twin / "config.json").read_text())
+        (twin / "config.json").write_text(json.dumps(words | {"block_length": BLOCK}))
+    return twin
+
+
 def perturb(model: nn.Module, scale: float) -> None:
     """Every weight moves by about ``scale`` of its tensor's root mean square, as updates would move it."""
     noise = torch.Generator().manual_seed(7)
@@ -84,6 +110,10 @@ def rollout(model: nn.Module, settings: sampler.Sampler = SAMPLER, records: tupl
     prompt = torch.randint(0, model.vocab_size, (GROUPS, 5), generator=noise)
     mask = torch.arange(5) >= torch.tensor([[0], [2], [1]])
     words = {"eos_token_id": 2, "num_generations": GENERATIONS, "generator": noise, "records": records}
+    if isinstance(model, TabularDenoiser):  # has no attention, and sees nothing but [MASK] in later blocks
+        table, plain = TabularDenoiser(model.table), dataclasses.replace(settings, attention="bidirectional")
+        made = sampler.generate(table, prompt, mask, plain, **words)
+        return dataclasses.replace(made, sampler=settings)
     return sampler.generate(model, prompt, mask, settings, **words)
 
 
@@ -105,9 +135,13 @@ def options(name: str) -> dict:
     return {"plan.num_states": min(chosen, SAMPLER.num_steps - 1)} if chosen else {}
 
 
-def order(name: str) -> str:
-    """A row that scores the choice of positions is of interest where the sampler makes one."""
-    return "low_confidence" if "order_logp" in alg.METHODS[name].features else SAMPLER.order
+def sampler_of(name: str, **changes) -> sampler.Sampler:
+    """A row that scores the choice of positions is of interest where the sampler makes one; a staircase needs blocks."""
+    if name in alg.METHODS and "order_logp" in alg.METHODS[name].features:
+        changes = {"order": "low_confidence", **changes}
+    if in_blocks(name):
+        changes = {"block_length": BLOCK, "attention": "block_causal", **changes}
+    return dataclasses.replace(SAMPLER, **changes)
 
 
 def settings(model: Path | str = "", **changes) -> config.Train:
@@ -115,8 +149,10 @@ def settings(model: Path | str = "", **changes) -> config.Train:
     method = changes.get("method", "reinforce")
     words = {"steps": 2, "num_prompts": GROUPS, "num_generations": GENERATIONS, "num_iterations": 2, "task": TASK}
     words |= {"optimizer": config.Optimizer(learning_rate=1e-3), "evaluate": config.Evaluation(n=4)}
+    words["sampler"] = sampler_of(method)
     if method in alg.METHODS:
-        words |= {"sampler": dataclasses.replace(SAMPLER, order=order(method)), "method_options": options(method)}
+        words["method_options"] = options(method)
+    model = blockwise_folder(Path(model)) if model and in_blocks(method) else model
     return config.Train(**{**words, "model": str(model), **changes})
 
 
@@ -127,6 +163,7 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 def learner_on(monkeypatch, model: nn.Module, **changes) -> trainer.Learner:
     """A Learner that finds copies of ``model`` where it would load a checkpoint."""
+    model = blockwise(model) if in_blocks(changes.get("method", "")) else model
     monkeypatch.setattr(denoiser, "load", lambda *_: (copy.deepcopy(model), tokenizer()))
     return trainer.Learner(settings(**changes))
 

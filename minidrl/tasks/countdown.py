@@ -17,6 +17,9 @@ others are tokenised by one regular expression, parsed with a bounded depth and 
     atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one another
     number      0 to 999999, without leading zeros: ``007`` is refused; no sign (unary minus is not in the grammar), no point
 
+For a network that was trained on words, ``prompt_format: chat`` asks in words, through the tokenizer's chat template, and reads
+the answer between the one <answer> and the one </answer> of the response; blanks beside operators do not count there.
+
 One operation between two ``=``: ``5*8=40+6=46`` is a response and ``5*8+6=46`` is not, nor is an equation that is false. A
 running calculation can therefore not pass through a fraction or a negative number; a bare expression can.
 """
@@ -44,6 +47,8 @@ MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 REWARDS = ("strict", "binary", "any_answer")
 SPLITS = ("train", "held_out")
+PROMPT_FORMATS = ("plain", "chat")
+OPENING, CLOSING = "<answer>", "</answer>"
 
 
 # ----------------------------------------------------------------------------------------------------------- the task
@@ -61,6 +66,15 @@ class Puzzle:
         return ",".join(map(str, self.numbers)) + f">{self.target}:"
 
     @property
+    def instruction(self) -> str:
+        """The puzzle in words, for a chat; the wording is ours."""
+        return (
+            f"Combine the numbers {', '.join(map(str, self.numbers))} with the operations +, -, * and / so that the result is "
+            f"exactly {self.target}. Use every number exactly once. Think first; then write the expression alone, without an "
+            "equals sign, between <answer> and </answer>."
+        )
+
+    @property
     def key(self) -> str:
         """The puzzle whatever the order of its numbers: two puzzles with one key have the same solutions."""
         return ",".join(map(str, sorted(self.numbers))) + f">{self.target}"
@@ -75,6 +89,7 @@ class Countdown:
     solvable by a running calculation, by construction.
     Split: a puzzle (its sorted numbers with its target) is held out iff a hash of it falls into ``held_out_share``, so
     the two splits are disjoint whatever is drawn, in whatever order.
+    ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may have ``max_prompt_length`` tokens.
     """
 
     num_numbers: int = 3
@@ -83,11 +98,16 @@ class Countdown:
     max_target: int = 0
     held_out_share: float = 0.3
     reward: str = "strict"
+    prompt_format: str = "plain"
+    max_prompt_length: int = 200
 
     def __post_init__(self):
-        for name in ("num_numbers", "max_number", "max_value", "max_target"):
+        _check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
+        for name in ("num_numbers", "max_number", "max_value", "max_target", "max_prompt_length"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"task.{name}: got {getattr(self, name)!r}; allowed whole numbers")
+        if self.max_prompt_length < 1:
+            raise ValueError(f"task.max_prompt_length: got {self.max_prompt_length}; allowed from 1")
         if self.num_numbers not in (2, 3, 4):
             raise ValueError(f"task.num_numbers: got {self.num_numbers}; allowed 2, 3, 4")
         if not 1 <= self.max_number <= 99:
@@ -174,12 +194,14 @@ class Countdown:
 
     @property
     def prompt_length(self) -> int:
-        """Characters of the longest prompt."""
+        """Tokens of the longest prompt; in the plain format a character is one."""
+        if self.prompt_format == "chat":
+            return self.max_prompt_length
         return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
 
     def score(self, puzzle: Puzzle, response: str) -> float:
-        """Reward of a response: see ``reward``."""
-        return reward(puzzle, response, self.reward)
+        """Reward of a response, in a chat of the answer in it: see ``reward``."""
+        return reward(puzzle, tagged_answer(response) if self.prompt_format == "chat" else response, self.reward)
 
 
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -378,6 +400,17 @@ def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
         return _evaluate_running(response) if "=" in response else _Parser(_tokens(response)).parse()
     except (_Malformed, ZeroDivisionError):
         return None
+
+
+def tagged_answer(response: str) -> str:
+    """What stands between the one <answer> and the one </answer> of a response; "" if there is not exactly one of each.
+
+    Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank, and is no number.
+    """
+    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
+        return ""
+    answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
+    return "".join(part.strip(" ") for part in re.split(r"([-+*/()=])", answer.strip())) if closing else ""
 
 
 def reward(puzzle: Puzzle, response: str, kind: str) -> float:

@@ -1,0 +1,97 @@
+"""Generation in blocks with and without a cache: `python benchmarks/block_generation.py [--threads 1]`.
+
+A network of the shipped size with fresh weights (no cost depends on them): prompts of 9 tokens, responses of 32 in 8 blocks of
+4, one token a step, 8 responses a prompt, no early stop. Seconds are those of the processor, all threads together.
+
+Bidirectional attention: "none" computes all 41 tokens at every step; "prefix" and "dual" do so at the first of a block's four
+steps, and then the block and what follows it, or the block. Block-causal attention: "none" computes the prompt and the blocks
+up to the current one, "exact" the current block; these two give the same tokens.
+
+The last table is what the approximations change on the shipped base (length 12, blocks of 4, one token a step, temperature 1;
+32 puzzles, 32 responses each): KL(policy of the sampler || policy of the network) of a kept token, nats, with the standard
+error over tokens; and the share of responses that solve their puzzle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minidrl import algorithms as alg
+from minidrl import config, denoiser, report, sampler, trainer
+from minidrl.tasks.countdown import tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+SIZES = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
+PROMPT, LENGTH, BLOCK, GENERATIONS = 9, 32, 4, 8
+
+
+def seconds(call) -> float:
+    """Processor time of a call: what else runs on a shared machine is not in it."""
+    started = time.process_time()
+    call()
+    return time.process_time() - started
+
+
+def row(rows: int, order: str, repeats: int) -> dict:
+    """Seconds of one batch each way, medians; the ways take turns, because the speed of a shared machine drifts."""
+    network = denoiser.build(SIZES, tokenizer(), 0, BLOCK).eval()
+    words = {"order": order, "temperature": 1.0, "length": LENGTH, "block_length": BLOCK, "tokens_per_step": 1}
+    prompt = torch.randint(3, network.vocab_size, (rows // GENERATIONS, PROMPT), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(prompt, dtype=torch.bool)
+
+    def loop(model: denoiser.Denoiser, **attention):
+        settings, noise = sampler.Sampler(**words, **attention), torch.Generator().manual_seed(1)
+        return sampler.generate(model, prompt, mask, settings, eos_token_id=None, num_generations=GENERATIONS, generator=noise)
+
+    ways = {
+        **{f"bidirectional, {c}": partial(loop, denoiser.Denoiser(network.model), cache=c) for c in ("none", "prefix", "dual")},
+        **{f"block-causal, {c}": partial(loop, network, attention="block_causal", cache=c) for c in ("none", "exact")},
+    }
+    *_, slow, fast = (way() for way in ways.values())
+    assert torch.equal(slow.response, fast.response)
+    times = [[seconds(way) for way in ways.values()] for _ in range(repeats)]
+    return {"rows": rows, "order": order} | dict(zip(ways, map(statistics.median, zip(*times, strict=True)), strict=True))
+
+
+@torch.no_grad()
+def kl_row(order: str, cache: str) -> dict:
+    """The KL of all steps of 1,024 responses of the shipped base, as trainer.Learner.rollout_kl estimates it from two each."""
+    s = config.load(config.Train, ROOT / "tiny_configs/countdown_cpu.yaml")
+    model, tok = denoiser.load(s.model)
+    settings = sampler.Sampler(order=order, temperature=1.0, length=12, block_length=4, tokens_per_step=1, cache=cache)
+    puzzles = s.task.puzzles(32, np.random.default_rng(0))
+    prompt = trainer.encode_prompts(tok, puzzles, s.task.prompt_length)
+    words = {"eos_token_id": tok.eos_token_id, "num_generations": 32, "generator": torch.Generator().manual_seed(1)}
+    rollout = sampler.generate(model.eval(), *prompt, settings, **words)
+    plan = alg.replay_plan(rollout, torch.Generator(), num_states=None, min_entropy=0.0)
+    exact = alg.features(model, rollout, plan, temperature=1.0)["logp"].sum(0)
+    kl = alg.kl_term(rollout.logp, exact, form="k3")[rollout.keep].double()
+    texts = trainer.decode(tok, rollout.response)
+    solved = np.mean([s.task.score(puzzles[i // 32], text) == 1 for i, text in enumerate(texts)])
+    error = float(kl.std() / len(kl) ** 0.5)
+    return {"order": order, "cache": cache, "KL, nats a token": float(kl.mean()), "+-": error, "solved": float(solved)}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = [row(count, order, arguments.repeats) for count in (64, 256) for order in ("left_to_right", "low_confidence")]
+    print(report.markdown_table(rows, tuple(rows[0])), "\n")
+    rows = [kl_row(order, cache) for order in sampler.ORDERS for cache in sampler.CACHES["bidirectional"]]
+    print(report.markdown_table(rows, tuple(rows[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""One RL step at the exact shape of LLaDA-8B on one GPU, no file needed, weights being random: `python benchmarks/llada_8b.py`.
+
+The recipe is tiny_configs/llada_8b_lora.yaml: 2 prompts of 200 tokens, 6 responses each, 256 tokens in 128 steps, 12 updates,
+3 masks, adapters of rank 128. Learner, sampler and gradient are the shipped ones; weights, tokenizer, prompts and rewards are
+made up, and no response ends early. The first step is a warm-up; the second is the one that is reported.
+
+    --predict      nothing is run: products and bytes as predicted, and the seconds that they take at best at given rates
+    --tf32         float32 products (those of the adapters) in TensorFloat-32, on a GPU that has it
+    --shape tiny   the same with a network that a CPU runs in seconds
+
+Counted are the products that the method needs. Of a sequence of T tokens of which R rows go through the head, forward:
+
+    base       2 T B          B weights of the layers
+    attention  4 T^2 A L      A its width, L layers
+    head       2 R V D
+    adapters   2 T M          M weights of the adapters, in float32
+
+and backward as much for base and head, whose weights are frozen, and twice as much for attention and adapters. (0.4 % of the
+base's nobody needs: gradients of what enters q, k and v of the first layer.) The forward that gradient checkpointing repeats
+is listed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from minidrl import config, denoiser, memory, report, trainer
+
+RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
+LLADA = "GSAI-ML/LLaDA-8B-Instruct"
+TINY = {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 192, "embedding_size": 500}
+TINY |= {"vocab_size": 500, "mask_token_id": 498, "eos_token_id": 497}
+END = 1  # the made-up tokenizer's [EOS]
+AIMS = {"rollout": 0.60, "update": 0.45}
+
+
+# ------------------------------------------------------------------------------------------------------------ made up
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """A task of ``prompt_length`` random words, whose reward is a number between 0 and 1 made from the response's letters."""
+
+    prompt_length: int
+    prompt_format: str = "plain"
+
+    def puzzles(self, count: int, rng: np.random.Generator) -> list[SimpleNamespace]:
+        words = rng.integers(2, 100, (count, self.prompt_length))
+        return [SimpleNamespace(prompt=" ".join(f"w{i}" for i in row)) for row in words]
+
+    def score(self, puzzle: Any, response: str) -> float:
+        return zlib.crc32(response.encode()) / 2**32
+
+
+def words_tokenizer(size: int, mask: int) -> PreTrainedTokenizerFast:
+    """Every token a word; [MASK] where the network has it, and an [EOS] that the network never draws."""
+    special = {0: "[PAD]", END: "[EOS]", mask: "[MASK]"}
+    raw = Tokenizer(models.WordLevel({special.get(i, f"w{i}"): i for i in range(size)}, unk_token="[PAD]"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"pad_token": "[PAD]", "eos_token": "[EOS]", "mask_token": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, padding_side="left", **named)
+
+
+def network(source: str, device: str) -> denoiser.Denoiser:
+    """The shape of a config.json on the device, with the random weights of its class. [EOS] has probability 0."""
+    shape, family, dtype = denoiser.describe(source)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            model = denoiser.Denoiser(family.network(shape), family).eval()
+    finally:
+        torch.set_default_dtype(before)
+    head, end = model.head, torch.tensor([END], device=device)
+
+    def endless(h: torch.Tensor) -> torch.Tensor:
+        return head(h).index_fill(-1, end, -torch.inf)
+
+    model.head = endless
+    return model
+
+
+def settings_of(shape: str, device: str, folder: Path) -> config.Train:
+    """The recipe on the shape: that of the published config.json, or a tiny one of which the folder gets a config.json."""
+    recipe = dataclasses.replace(config.load(config.Train, RECIPE), device=device)
+    if shape == "8b":
+        return dataclasses.replace(recipe, model=LLADA, task=Words(recipe.task.max_prompt_length))
+    (folder / "config.json").write_text(json.dumps(denoiser.PUBLISHED[LLADA] | TINY))
+    decoding = dataclasses.replace(recipe.sampler, length=32, block_length=8)
+    lora = dataclasses.replace(recipe.lora, rank=4)
+    return dataclasses.replace(recipe, model=str(folder), task=Words(20), sampler=decoding, lora=lora, num_iterations=3)
+
+
+def learner_of(settings: config.Train) -> trainer.Learner:
+    """The shipped Learner, which finds a network of random weights where it would load a checkpoint."""
+    model = network(settings.model, settings.device)
+    tok = words_tokenizer(model.vocab_size, model.mask_token_id)
+    with mock.patch.object(denoiser, "load", lambda *_, **__: (model, tok)):
+        return trainer.Learner(settings)
+
+
+# ----------------------------------------------------------------------------------------------------------- the count
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Floating-point operations of matrix products: in the dtype of the base, in float32, and repeated by checkpointing."""
+
+    half: float = 0.0
+    single: float = 0.0
+    again_half: float = 0.0
+    again_single: float = 0.0
+
+    def __add__(self, other: Products) -> Products:
+        return Products(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __mul__(self, times: float) -> Products:
+        return Products(*(times * a for a in dataclasses.astuple(self)))
+
+    @property
+    def needed(self) -> float:
+        return self.half + self.single
+
+    def seconds(self, half_rate: float, single_rate: float) -> float:
+        """At these rates, if nothing else took any time."""
+        return (self.half + self.again_half) / half_rate + (self.single + self.again_single) / single_rate
+
+
+def products(settings: config.Train, rows: float, *, backward: bool) -> Products:
+    """Of one sequence of the run, of which ``rows`` positions go through the head."""
+    shape, family, _ = denoiser.describe(settings.model)
+    with torch.device("meta"):
+        model = family.network(shape)
+    width = settings.task.prompt_length + settings.sampler.length
+    heads = shape.num_attention_heads
+    wide = heads * (getattr(shape, "head_dim", None) or shape.hidden_size // heads)
+    base = 2 * width * sum(p.numel() for p in model.model.layers.parameters() if p.ndim > 1)
+    attention = 4 * width**2 * wide * shape.num_hidden_layers
+    head = 2 * rows * shape.vocab_size * shape.hidden_size
+    adapters = 2 * width * memory.adapter_count(model, settings.lora)
+    forward = Products(base + attention + head, adapters)
+    if not backward:
+        return forward
+    back = Products(base + 2 * attention + head, 2 * adapters)
+    again = settings.gradient_checkpointing
+    return forward + back + Products(again_half=again * (base + attention), again_single=again * adapters)
+
+
+def work(settings: config.Train) -> dict[str, tuple[int, Products]]:
+    """Phase -> (sequences that go through the network, products of one of them)."""
+    method = trainer.method_of(settings)
+    plan = method.plan(trainer._blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
+    states, drawn = int(plan.valid.sum()), settings.num_prompts * settings.num_generations * settings.sampler.num_steps
+    rows = int(plan.scored.sum()) / states
+    return {
+        "rollout": (drawn, products(settings, settings.sampler.block_length, backward=False)),
+        "scoring": (settings.num_iterations * states, products(settings, rows, backward=False)),
+        "update": (settings.num_iterations * states, products(settings, rows, backward=True)),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- the clock
+def wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def rate(device: str, dtype: torch.dtype, size: int) -> float:
+    """Floating-point operations a second of a large product, the median of 20 after 3."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    times = []
+    for _ in range(23):
+        wait(device)
+        started = time.perf_counter()
+        a @ b
+        wait(device)
+        times.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(times[3:])
+
+
+def measured(settings: config.Train) -> tuple[dict, float]:
+    """(metrics of the second step, its seconds)."""
+    learner = learner_of(settings)
+    learner.step(0)
+    wait(settings.device)
+    started = time.perf_counter()
+    row = learner.step(1)
+    wait(settings.device)
+    return row, time.perf_counter() - started
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+def predicted_rows(settings: config.Train, half: float, single: float) -> list[dict]:
+    """A row a phase: products, seconds at best, the share of ``half`` that this would be, and the seconds at the aims."""
+    rows = []
+    for name, (calls, one) in work(settings).items():
+        total = one * calls
+        least = total.seconds(half, single)
+        rows.append(
+            {
+                "phase": name,
+                "sequences": calls,
+                "needed, TFLOP": total.needed / 1e12,
+                "of it in float32": total.single / 1e12,
+                "repeated, TFLOP": (total.again_half + total.again_single) / 1e12,
+                "seconds at best": least,
+                "share at best": total.needed / half / least,
+                "seconds at the aim": total.needed / half / AIMS.get(name, AIMS["rollout"]),
+            }
+        )
+    return rows
+
+
+def measured_rows(settings: config.Train, row: dict, half: float) -> list[dict]:
+    """A row a phase: products, seconds, and their share of the rate of a large product."""
+    rows = []
+    for name, (_, one) in work(settings).items():
+        took, calls = row[f"seconds/{name}"], row[f"network_calls/{name}"]
+        needed = one.needed * calls
+        share = needed / half / took
+        rows.append({"phase": name, "sequences": calls, "needed, TFLOP": needed / 1e12, "seconds": took, "share": share})
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown."""
+    return report.markdown_table(rows, tuple(rows[0]))
+
+
+def predict(settings: config.Train, half: float, single: float) -> str:
+    """What is expected of a GPU that was not at hand."""
+    rows, peak = predicted_rows(settings, half, single), memory.peak(trainer.predicted_memory(settings))
+    least, aimed = (sum(r[name] for r in rows) for name in ("seconds at best", "seconds at the aim"))
+    return (
+        f"PREDICTION, nothing was measured. Assumed: {half / 1e12:g} TFLOP/s in bfloat16, {single / 1e12:g} in float32.\n\n"
+        f"{table(rows)}\n\nwhole step: {least:.1f} s at best, {aimed:.1f} s at the aims\npeak: {peak / 1e9:.3g} GB"
+    )
+
+
+def measure(settings: config.Train) -> str:
+    """What this machine does."""
+    device, size = settings.device, 8192 if torch.device(settings.device).type == "cuda" else 512
+    name = torch.cuda.get_device_name() if size == 8192 else "CPU"
+    half, single = (rate(device, dtype, size) for dtype in (torch.bfloat16, torch.float32))
+    row, seconds = measured(settings)
+    peak, found = memory.peak(trainer.predicted_memory(settings)), memory.measured(torch.device(device))
+    said = f"measured {found / 1e9:.3g} GB" if found is not None else "not measured on a CPU"
+    return (
+        f"{name}, torch {torch.__version__}: large products at {half / 1e12:.3g} TFLOP/s in bfloat16, {single / 1e12:.3g} in "
+        f"float32\n\n{table(measured_rows(settings, row, half))}\n\nwhole step: {seconds:.1f} s\n"
+        f"peak: predicted {peak / 1e9:.3g} GB, {said}"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--rate", type=float, default=700.0, help="TFLOP/s in bfloat16, for --predict")
+    parser.add_argument("--rate32", type=float, default=50.0, help="TFLOP/s in float32, for --predict")
+    arguments = parser.parse_args(argv)
+    if arguments.shape == "8b" and arguments.device == "cpu" and not arguments.predict:
+        parser.error("no GPU: --predict, or --shape tiny")
+    torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = settings_of(arguments.shape, "cuda" if arguments.predict else arguments.device, Path(folder))
+        rates = (arguments.rate * 1e12, arguments.rate32 * 1e12)
+        print(predict(settings, *rates) if arguments.predict else measure(settings))
+
+
+if __name__ == "__main__":
+    main()

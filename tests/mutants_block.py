@@ -1,0 +1,207 @@
+"""Wrong versions of the equations of laws_block.py: block states, staircase plans, and their one forward for all blocks."""
+
+from mutant import Mutant
+
+INSIDE = "own = inside & (block == block.unique()[:, None])[:, None]"
+STRATA = "u = (torch.arange(num_states, device=u.device)[:, None, None] + u) / num_states"
+COUNT = "count = torch.minimum((u * n).floor().long() + 1, n)\n    masked = _random_subset(_uniform((num_states, *own.shape)"
+WEIGHT = "(n.double() / (num_states * count.clamp(min=1))).flatten(0, 1)"
+LATER = "later = (block > block.unique()[:, None])[:, None].repeat(num_states, 1, 1).expand_as(masked)"
+NUMBERS = "torch.arange(rollout.response.shape[1], device=rollout.response.device) // rollout.sampler.block_length"
+NEEDED = "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)"
+CHUNKS = "states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)"
+READ = "rows, h = rows.unflatten(0, (-1, plan.blocks)).any(1), _staircase(model, rollout, plan, states)"
+OWN_STATE = "hidden = hidden.gather(1, _block_numbers(rollout).expand(len(hidden), 1, -1))[:, 0]"
+CALL = "encode_staircase(prompt, prompt_mask, clean, noisy, block_length=plan.block_length"
+CANDIDATES = "return hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)"
+
+MUTANTS: list[Mutant] = [
+    # ---------------------------------------------------------------------------------------------- 2.8 ELBO of every block
+    Mutant("2.8", INSIDE, INSIDE.replace("inside & ", ""), "law_block_elbo_states"),
+    Mutant("2.8", INSIDE, INSIDE.replace("==", ">="), "law_block_elbo_states"),
+    Mutant("2.8", INSIDE, INSIDE.replace("==", "<="), "law_block_elbo_noise"),
+    Mutant("2.8", STRATA, STRATA.replace(" + u) /", " + 0 * u) /"), "law_block_elbo_noise"),
+    Mutant("2.8", STRATA, STRATA.replace(" + u) /", " + u[:1]) /"), "law_block_elbo_noise"),
+    Mutant("2.8", STRATA, STRATA.replace(") / num_states", ") / (num_states + 1)"), "law_block_elbo_expectation"),
+    Mutant(
+        "2.8",
+        "*n.shape), generator, n.device)\n    if strata:",
+        "*n.shape), generator, n.device)\n    if False:",
+        "law_block_elbo_frequencies",
+    ),
+    Mutant(
+        "2.8",
+        "u = _uniform((num_states, *n.shape), generator, n.device)",
+        "u = _uniform((num_states, 1, n.shape[1]), generator, n.device)",
+        "law_block_elbo_frequencies",
+    ),
+    Mutant("2.8", COUNT, COUNT.replace(" + 1, n)", ".clamp(min=1), n)"), "law_block_elbo_expectation"),
+    Mutant("2.8", COUNT, COUNT.replace("u * n", "u * own.shape[-1]"), "law_block_elbo_noise"),
+    Mutant("2.8", COUNT, COUNT.replace("+ 1, n)", "+ 1, 0 * n + 99)"), "law_block_elbo_noise"),
+    Mutant("2.8", COUNT, COUNT.replace("*own.shape)", "*own.shape[:2], 1)"), "law_block_elbo_frequencies"),
+    Mutant("2.8", WEIGHT, WEIGHT.replace("n.double()", "n.double().mean(0)"), "law_blocks_of_one_token_are_exact"),
+    Mutant("2.8", COUNT, COUNT.replace("(num_states, *own.shape)", "(1, *own.shape)"), "law_block_elbo_frequencies"),
+    Mutant("2.8", WEIGHT, WEIGHT.replace("n.double()", "inside.sum(-1).double()"), "law_block_elbo_is_a_bound"),
+    Mutant("2.8", WEIGHT, WEIGHT.replace("num_states * ", ""), "law_block_elbo_expectation"),
+    Mutant("2.8", WEIGHT, WEIGHT.replace("count.clamp(min=1)", "n.clamp(min=1)"), "law_one_long_block_is_the_elbo"),
+    Mutant("2.8", WEIGHT, WEIGHT.replace("n.double()", "n.float()"), "law_block_elbo_states"),  # a third in single precision
+    Mutant("2.8", LATER, LATER.replace("block > ", "block >= "), "law_block_elbo_states"),
+    Mutant("2.8", LATER, LATER.replace("block > ", "block < "), "law_one_forward_is_all_forwards"),
+    Mutant(
+        "2.8", LATER, LATER.replace("repeat(num_states, 1, 1)", "repeat_interleave(num_states, 0)"), "law_block_elbo_states"
+    ),
+    Mutant(
+        "2.8",
+        "hidden = plan.hidden | _after_visible_prompt(rollout, later)",
+        "hidden = plan.hidden",
+        "law_one_forward_is_all_forwards",
+    ),
+    Mutant(
+        "2.8",
+        "replace(plan, hidden=hidden, block_length",
+        "replace(plan, valid=plan.valid | True, hidden=hidden, block_length",
+        "law_block_elbo_states",
+    ),
+    Mutant("2.8", '"block ELBO": partial(block_elbo_plan', '"block ELBO": partial(elbo_count_plan', "law_block_estimator"),
+    Mutant("2.8", '_check_count("plan.num_states", num_states)\n    inside, block', "inside, block", "law_block_elbo_refusals"),
+    # ------------------------------------------------------------------------------------------- 3.5 trajectory as a staircase
+    Mutant("3.5", "steps = by_block.T.reshape(total, 1)", "steps = by_block.reshape(total, 1)", "law_block_replay_states"),
+    Mutant(
+        "3.5",
+        "steps = by_block.T.reshape(total, 1)",
+        "steps = by_block.reshape(total, 1)",
+        "law_block_replay_reproduces_the_sampler",
+    ),
+    Mutant(
+        "3.5", "steps = by_block.T.reshape(total, 1)", "steps = by_block.T.flip(0).reshape(total, 1)", "law_block_replay_states"
+    ),
+    Mutant(
+        "3.5",
+        "(int(_block_numbers(rollout)[-1]) + 1, -1)",
+        "(-1, int(_block_numbers(rollout)[-1]) + 1)",
+        "law_block_replay_states",
+    ),
+    Mutant(
+        "3.5",
+        "steps, steps <= last, torch.ones_like(last",
+        "steps, steps < last, torch.ones_like(last",
+        "law_block_replay_gradient_is_the_policy_gradient",
+    ),
+    Mutant(
+        "3.5",
+        "steps, steps <= last, torch.ones_like(last",
+        "steps, steps >= 0, torch.ones_like(last",
+        "law_block_replay_costs_the_steps_of_a_block",
+    ),
+    Mutant(
+        "3.5",
+        "<= last, torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, block_length=",
+        "<= last, 2 * torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, block_length=",
+        "law_block_replay_gradient_is_the_policy_gradient",
+    ),
+    Mutant(
+        "3.5",
+        "<= last, torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, block_length=",
+        "<= last, torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, step=None, block_length=",
+        "law_block_replay_states",
+    ),
+    # ---------------------------------------------------------------------------------------------- one forward for all blocks
+    Mutant("", NUMBERS, NUMBERS.replace("//", "%"), "law_block_elbo_states"),
+    Mutant("", NUMBERS, NUMBERS.replace("device) //", "device) // 2 //"), "law_block_replay_reproduces_the_sampler"),
+    Mutant("", NUMBERS, "(" + NUMBERS.replace(") //", ") + 1) //"), "law_one_forward_is_all_forwards"),
+    Mutant("", NEEDED, NEEDED.replace(".any(1)", ".all(1)"), "law_state_chunks_are_whole_forwards"),
+    Mutant("", NEEDED, NEEDED.replace(".any(1)", "[:, 0]"), "law_second_pass_skips_whole_forwards"),
+    Mutant("", NEEDED, NEEDED.replace("self.valid & ", ""), "law_second_pass_skips_whole_forwards"),
+    Mutant(
+        "",
+        NEEDED,
+        NEEDED.replace("(-1, self.blocks)).any(1)", "(self.blocks, -1)).any(0)"),
+        "law_state_chunks_are_whole_forwards",
+    ),
+    Mutant(
+        "",
+        "return int(self.needed.sum())",
+        "return int((self.valid & self.scored.any(-1)).sum())",
+        "law_block_replay_costs_the_steps_of_a_block",
+    ),
+    Mutant("", "return int(self.needed.sum())", "return int((self.valid & self.scored.any(-1)).sum())", "law_block_estimator"),
+    Mutant(
+        "", CHUNKS, CHUNKS.replace("forward[:, None] * plan.blocks", "forward[:, None]"), "law_state_chunks_are_whole_forwards"
+    ),
+    Mutant("", CHUNKS, CHUNKS.replace("+ torch.arange", "- torch.arange"), "law_state_chunks_are_whole_forwards"),
+    Mutant(
+        "",
+        CHUNKS,
+        CHUNKS.replace("torch.arange(plan.blocks, device=row.device)", "torch.zeros(plan.blocks, dtype=torch.long)"),
+        "law_state_chunks_are_whole_forwards",
+    ),
+    Mutant(
+        "",
+        "+ row[:, None]).split(size)",
+        "+ row[:, None]).split(max(1, size // plan.blocks))",
+        "law_state_chunks_are_whole_forwards",
+    ),
+    Mutant(
+        "",
+        "+ row[:, None]).split(size)",
+        "+ row[:, None] * 0).split(size)",
+        "law_two_passes_of_a_staircase_are_the_joint_graph",
+    ),
+    Mutant("", "        yield part.flatten()", "        yield part.T.flatten()", "law_state_chunks_are_whole_forwards"),
+    Mutant("4.1", READ, READ.replace(".any(1)", ".all(1)"), "law_staircase_inputs"),
+    Mutant(
+        "4.1",
+        READ,
+        READ.replace(
+            "rows.unflatten(0, (-1, plan.blocks)).any(1)", "torch.ones_like(rows.unflatten(0, (-1, plan.blocks))[:, 0])"
+        ),
+        "law_staircase_inputs",
+    ),
+    Mutant("4.1", "    if plan.block_length is not None:  # a row", "    if False:  # a row", "law_staircase_inputs"),
+    Mutant("4.1", OWN_STATE, "hidden = hidden[:, 0]", "law_one_forward_is_all_forwards"),
+    Mutant("4.1", OWN_STATE, "hidden = hidden.any(1)", "law_staircase_inputs"),
+    Mutant(
+        "4.1",
+        OWN_STATE,
+        OWN_STATE.replace("_block_numbers(rollout)", "_block_numbers(rollout).flip(0)"),
+        "law_staircase_features_are_those_of_the_model",
+    ),
+    Mutant(
+        "4.1",
+        "[states][:, rollout.prompt.shape[1] :].unflatten(",
+        "[states][:, : rollout.response.shape[1]].unflatten(",
+        "law_one_forward_is_all_forwards",
+    ),
+    Mutant(
+        "4.1",
+        "row = states[:: plan.blocks] % len(rollout.response)",
+        "row = states[:: plan.blocks] // plan.blocks % len(rollout.response)",
+        "law_staircase_inputs",
+    ),
+    Mutant(
+        "4.1",
+        "row = states[:: plan.blocks] % len(rollout.response)",
+        "row = states[: len(hidden)] % len(rollout.response)",
+        "law_one_forward_is_all_forwards",
+    ),
+    Mutant("4.1", CALL, CALL.replace("clean, noisy", "noisy, noisy"), "law_one_forward_is_all_forwards"),
+    Mutant("4.1", CALL, CALL.replace("clean, noisy", "clean, clean"), "law_one_forward_is_all_forwards"),
+    Mutant("4.1", CALL, CALL.replace("prompt_mask,", "prompt_mask | True,"), "law_one_forward_is_all_forwards"),
+    Mutant(
+        "4.1",
+        CALL,
+        CALL.replace("clean, noisy", "clean, noisy.detach().flip(0)"),
+        "law_two_passes_of_a_staircase_are_the_joint_graph",
+    ),
+    Mutant("4.1", 'clean_stream="block")', 'clean_stream="causal")', "law_staircase_inputs"),
+    # ------------------------------------------------------------------------------------------------- order in blocks, rows
+    Mutant("4.2", CANDIDATES, CANDIDATES.replace(" & scored.any(-1, keepdim=True)", ""), "law_candidates"),
+    Mutant("4.2", CANDIDATES, CANDIDATES.replace(".amax(", ".amin("), "law_candidates"),
+    Mutant("4.2", CANDIDATES, CANDIDATES.replace("hidden & (block", "scored & (block"), "law_exact_kernel_of_a_block"),
+    Mutant("4.2", CANDIDATES, CANDIDATES.replace("hidden & (block ==", "(block =="), "law_candidates"),
+    Mutant("4.2", 'if rollout.sampler.order != "low_confidence":', "if False:", "law_candidates"),
+    Mutant("10.1", "plan=partial(block_elbo_plan, num_states=2", "plan=partial(elbo_count_plan, num_states=2", "law_methods"),
+    Mutant("10.1", "_STABLEDRL_BLOCK = replace(_STABLEDRL,", "_STABLEDRL_BLOCK = replace(_STABLEDRL_ELBO,", "law_methods"),
+    Mutant("10.1", "_TRACE_BLOCK = replace(_REPLAY_GRPO,", "_TRACE_BLOCK = replace(_REINFORCE,", "law_methods"),
+    Mutant("10.1", "_TRACE_BLOCK = replace(_REPLAY_GRPO,", "_TRACE_BLOCK = replace(_GRPO,", "law_methods"),
+]

@@ -1,0 +1,370 @@
+"""Block-causal generation, with and without a cache: the same trajectories, and the law that enumeration gives.
+
+Two judges. Plain ``encode`` calls on full-width states, which know of no cache and no cut: what the sampler recorded must be
+what they say. And the oracle's enumeration of the block sampler, on a table filled by such calls. Networks have random
+weights of order 1, so that a key or value that should not be there moves a probability by order 1.
+"""
+
+import copy
+import inspect
+import textwrap
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from minidrl import algorithms as alg
+from minidrl import denoiser, sampler
+from minidrl.oracle import TabularDenoiser, trajectories
+from minidrl.sampler import ORDERS, Sampler, network_calls, steps_run
+from test_sampler import HostQuestions, assert_topk, chi_square_p
+
+L, N, EOS = 8, 4, 1
+CUTS = [(1, 1), (2, 1), (4, 2), (4, 1), (8, 1)]  # block_length, tokens_per_step
+
+
+# ------------------------------------------------------------------------------------------------------------- networks
+class Alphabet:
+    """All that ``build`` asks of a tokenizer; [MASK] is the last id."""
+
+    def __init__(self, size: int):
+        self.size, self.mask_token_id, self.eos_token_id = size, size - 1, EOS
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def network(block_length: int | None, layers=2, dtype=torch.float64, vocab: int = 7, family: str = "llama", words=None):
+    """``family`` says where blocks are counted from; the layers are Llama's."""
+    model = denoiser.build(tiny.SIZES | {"num_hidden_layers": layers}, words or Alphabet(vocab), 0).eval()
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.copy_(torch.randn(p.shape, generator=noise) * 1.5 / p.shape[1] ** 0.5)
+    return denoiser.Denoiser(tiny.exact(model.to(dtype)).model, denoiser.FAMILIES[family], block_length)
+
+
+class Spy(torch.nn.Module):
+    """Passes everything on and notes the shapes that were asked for."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.shapes = model, []
+        for name in ("mask_token_id", "vocab_size", "block_length", "check_prompt", "head"):
+            setattr(self, name, getattr(model, name))
+
+    def encode(self, tokens, attention_mask):
+        self.shapes.append(tuple(tokens.shape))
+        return self.model.encode(tokens, attention_mask)
+
+    def extend(self, tokens, attention_mask, *more):
+        self.shapes.append(tuple(tokens.shape))
+        return self.model.extend(tokens, attention_mask, *more)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def prompts(lengths=(5, 2, 4)) -> tuple[Tensor, Tensor]:
+    """Left-padded, with something in the padding."""
+    width = max(lengths)
+    tokens = torch.randint(0, 6, (len(lengths), width), generator=seeded(9))
+    return tokens, torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+
+
+def settings_of(block_length=4, tokens_per_step=1, order="low_confidence", temperature=0.7, length=L, cache="exact") -> Sampler:
+    words = {"order": order, "temperature": temperature, "length": length, "tokens_per_step": tokens_per_step}
+    return Sampler(**words, block_length=block_length, attention="block_causal", cache=cache)
+
+
+def run(model, settings: Sampler, given=None, **words):
+    records = ("entropy", "topk") if settings.temperature else ("entropy",)
+    words = {"eos_token_id": EOS, "num_generations": N, "generator": seeded(), "records": records, **words}
+    return sampler.generate(model, *(given or prompts()), settings, **words)
+
+
+def same(a, b, atol: float = 1e-10) -> None:
+    """The same trajectories; their log-probabilities and records up to rounding."""
+    for name in ("prompt", "prompt_mask", "response", "keep", "unmask_step"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    torch.testing.assert_close(a.logp, b.logp, atol=atol, rtol=0)
+    assert a.records.keys() == b.records.keys()
+    for name in a.records:
+        torch.testing.assert_close(a.records[name], b.records[name], atol=atol, rtol=0, msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------------------- laws
+def law_the_cache_changes_nothing(model, settings: Sampler, given=None, atol: float = 1e-10, **words) -> None:
+    same(run(model, settings, given, **words), run(model, replace(settings, cache="none"), given, **words), atol)
+
+
+def law_scores_replay(model, settings: Sampler, given=None, **words) -> None:
+    """Tokens, logp, entropy and topk are what plain calls on the whole states say, later blocks and all."""
+    out = run(model, settings, given, **words)
+    logp, entropy = torch.zeros_like(out.logp), torch.zeros_like(out.logp)
+    for step in range(settings.num_steps):
+        state, now = sampler.state_before(out, step, model.mask_token_id), out.unmask_step == step
+        logits = model.head(model.encode(state, sampler.attention_mask(out))[:, -settings.length :]).detach()
+        if settings.temperature == 0:
+            assert torch.equal(logits.argmax(-1)[now], out.response[now])
+            continue
+        logq = (logits / settings.temperature).log_softmax(-1)
+        logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
+        entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
+        assert_topk(out, logq, now)
+    torch.testing.assert_close(out.logp, logp, atol=1e-10, rtol=0)
+    torch.testing.assert_close(out.records["entropy"], entropy, atol=1e-10, rtol=0)
+
+
+def law_the_cost_changes_nothing(model, settings: Sampler, given=None) -> None:
+    """early_stop and micro_batch, one that divides the rows of a prompt and others; and the generator is left the same."""
+    outs, ends = [], set()
+    for words in ({"early_stop": stop, "micro_batch": size} for stop in (True, False) for size in (None, 1, 5)):
+        g = seeded(3)
+        outs.append(run(model, settings, given, generator=g, **words))
+        ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))
+    assert len(ends) == 1 and len(set(steps_run(outs[0].unmask_step).tolist())) > 1, "rows should end at different steps"
+    for other in outs[1:]:
+        same(outs[0], other)
+
+
+def law_exact_distribution(order: str, cache: str = "exact", tokens_per_step: int = 1, draws: int = 8_000) -> None:
+    """Two blocks of two positions, three tokens and [MASK], one of the tokens EOS: (response, unmask_step) by the oracle."""
+    model, settings = network(2, vocab=4), settings_of(2, tokens_per_step, order, length=4, cache=cache)
+    prompt, mask = torch.tensor([[2, 0, 2]]), torch.tensor([[False, True, True]])
+    out = run(model, settings, (prompt, mask), num_generations=draws, records=())
+    with torch.no_grad():
+        exact = trajectories(tabulated(model, prompt, mask), order, 0.7, tokens_per_step, 2, EOS)
+    law = {(path.response, path.unmask_step): float(path.prob) for path in exact}
+    assert sum(law.values()) == pytest.approx(1) and len(law) > 20
+    rows = zip(out.response.tolist(), out.unmask_step.tolist(), strict=True)
+    assert chi_square_p(Counter((tuple(r), tuple(s)) for r, s in rows), law) > 1e-4
+
+
+def tabulated(model, prompt: Tensor, mask: Tensor) -> TabularDenoiser:
+    """The network's logits in each of the 4**4 states after this prompt, by one plain call."""
+    states = torch.arange(4**4)[:, None] // 4 ** torch.arange(4) % 4
+    tokens = torch.cat([prompt.expand(len(states), -1), states], 1)
+    real = torch.cat([mask.expand(len(states), -1), torch.ones_like(states, dtype=torch.bool)], 1)
+    return TabularDenoiser(model.head(model.encode(tokens, real)[:, -4:])[..., :3].detach())
+
+
+# ---------------------------------------------------------------------------------------- the laws hold, however it is cut
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layers, block_length, tokens_per_step", [(1, 4, 2), *((3, *cut) for cut in CUTS)])
+def test_the_same_with_and_without_cache(layers, block_length, tokens_per_step, order, temperature):
+    settings = settings_of(block_length, tokens_per_step, order, temperature)
+    for dtype, atol in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        model = network(block_length, layers, dtype)
+        law_the_cache_changes_nothing(model, settings, atol=atol, eos_token_id=EOS if temperature else None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_scores_replay(order, temperature):
+    for block_length, tokens_per_step in CUTS[1:4]:
+        settings = settings_of(block_length, tokens_per_step, order, temperature)
+        law_scores_replay(network(block_length), settings)
+        law_scores_replay(network(block_length), replace(settings, cache="none"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("tokens_per_step", [1, 2])
+def test_exact_distribution(order, tokens_per_step):
+    law_exact_distribution(order, tokens_per_step=tokens_per_step)
+
+
+def test_exact_distribution_without_cache():
+    law_exact_distribution("low_confidence", cache="none")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_the_cost_changes_nothing(order, cache):
+    law_the_cost_changes_nothing(network(2), settings_of(2, 1, order, cache=cache))
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4,)])
+def test_prompts_of_other_lengths(lengths):
+    """None at all, one that is nothing but padding, and a single one."""
+    settings = settings_of(2)
+    law_the_cache_changes_nothing(network(2), settings, prompts(lengths))
+    law_scores_replay(network(2), settings, prompts(lengths))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_blocks_that_are_counted_from_the_first_token(layers):
+    """SDAR: prompts of one, two and no blocks."""
+    model, given = network(4, layers, family="sdar"), prompts((4, 8, 0))
+    law_the_cache_changes_nothing(model, settings_of(), given)
+    law_scores_replay(model, settings_of(), given)
+    law_the_cost_changes_nothing(network(2, layers, family="sdar"), settings_of(2), given)
+
+
+def test_padding_and_the_other_prompts_change_nothing():
+    """A prompt alone and without its padding, given its own share of the noise: greedy needs none."""
+    model, settings = network(4), settings_of(temperature=0.0)
+    (prompt, mask), together = prompts(), run(network(4), settings, num_generations=1, generator=None)
+    for row in range(3):
+        short = prompt[row : row + 1, mask[row]]
+        alone = run(model, settings, (short, torch.ones_like(short, dtype=torch.bool)), num_generations=1, generator=None)
+        assert torch.equal(alone.response[0], together.response[row])
+        assert torch.equal(alone.unmask_step[0], together.unmask_step[row])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_the_trajectory_replays_as_a_staircase(order, cache):
+    """What the trainer scores, all blocks in one forward, is what the sampler saw."""
+    model = network(4)
+    out = run(model, settings_of(4, 2, order, cache=cache))
+    plan = alg.block_replay_plan(out, seeded())
+    logp = alg.features(model, out, plan, temperature=0.7)["logp"]
+    torch.testing.assert_close(logp.sum(0), out.logp.masked_fill(~plan.scored.any(0), 0), atol=1e-10, rtol=0)
+    assert plan.scored.sum(0).max() == 1 and (plan.scored.any(0) | ~out.keep).all() and not out.keep.all()
+
+
+# ----------------------------------------------------------------------------------------------------------------- cost
+def test_a_step_computes_its_block_alone():
+    """Each prompt once; then W tokens of the rows still running, and in a later block's first step the block before it too."""
+    model = Spy(network(4))
+    out = run(model, settings_of(4, 2, "random"))
+    rows = (steps_run(out.unmask_step) > 2).sum().item()
+    assert model.shapes == [(3, 5), (12, 4), (12, 4), (rows, 8), (rows, 4)] and 0 < rows < 12
+    assert sum(n for n, _ in model.shapes[1:]) == network_calls(out)
+    model.shapes.clear()
+    run(model, settings_of(4, 2, "random"), micro_batch=5, early_stop=False)
+    assert model.shapes == [(2, 5), *[(5, 4)] * 2, (5, 8), (5, 4)] * 2 + [(1, 5), *[(2, 4)] * 2, (2, 8), (2, 4)]
+
+
+def test_without_a_cache_a_step_computes_no_later_block():
+    model = Spy(network(4))
+    out = run(model, settings_of(4, 2, "random", cache="none"))
+    rows = (steps_run(out.unmask_step) > 2).sum().item()
+    assert model.shapes == [(12, 9), (12, 9), (rows, 13), (rows, 13)]
+
+
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_the_host_is_asked_once_a_block(cache):
+    """With a cache of each micro-batch: once more at its start, for the prompts that its rows share."""
+    model, settings = network(2), settings_of(2, cache=cache)
+    with HostQuestions() as questions:
+        run(model, settings, micro_batch=6)
+    assert 1 <= questions.count <= (2 * (settings.num_blocks + 1) if cache == "exact" else settings.num_blocks) + 1
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (lambda: network(None), {}, "attention: got 'block_causal' for a bidirectional model; allowed bidirectional"),
+        (
+            lambda: TabularDenoiser.random(L, 2, seeded()),
+            {"cache": "none"},
+            "attention: got 'block_causal' for a bidirectional model; allowed bidirectional",
+        ),
+        (
+            lambda: network(4),
+            {"attention": "bidirectional", "cache": "none"},
+            "attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length 4",
+        ),
+        (lambda: network(2), {}, "block_length: got 4; allowed 2, that of the model's attention"),
+        (
+            lambda: network(4, family="sdar"),
+            {},
+            "prompt: got 5 tokens; allowed multiples of the model's block_length 4, whole blocks",
+        ),
+    ],
+)
+def test_a_model_of_another_attention(model, change, message):
+    with pytest.raises(ValueError) as error:
+        run(model(), replace(settings_of(), **change), records=())
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", sampler.COMPLETIONS)
+@pytest.mark.parametrize("cache", ["exact", "none"])
+def test_records_that_need_the_whole_response(name, cache):
+    with pytest.raises(ValueError) as error:
+        run(network(4), settings_of(cache=cache), records=("entropy", name))
+    wanted = f"records: got '{name}' with attention block_causal; allowed entropy, topk, which need no later block"
+    assert str(error.value) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention": "causal"}, "attention: got 'causal'; allowed bidirectional, block_causal"),
+        ({"cache": "dual"}, "cache: got 'dual' with attention block_causal; allowed none, exact"),
+        ({"cache": True}, "cache: got True with attention block_causal; allowed none, exact"),
+        (
+            {"attention": "bidirectional"},
+            "cache: got 'exact' with attention bidirectional; allowed none, prefix, dual",
+        ),
+    ],
+)
+def test_settings_errors(change, message):
+    with pytest.raises(ValueError) as error:
+        replace(settings_of(), **change)
+    assert str(error.value) == message
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
+    "no crop": (sampler, "encode_block", "    cache.crop(-width)\n", ""),
+    "the noisy block is committed, not the finished one": (
+        sampler,
+        "encode_block",
+        "cache.crop(-width)",
+        "cache.crop(-width * int((trace.unmask_step[rows, start : start + width] < 0).sum() > 2 * len(rows)))",
+    ),
+    "a noisy token stays": (sampler, "encode_block", "crop(-width)", "crop(1 - width)"),
+    "the block before": (sampler, "encode_block", "cache)[:, -width:]", "cache)[:, :width]"),
+    "padding of the prompt is seen": (sampler, "encode_block", "mask[rows, :end]", "mask[rows, :end] | True"),
+    "a block sees the future": (denoiser, "block_causal", "<= block[:, :, None]", "<= block[:, :, None] + 1"),
+    "a later row's prompt": (sampler, "prompt_cache", "(place)", "(place.flip(0))"),
+    "one prompt for all": (sampler, "prompt_cache", "(place)", "(place * 0)"),
+    "padding in the prompt's cache": (sampler, "prompt_cache", "prompt_mask[own]", "prompt_mask[own] | True"),
+    "the rows of another prompt": (sampler, "generate", "part // num_generations", "part % len(prompts[0])"),
+    "the cache keeps the first rows": (sampler, "decode", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
+    "the cache keeps the last rows": (sampler, "decode", "(rows, left)", "(rows, rows[-len(left) :])"),
+    "positions of columns": (
+        denoiser.Denoiser,
+        "extend",
+        "attention_mask.long().cumsum(-1)",
+        "(attention_mask | True).cumsum(-1)",
+    ),
+    "positions start again": (denoiser.Denoiser, "extend", "position[:, now]", "position[:, : len(now)]"),
+    "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, now]", "[:, :, : len(now)]"),
+}
+
+
+def install(monkeypatch, owner, function: str, old: str, new: str) -> None:
+    source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
+    assert source.count(old) == 1
+    space = copy.copy(vars(inspect.getmodule(owner)) if inspect.isclass(owner) else vars(owner))
+    exec("from __future__ import annotations\n" + source.replace(old, new), space)
+    monkeypatch.setattr(owner, function, space[function])
+
+
+def laws() -> None:
+    """Rows end at different blocks, prompts are padded, and a block takes two steps."""
+    for law in (law_scores_replay, law_the_cache_changes_nothing, law_the_cost_changes_nothing):
+        law(network(4), settings_of(4, 2, "left_to_right"))
+
+
+def test_the_laws_hold_where_nothing_is_wrong():
+    laws()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_laws_kill(name, monkeypatch):
+    install(monkeypatch, *MUTANTS[name])
+    with pytest.raises((AssertionError, RuntimeError)):  # the second: keys that do not fit their mask, or each other
+        laws()

@@ -1,0 +1,452 @@
+"""Approximate caches: what a step computes from keys and values that are out of date, and what a run says of it.
+
+The judge is a transformer written out below, one row without padding at a time: it keeps the keys and values of a block's first
+state by name, and puts together for every later step which are new and which are old. It has the network's weights and rotary
+tables, and nothing else in common with the sampler: no cache class, no mask, no batch. Networks have random weights of order 1,
+so that a key that should not be there, or should be newer, moves a probability by order 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tiny
+from minidrl import config, denoiser, sampler, trainer
+from minidrl.sampler import APPROXIMATE, ORDERS, Sampler, network_calls, steps_run
+from minidrl.tasks.countdown import Countdown, tokenizer
+from test_block_sampler import L, Spy, install, law_the_cost_changes_nothing, network, prompts, run, same, seeded
+from test_sampler import HostQuestions
+
+T = 0.7
+CUTS = [(8, 1), (4, 1), (4, 2), (2, 1)]  # block_length, tokens_per_step: more than one step a block
+
+
+def settings_of(cache: str, block_length=4, tokens_per_step=1, order="low_confidence", temperature=T) -> Sampler:
+    words = {"order": order, "temperature": temperature, "length": L, "tokens_per_step": tokens_per_step}
+    return Sampler(**words, block_length=block_length, cache=cache)
+
+
+# ------------------------------------------------------------------------------------------------ the network, written out
+def forward(model, tokens: list[int], fresh: list[int], old: list[tuple[Tensor, Tensor]] | None) -> tuple[Tensor, list]:
+    """Logits (V,) by place in ``fresh``; and keys and values (T, heads, size) of each layer, elsewhere those of ``old``."""
+    body, config, new = model.model.model, model.model.config, []
+    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    h = body.embed_tokens.weight[torch.tensor(tokens)[fresh]]
+    cos, sin = (x[0, :, None] for x in body.rotary_emb(h, torch.tensor(fresh)[None]))
+    for number, layer in enumerate(body.layers):
+        x, attention = layer.input_layernorm(h), layer.self_attn
+        q, k, v = (F.linear(x, p.weight).view(-1, heads, size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        q, k = (z * cos + torch.cat([-z[..., size // 2 :], z[..., : size // 2]], -1) * sin for z in (q, k))
+        keys, values = (torch.empty(len(tokens), heads, size, dtype=h.dtype) for _ in range(2))
+        for i in range(len(tokens)):
+            keys[i], values[i] = (k[fresh.index(i)], v[fresh.index(i)]) if i in fresh else (x[i] for x in old[number])
+        weight = torch.einsum("qhd,khd->hqk", q, keys).div(math.sqrt(size)).softmax(-1)
+        h = h + F.linear(torch.einsum("hqk,khd->qhd", weight, values).flatten(1), attention.o_proj.weight)
+        x, mlp = layer.post_attention_layernorm(h), layer.mlp
+        h = h + F.linear(F.silu(F.linear(x, mlp.gate_proj.weight)) * F.linear(x, mlp.up_proj.weight), mlp.down_proj.weight)
+        new.append((keys, values))
+    logits = F.linear(body.norm(h), model.model.lm_head.weight)
+    logits[:, model.mask_token_id] = -torch.inf
+    return dict(zip(fresh, logits, strict=True)), new
+
+
+@torch.no_grad()
+def stale_logits(model, out, row: int) -> list[dict[int, Tensor]]:
+    """By step, the logits of a row at the response positions that are computed anew."""
+    prompt, found, settings = out.prompt[row][out.prompt_mask[row]].tolist(), [], out.sampler
+    everything, width = range(len(prompt) + settings.length), settings.block_length
+    for step in range(int(steps_run(out.unmask_step)[row])):
+        response = out.response[row].masked_fill(sampler.hidden_before(out, step)[row], model.mask_token_id).tolist()
+        start = len(prompt) + step // settings.steps_per_block * width
+        if step % settings.steps_per_block == 0:
+            logits, old = forward(model, prompt + response, list(everything), None)
+        else:
+            end = start + width if settings.cache == "dual" else everything.stop
+            logits, _ = forward(model, prompt + response, list(range(start, end)), old)
+        found.append({i - len(prompt): z for i, z in logits.items() if i >= start})
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- laws
+def law_steps_are_those_of_stale_keys(model, settings: Sampler, given=None, records=("entropy",), **words) -> None:
+    """Tokens, their choice, logp, entropy and completions of every step, by the network written out."""
+    out = run(model, settings, given, records=records, **words)
+    noise = sampler.draw_noise(settings, len(out.response), seeded(), torch.device("cpu"), records)
+    for row in range(len(out.response)):
+        for step, logits in enumerate(stale_logits(model, out, row)):
+            now = (out.unmask_step[row] == step).nonzero()[:, 0].tolist()
+            agrees_on_tokens(out, noise, row, step, now, logits)
+            if settings.order == "low_confidence" and settings.temperature == 0:
+                best = {i: z.log_softmax(-1).max() for i, z in logits.items() if out.unmask_step[row, i] >= step}
+                block = [i for i in best if i // settings.block_length == now[0] // settings.block_length]
+                block.sort(key=lambda i: (-round(float(best[i]), 6), i))  # without a prompt, all are alike at first
+                assert sorted(block[: len(now)]) == now
+            for name in set(records) & set(sampler.COMPLETIONS):
+                u = noise.completion[step, row] if name == "one_step_sampled" and settings.temperature else None
+                assert out.records[name][row, step].tolist() == completed(out, row, step, logits, u)
+
+
+def agrees_on_tokens(out, noise, row: int, step: int, now: list[int], logits: dict[int, Tensor]) -> None:
+    settings = out.sampler
+    for i in now:
+        if settings.temperature == 0:
+            assert logits[i].argmax() == out.response[row, i] and out.logp[row, i] == 0
+            continue
+        logq = (logits[i] / settings.temperature).log_softmax(-1)
+        assert out.logp[row, i].item() == pytest.approx(logq[out.response[row, i]].item(), abs=1e-10)
+        assert out.records["entropy"][row, i].item() == pytest.approx(torch.special.entr(logq.exp()).sum().item(), abs=1e-10)
+        place, n = i % settings.block_length, settings.tokens_per_step
+        if noise.order is not None:
+            place = noise.order[i // settings.block_length, row].tolist().index(place) % n
+        assert drawn(logq, noise.uniform[step, row, place]) == out.response[row, i]
+
+
+def drawn(logq: Tensor, u: Tensor) -> int:
+    return int((logq.exp().cumsum(-1) <= u).sum())
+
+
+def completed(out, row: int, step: int, logits: dict[int, Tensor], u: Tensor | None) -> list[int]:
+    """The row's response with its hidden positions filled in; none is hidden outside of ``logits``."""
+    filled = out.response[row].tolist()
+    for i in sampler.hidden_before(out, step)[row].nonzero()[:, 0].tolist():
+        filled[i] = int(logits[i].argmax()) if u is None else drawn((logits[i] / out.sampler.temperature).log_softmax(-1), u[i])
+    return filled
+
+
+def law_equal_to_none(model, settings: Sampler, given=None, **words) -> None:
+    same(run(model, settings, given, **words), run(model, replace(settings, cache="none"), given, **words))
+
+
+def gap(model, settings: Sampler, given=None) -> float:
+    """The largest difference of a recorded logp to that of the exact network in the same state."""
+    out, found = run(model, settings, given, records=()), 0.0
+    for step in range(settings.num_steps):
+        state, now = sampler.state_before(out, step, model.mask_token_id), out.unmask_step == step
+        logits = model.head(model.encode(state, sampler.attention_mask(out))[:, -L:]).detach()
+        logp = (logits / settings.temperature).log_softmax(-1).gather(-1, out.response[..., None])[..., 0]
+        found = max(found, float((out.logp - logp)[now].abs().max()) if now.any() else 0.0)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- a rollout
+@pytest.mark.parametrize("cache", APPROXIMATE)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("temperature", [0.0, T])
+def test_steps_are_those_of_stale_keys(temperature, order, cache):
+    """Left-padded prompts, one of them alone with its padding; rows end at different blocks."""
+    for cut in CUTS:
+        law_steps_are_those_of_stale_keys(network(None), settings_of(cache, *cut, order, temperature), num_generations=2)
+    law_steps_are_those_of_stale_keys(network(None, 3), settings_of(cache, 4, 2, order, temperature), prompts((0, 3)))
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+@pytest.mark.parametrize("order", ORDERS)
+def test_equal_where_nothing_is_out_of_date(order, cache):
+    one_step_a_block = settings_of(cache, 4, 4, order), settings_of(cache, 1, 1, order), settings_of(cache, 8, 8, order, 0.0)
+    for settings in one_step_a_block:
+        law_equal_to_none(network(None), settings)
+    for cut in CUTS:  # keys of the first layer are those of the token, and what is kept is not revealed before the refresh
+        law_equal_to_none(network(None, layers=1), settings_of(cache, *cut, order))
+    law_equal_to_none(network(None), settings_of(cache, 8, 1, order), prompts((0, 0)))  # all of the text is in the block
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+def test_and_nowhere_else(cache):
+    for cut in CUTS:
+        assert gap(network(None), settings_of(cache, *cut, "random")) > 0.01
+    assert gap(network(None), settings_of(cache, 4, 1, "random"), prompts((0, 0))) > 0.01
+    assert gap(network(None), settings_of("none", 4, 1, "random")) < 1e-10
+
+
+def test_in_the_last_block_the_two_are_one():
+    same(*(run(network(None), settings_of(cache, 8, 1)) for cache in APPROXIMATE))
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_cost_changes_nothing(order, cache):
+    law_the_cost_changes_nothing(network(None), settings_of(cache, 2, 1, order))
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+def test_topk_is_that_of_the_distribution_drawn_from(cache):
+    """Against entropy and logp, which the network written out has confirmed."""
+    out = run(network(None), settings_of(cache, 4, 1), records=("entropy", "topk"))
+    rest = out.records["topk_logp"].exp().masked_fill((out.unmask_step < 0)[..., None], 0)
+    assert rest.shape[-1] == 6  # all but [MASK]
+    torch.testing.assert_close(rest.sum(-1), (out.unmask_step >= 0).double())
+    torch.testing.assert_close(torch.special.entr(rest).sum(-1), out.records["entropy"])
+    own = (out.records["topk_ids"] == out.response[..., None]) & (out.unmask_step >= 0)[..., None]
+    torch.testing.assert_close((out.records["topk_logp"] * own).sum(-1), out.logp)
+
+
+@pytest.mark.parametrize("temperature", [0.0, T])
+def test_completions(temperature):
+    """Of stale keys as well; and those of "none" where nothing is out of date."""
+    records, model = ("entropy", *sampler.COMPLETIONS), network(None)
+    for cut in CUTS:
+        for cache in ("none", "prefix") if cut == (4, 4) else ("prefix",):
+            law_steps_are_those_of_stale_keys(model, settings_of(cache, *cut, "random", temperature), records=records)
+    law_equal_to_none(model, settings_of("prefix", 4, 4, temperature=temperature), records=records)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_all_tokens_in_any_order_are_encode(layers):
+    """Padding and positions go with the tokens: of one whole call, and of the last of two calls on the same text."""
+    prompt, mask = prompts()
+    tokens, mask = torch.cat([prompt, prompt], 1), torch.cat([mask, mask | True], 1)
+    order = torch.randperm(10, generator=seeded(1))
+    for block_length in (None, 5):
+        model = network(block_length, layers)
+        h = model.encode(tokens, mask)
+        cache = sampler.DynamicCache()
+        again = model.extend(tokens[:, order], mask, cache, order)
+        real = mask[:, order]
+        torch.testing.assert_close(again[real], h[:, order][real], atol=1e-10, rtol=0)
+        cache.crop(-3)
+        again = model.extend(tokens[:, order[-3:]], mask, cache, order)
+        torch.testing.assert_close(again[real[:, -3:]], h[:, order[-3:]][real[:, -3:]], atol=1e-10, rtol=0)
+        assert cache.get_seq_length() == 10
+
+
+# ----------------------------------------------------------------------------------------------------------------- cost
+def test_a_step_computes_what_it_says():
+    """All positions at a block's first step; then the block and what follows it, or the block."""
+    for cache, widths in (("prefix", [13, 8, 8, 8, 13, 4, 4, 4]), ("dual", [13, 4, 4, 4, 13, 4, 4, 4])):
+        model = Spy(network(None))
+        run(model, settings_of(cache), early_stop=False, records=())
+        assert model.shapes == [(12, width) for width in widths]
+        model.shapes.clear()
+        out = run(model, settings_of(cache), micro_batch=5)
+        assert {width for _, width in model.shapes} == set(widths) and max(n for n, _ in model.shapes) == 5
+        assert sum(n for n, _ in model.shapes) == network_calls(out)
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+def test_the_host_is_asked_once_a_block(cache):
+    settings = settings_of(cache, 2)
+    with HostQuestions() as questions:
+        run(network(None), settings, micro_batch=6)
+    assert 1 <= questions.count <= 2 * settings.num_blocks + 1
+
+
+class Heads(Spy):
+    """Notes the rows that the head is applied to, too."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.heads, self.head = [], self.counted
+
+    def counted(self, h):
+        self.heads.append(math.prod(h.shape[:-1]))
+        return self.model.head(h)
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix"])
+def test_completions_in_chunks(cache, monkeypatch):
+    """Never more rows of logits than fit in CHUNK, or one a sequence; those of hidden blocks only; and the same tokens."""
+    settings, words = settings_of(cache, 4, 2, "random"), {"records": sampler.COMPLETIONS, "early_stop": False}
+    whole = run(network(None), settings, **words)
+    for chunk, largest in ((3 * 12 * 7, 36), (1, 24), (2**26, 48)):
+        monkeypatch.setattr(sampler, "CHUNK", chunk)
+        model = Heads(network(None))
+        same(run(model, settings, **words), whole)
+        # 4 steps draw 2 positions a row each; the two completions see 8 positions at 2 steps, then 4 at 2 steps
+        assert sum(model.heads) == 12 * (4 * 2 + 2 * (2 * 8 + 2 * 4)) and max(model.heads) == largest
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize("name", sampler.COMPLETIONS)
+def test_completions_need_the_rest_of_the_response(name):
+    with pytest.raises(ValueError) as error:
+        run(network(None), settings_of("dual"), records=("entropy", name))
+    assert str(error.value) == f"records: got '{name}' with cache dual; allowed entropy, topk, which need no later block"
+
+
+def test_a_method_that_needs_them_is_refused_before_anything_is_loaded():
+    cut = Sampler(order="random", temperature=1.0, length=4, block_length=2, tokens_per_step=1, cache="dual")
+    with pytest.raises(ValueError, match="records: got 'one_step' with cache dual"):
+        trainer.Learner(tiny.settings("no such model", method="egspo-sa", sampler=cut))
+
+
+@pytest.mark.parametrize("cache", ["exact", "prefixes", True, None, ["dual"]])
+def test_caches_of_bidirectional_attention(cache):
+    with pytest.raises(ValueError) as error:
+        settings_of(cache)
+    assert str(error.value) == f"cache: got {cache!r} with attention bidirectional; allowed none, prefix, dual"
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+def test_a_model_that_predicts_the_token_after_a_position(cache):
+    model = denoiser.Denoiser(network(None).model, denoiser.FAMILIES["Dream"])
+    with pytest.raises(ValueError) as error:
+        run(model, settings_of(cache))
+    assert str(error.value) == "cache: got a model whose predictions are shifted by one position; allowed none"
+
+
+# ---------------------------------------------------------------------------------------------------------------- a run
+def learner(monkeypatch, cache: str, method="ppo", temperature=T, **changes) -> trainer.Learner:
+    settings = Sampler(order="random", temperature=temperature, length=L, block_length=4, tokens_per_step=1, cache=cache)
+    changes = {"sampler": replace(settings, **changes.pop("cut", {})), "num_iterations": 1, "micro_batch": 7, **changes}
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    return tiny.learner_on(monkeypatch, network(None, words=tokenizer()), method=method, **changes)
+
+
+def kept_kl(model, rollout) -> Tensor:
+    """ratio - 1 - log ratio of every kept token, (B, L), by plain calls on all states; ratio = exact / recorded."""
+    found = torch.zeros_like(rollout.logp)
+    for step in range(rollout.sampler.num_steps):
+        state, now = sampler.state_before(rollout, step, model.mask_token_id), rollout.unmask_step == step
+        logits = model.head(model.encode(state, sampler.attention_mask(rollout))[:, -L:]).detach()
+        logp = (logits / rollout.sampler.temperature).log_softmax(-1).gather(-1, rollout.response[..., None])[..., 0]
+        found[now] = ((logp - rollout.logp).exp() - 1 - (logp - rollout.logp))[now]
+    return found.masked_fill(~rollout.keep, 0)
+
+
+def with_ends(monkeypatch, cache: str, **changes) -> tuple[trainer.Learner, sampler.Rollout]:
+    """[EOS] is a token that is often drawn: rows end early, with tokens that are not kept."""
+    actor = learner(monkeypatch, cache, num_prompts=2, **changes)
+    actor.tok.eos_token_id = int(actor.collect(0, trainer.Clock()).rollout.response.mode().values.mode().values)
+    rollout = actor.collect(0, trainer.Clock()).rollout
+    assert len(set(rollout.lengths.tolist())) > 2 and (~rollout.keep & (rollout.unmask_step >= 0)).any()
+    return actor, rollout
+
+
+def law_the_kl_of_two_steps(monkeypatch, cache: str) -> None:
+    """With two steps a response there is nothing to draw: every state is scored, and the number is that of all kept tokens."""
+    actor, rollout = with_ends(monkeypatch, cache, cut={"block_length": 8, "tokens_per_step": 4})
+    wanted = float(kept_kl(actor.model, rollout).sum() / rollout.keep.sum())
+    assert actor.rollout_kl(0, rollout, trainer.Clock()) == pytest.approx(wanted, rel=1e-10) and wanted > 1e-3
+
+
+def law_the_kl_is_estimated_without_bias(monkeypatch, draws: int = 300) -> None:
+    """Its mean over many draws of the steps is that of all steps."""
+    actor, rollout = with_ends(monkeypatch, "dual")
+    assert (rollout.unmask_step < 0).any()
+    each, clock = kept_kl(actor.model, rollout), trainer.Clock()
+    found = torch.tensor([actor.rollout_kl(step, rollout, clock) for step in range(draws)], dtype=torch.float64)
+    assert abs(found.mean() - each.sum() / rollout.keep.sum()) < 4.5 * found.std() / math.sqrt(draws)
+    assert found.std() < found.mean() * 3 and found.min() >= 0
+    last = rollout.unmask_step.masked_fill(~rollout.keep, -1).amax(1) + 1
+    assert clock.calls == {"rollout_kl": draws * int(last.clamp(max=2).sum())}
+
+
+def test_the_kl_is_estimated_without_bias(monkeypatch):
+    law_the_kl_is_estimated_without_bias(monkeypatch)
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+def test_the_kl_of_two_steps(cache, monkeypatch):
+    law_the_kl_of_two_steps(monkeypatch, cache)
+
+
+def test_what_a_step_says(monkeypatch):
+    """Zero where nothing is out of date, above it elsewhere, absent where nothing is approximated or drawn."""
+    rows = {
+        name: learner(monkeypatch, cache, **words).step(0)
+        for name, cache, words in (
+            ("none", "none", {}),
+            ("prefix", "prefix", {}),
+            ("dual", "dual", {"filter_groups": True}),
+            ("one step a block", "dual", {"cut": {"tokens_per_step": 4}}),
+            ("greedy", "dual", {"method": "diffu-grpo", "temperature": 0.0}),
+        )
+    }
+    keys = {"rollout_kl", "seconds/rollout_kl", "network_calls/rollout_kl"}
+    for name, row in rows.items():
+        assert keys & row.keys() == (set() if name in ("none", "greedy") else keys), name
+    assert rows["prefix"]["rollout_kl"] > 1e-3 and rows["dual"]["rollout_kl"] > 1e-3
+    assert abs(rows["one step a block"]["rollout_kl"]) < 1e-12
+    assert rows["none"]["log_ratio_std"] < 1e-10 and rows["one step a block"]["log_ratio_std"] < 1e-10
+    assert rows["prefix"]["log_ratio_std"] > 1e-2 and rows["dual"]["log_ratio_std"] > 1e-2
+
+
+@pytest.mark.parametrize("cache", APPROXIMATE)
+def test_the_rollout_is_not_taken_for_the_networks_own(cache, monkeypatch):
+    """Its record does not stand in for the first pass, and the gradient is that of the ratio to the sampler's policy."""
+    actor = learner(monkeypatch, cache)
+    experience = actor.collect(0, trainer.Clock())
+    assert experience.updates is None and experience.kl > 0
+    assert experience.select(torch.tensor([True, False, True])).kl == experience.kl
+    assert learner(monkeypatch, "none").collect(0, trainer.Clock()).updates == 0
+    for name, scored in (("none", False), (cache, True)):
+        assert ("network_calls/scoring" in learner(monkeypatch, name).step(0)) == scored
+
+
+def test_a_run_says_so(tmp_path, capfd):
+    cut = Sampler(order="random", temperature=1.0, length=4, block_length=4, tokens_per_step=1, cache="prefix")
+    base = tiny.checkpoint(tmp_path / "base")
+    trainer.train(tiny.settings(base, sampler=cut, steps=1, evaluate=config.Evaluation(n=2)), tmp_path / "run")
+    said = capfd.readouterr().err
+    assert said.count("sampler.cache prefix: rollouts are off-policy; the metric rollout_kl says how far") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout_kl"] >= 0 for row in rows if "loss" in row] == [True]
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+ROLLOUT = {  # what is wrong: (where, a passage of it, its replacement)
+    "not refreshed at a new block": (sampler, "decode", "step % settings.steps_per_block == 0:", "step == 0:"),
+    "refreshed at every step": (sampler, "decode", "and step % settings.steps_per_block == 0:", "and True:"),
+    "the block stays in the cache": (sampler, "encode_rest", "cache.crop(-width)", "cache.crop(0)"),
+    "prefix is dual, and dual prefix": (sampler, "encode_rest", '(settings.cache == "prefix")', '(settings.cache == "dual")'),
+    "the block lacks its first position": (sampler, "encode_rest", "(column >= first) &", "(column > first) &"),
+    "the block lacks its last position": (sampler, "encode_rest", "(column < first +", "(column < first - 1 +"),
+    "the end of the response for the block": (sampler, "reveal", "h[:, : settings.block", "h[:, -settings.block"),
+    "positions as they stand": (denoiser.Denoiser, "extend", "position[:, now]", "position[:, -tokens.shape[1] :]"),
+    "positions of columns": (denoiser.Denoiser, "extend", "attention_mask.long().cumsum", "(attention_mask | True).cumsum"),
+    "padding is seen": (sampler, "encode_rest", "mask[rows]", "mask[rows] | True"),
+    "the mask as it stands": (denoiser.Denoiser, "extend", "[..., order]", ""),
+    "completions by the noise of the first positions": (sampler, "one_step_completion", "u[:, -rest:]", "u[:, :rest]"),
+    "completions forget what is revealed": (
+        sampler,
+        "one_step_completion",
+        "torch.where(current == model.mask_token_id, guess, current)",
+        "guess",
+    ),
+}
+KL = {
+    "temperature 1": ("micro_batch, s.temperature", "micro_batch, 1.0"),
+    "unkept tokens count": ("(plan.scored & rollout.keep)", "plan.scored"),
+    "as if all steps were drawn": ("plan.weight[..., None] *", "torch.ones_like(plan.weight)[..., None] *"),
+    "over all positions": ("rollout.keep.sum()", "rollout.keep.numel()"),
+    "the other direction": (
+        'form="k3")',
+        'form="k3") * 0 + alg.kl_term(found["logp"], rollout.logp.expand_as(plan.scored), form="k3")',
+    ),
+    "every token is one of the plan's": ("drawn * kl", "plan.weight[..., None] * rollout.keep * kl"),
+    "the first steps only": ('self.generator(step, "rollout_kl")', "torch.Generator().manual_seed(0)"),
+}
+
+
+def rollout_laws() -> None:
+    for cache in APPROXIMATE:
+        law_steps_are_those_of_stale_keys(network(None), settings_of(cache, 4, 2, "left_to_right"), num_generations=2)
+    records = ("entropy", *sampler.COMPLETIONS)
+    law_steps_are_those_of_stale_keys(network(None), settings_of("prefix", 4, 1), num_generations=1, records=records)
+    test_all_tokens_in_any_order_are_encode(2)
+
+
+def test_the_laws_hold_where_nothing_is_wrong():
+    rollout_laws()
+
+
+@pytest.mark.parametrize("name", ROLLOUT)
+def test_the_laws_kill(name, monkeypatch):
+    install(monkeypatch, *ROLLOUT[name])
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):  # keys that do not fit their mask, or each other
+        rollout_laws()
+
+
+@pytest.mark.parametrize("name", KL)
+def test_the_law_of_the_kl_kills(name, monkeypatch):
+    install(monkeypatch, trainer.Learner, "rollout_kl", *KL[name])
+    with pytest.raises(AssertionError):
+        law_the_kl_of_two_steps(monkeypatch, "dual")
+        law_the_kl_is_estimated_without_bias(monkeypatch)

@@ -1,0 +1,211 @@
+"""Countdown in words: the prompt through a chat template, the answer between tags, and a whole run on a LLaDA checkpoint."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+import test_countdown
+import test_loading
+import tiny
+from minidrl import config, denoiser, memory, trainer
+from minidrl.__main__ import main
+from minidrl.tasks import countdown
+from minidrl.tasks.countdown import Countdown, Puzzle
+
+PUZZLE = Puzzle((5, 6, 8), 46)
+TEMPLATE = (
+    "<|startoftext|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}: {{ m['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant: {% endif %}"
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- the answer
+ANSWERS = {  # response -> strict reward
+    "5*8=40, and 40+6=46. <answer>5*8+6</answer>": 1.0,
+    "<answer>(5 * 8) + 6</answer> That is it.": 1.0,
+    "<answer>\n 5 * 8 = 40 + 6 = 46 \n</answer>": 1.0,
+    "<answer>5*8-6</answer>": 0.1,
+    "5*8+6": 0.0,
+    "<answer>5*8+6": 0.0,
+    "5*8+6</answer>": 0.0,
+    "</answer>5*8+6<answer>": 0.0,
+    "<answer>5*8+6</answer><answer>5*8+6</answer>": 0.0,
+    "<answer>5*8-6</answer> no: <answer>5*8+6</answer>": 0.0,
+    "<answer><answer>5*8+6</answer></answer>": 0.0,
+    "<answer>5*8+6</answer></answer>": 0.0,
+    "</answer><answer>5*8+6": 0.0,
+    "<Answer>5*8+6</Answer>": 0.0,
+    "<answer>5*8+6=46</answer>": 0.0,
+    "<answer>the answer is 5*8+6</answer>": 0.0,
+    "<answer>5*8+6+0</answer>": 0.0,
+    "<answer></answer>": 0.0,
+    "": 0.0,
+}
+
+
+def law_answers(module) -> None:
+    puzzle = module.Puzzle((5, 6, 8), 46)
+    for response, expected in ANSWERS.items():
+        assert module.Countdown(prompt_format="chat").score(puzzle, response) == expected, response
+        assert module.Countdown().score(puzzle, response) == (1.0 if response == "5*8+6" else 0.0), response
+    paid = {r: module.Countdown(prompt_format="chat", reward="any_answer").score(puzzle, r) for r in ANSWERS}
+    assert all((value > 0) == bool(re.fullmatch(r"[^<]*<answer>[^<]+</answer>[^<]*", r)) for r, value in paid.items())
+    blanks = module.Countdown(num_numbers=2, prompt_format="chat")
+    assert blanks.score(module.Puzzle((4, 4), 44), "<answer>4 4</answer>") == 0
+    assert blanks.score(module.Puzzle((1, 2), 12), "<answer>1\u00a02</answer>") == 0
+
+
+def test_the_answer_is_what_stands_between_the_tags():
+    law_answers(countdown)
+
+
+MUTANTS = {
+    "the first of several answers": ("response.count(OPENING) != 1 or response.count(CLOSING) != 1", "OPENING not in response"),
+    "several closing tags": (" or response.count(CLOSING) != 1", ""),
+    "an answer without its end": ('answer.strip())) if closing else ""', "answer.strip()))"),
+    "the whole response": ("answer, closing, _ = response.partition(OPENING)[2]", "answer, closing, _ = (response)"),
+    "all blanks taken out": ("answer.strip())) if closing", 'answer.replace(" ", ""))) if closing'),
+    "no blanks taken out": ('"".join(part.strip(" ") for', '"".join(part for'),
+    "tags in the plain format": ('if self.prompt_format == "chat" else response', "if True else response"),
+    "no tags in a chat": ('if self.prompt_format == "chat" else response', "if False else response"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_killed(name, monkeypatch):
+    old, new = MUTANTS[name]
+    source = test_countdown.SOURCE
+    assert source.count(old) == 1
+    module = test_countdown.module_from(source.replace(old, new), monkeypatch)
+    with pytest.raises(AssertionError):
+        law_answers(module)
+
+
+@pytest.mark.parametrize("text", ["<answer>" + " " * 300_000 + "</answer>", "<answer>" * 50_000, "<answer>" + "(" * 300_000])
+def test_a_long_response_is_read_in_linear_time(text):
+    started = time.perf_counter()
+    assert Countdown(prompt_format="chat").score(PUZZLE, text) == 0
+    assert time.perf_counter() - started < 5
+
+
+# ----------------------------------------------------------------------------------------------------------- the prompt
+def letters(folder: Path, template: str | None = TEMPLATE) -> None:
+    """A tokenizer of single characters in LLaDA's files and with its special tokens, for the checkpoint of 199 tokens."""
+    special = {193: "<|start_header_id|>", 195: "<|eot_id|>", 196: "<|startoftext|>", 197: "<|endoftext|>", 198: "<|mdm_mask|>"}
+    vocab = {special.get(i, chr(32 + i) if i < 95 else f"w{i}"): i for i in range(199)}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token=" "))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    raw.add_special_tokens(list(special.values()))
+    raw.post_processor = processors.TemplateProcessing(single=f"{special[196]} $A", special_tokens=[(special[196], 196)])
+    raw.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[196], "eos_token": special[197]}
+    named |= {"pad_token": special[197]} | ({"chat_template": template} if template else {})
+    test_loading.write(folder / "tokenizer_config.json", named)
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llada")
+    test_loading.llada(folder)
+    letters(folder)
+    return folder
+
+
+def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
+    _, tok = denoiser.load(llada)
+    puzzles = [PUZZLE, Puzzle((5, 6, 80), 46)]
+    ids, mask = trainer.encode_prompts(tok, puzzles, 400, prompt_format="chat")
+    assert ids.shape[1] == int(mask[1].sum()), "as wide as the longest"
+    assert mask.long().diff(dim=1).min() == 0 and not mask[0, 0], "padded on the left"
+    for puzzle, row, real in zip(puzzles, ids, mask, strict=True):
+        text = f"<|startoftext|><|start_header_id|>user: {puzzle.instruction}<|eot_id|><|start_header_id|>assistant: "
+        assert tok.decode(row[real]) == text
+    assert all(part in PUZZLE.instruction for part in ("5, 6, 8", "46", "<answer>", "</answer>"))
+
+
+def test_a_prompt_that_is_too_long_is_refused(llada):
+    _, tok = denoiser.load(llada)
+    longest = len(tok(trainer._chats(tok, [PUZZLE])[0], add_special_tokens=False).input_ids)
+    assert trainer.encode_prompts(tok, [PUZZLE], longest, prompt_format="chat")[0].shape == (1, longest)
+    with pytest.raises(ValueError, match=f"task.max_prompt_length: got {longest - 1}; allowed from {longest}"):
+        trainer.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")
+
+
+def test_a_tokenizer_without_a_template_is_refused(llada, tmp_path):
+    shutil.copytree(llada, tmp_path, dirs_exist_ok=True)
+    letters(tmp_path, template=None)
+    with pytest.raises(ValueError, match="task.prompt_format: got 'chat'; allowed plain, .* no chat template"):
+        trainer.encode_prompts(denoiser.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
+
+
+@pytest.mark.parametrize(("key", "value"), [("prompt_format", "poem"), ("max_prompt_length", 0), ("max_prompt_length", 2.5)])
+def test_a_wrong_key_of_the_task_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"^task.{key}: got {value!r}; allowed"):
+        Countdown(**{key: value})
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+RUN = {
+    "dtype": "bfloat16",
+    "lora": {"rank": 4, "alpha": 8},
+    "gradient_checkpointing": True,
+    "task": {"num_numbers": 2, "prompt_format": "chat", "max_prompt_length": 300},
+    "sampler": {"order": "low_confidence", "temperature": 0.9, "length": 16, "block_length": 8, "tokens_per_step": 4},
+    "method": "diffu-grpo",
+    "steps": 2,
+    "num_prompts": 2,
+    "num_generations": 3,
+    "num_iterations": 2,
+    "micro_batch": 3,
+    "evaluate": {"n": 2},
+}
+
+
+def test_a_run_from_a_llada_checkpoint_to_an_evaluated_adapter(llada, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN | {"model": str(llada)}))
+    assert main(["memory", str(path), "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)
+    assert parts.pop("peak") == memory.peak(parts) > 0
+    assert main(["train", str(path), "--out", str(tmp_path / "out")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "loss" in row] and all(np.isfinite(row.get("loss", 0)) for row in rows)
+    assert rows[-2]["kl"] > 0, "the adapters have left the base"
+    checkpoint = tmp_path / "out/checkpoint-2"
+    assert (checkpoint / "adapter_model.safetensors").is_file()
+    words = ["--config", str(path), "--n", "2", "--temperature", "0.9", "--json"]
+    capsys.readouterr()
+    assert main(["evaluate", str(checkpoint), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["n"] == 2
+    (checkpoint / "adapter_config.json").write_text("{}")
+    assert main(["evaluate", str(checkpoint), *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "adapters of type None for 'None'; allowed LORA" in error
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "tiny_configs").glob("llada_8b*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_an_8b_config_is_the_published_recipe_and_fits_its_gpu(path):
+    settings = config.load(config.Train, path)
+    assert settings.model == "GSAI-ML/LLaDA-8B-Instruct"
+    s = settings.sampler
+    assert (s.length, s.num_steps, s.block_length, s.temperature, s.order) == (256, 128, 32, 0.9, "low_confidence")
+    gigabytes, gpus = {"llada_8b_lora_24gb": (24, 1), "llada_8b_lora": (48, 1), "llada_8b_full": (80, 8)}[path.stem]
+    room = 0.9 * gigabytes * 1e9  # a tenth for what is not predicted: context, workspaces, fragments
+    assert 0.25 * room < memory.peak(trainer.predicted_memory(settings, gpus)) < room
+
+
+def test_the_longest_puzzle_fits_the_prompts_of_the_8b_configs():
+    """A token is at least a byte; LLaDA's are several, but its tokenizer is not at hand."""
+    longest = Puzzle((99, 98, 97), 100).instruction
+    assert len(longest) / 2 < config.load(config.Train, CONFIGS[0]).task.max_prompt_length

@@ -1,0 +1,506 @@
+"""Two processes do what one does: the same rollouts, losses, gradients, weights and checkpoints.
+
+Both processes are started once, connected by gloo, and run every scenario of this file; the tests compare what they found with
+what the same scenario finds here, in a single process.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+
+import tiny
+from minidrl import algorithms as alg
+from minidrl import config, denoiser, distributed, sampler, trainer
+from minidrl.__main__ import _report, main
+from minidrl.tasks.countdown import Countdown
+
+WORLD, PATIENCE = 2, 150
+DTYPES = {"float32": (torch.float32, 1e-6), "float64": (torch.float64, 1e-12)}
+EXACT_KL = {"kl.form": "exact", "kl.beta": 0.1}
+ADAPTERS = {"lora": config.Lora(rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"]), "gradient_checkpointing": True}
+# A linear row; ELBO ratios of a sequence; old masks of their own; a KL to a reference, paired plans; a staircase of blocks,
+# with the sampler as anchor and without; other features: the order, the likeliest tokens, a KL over the vocabulary;
+# adapters, whose reference is the network without them.
+ROWS = {
+    "reinforce": {},
+    "grpo": {},
+    "stabledrl": {},
+    "diffu-grpo": {},
+    "trace-block": {},
+    "stabledrl-block": {},
+    "egspo-exact": {},
+    "dppo-topk": {},
+    "spg": {"method_options": EXACT_KL},
+    "adapters": {"method": "diffu-grpo", **ADAPTERS},
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ scenarios
+#
+# Each returns numbers. A single process and every one of two processes must return the same; what may differ by process is
+# under the key "calls": the number of sequences in each forward.
+
+
+@contextlib.contextmanager
+def patched():
+    """Rewards that an untrained network can earn, and a list of the forwards that this process does."""
+    calls, encode, staircase = [], denoiser.Denoiser.encode, denoiser.Denoiser.encode_staircase
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Countdown, "score", tiny.varied_score)
+        patch.setattr(denoiser.Denoiser, "encode", lambda self, x, mask: calls.append(len(x)) or encode(self, x, mask))
+        counted = lambda self, x, *a, **words: calls.append(len(x)) or staircase(self, x, *a, **words)  # noqa: E731
+        patch.setattr(denoiser.Denoiser, "encode_staircase", counted)
+        yield patch, calls
+
+
+def learner_of(patch, row: str, dtype: str, **changes) -> trainer.Learner:
+    words = {"method": row, "num_prompts": 4, **ROWS[row], **changes}
+    return tiny.learner_on(patch, tiny.network(DTYPES[dtype][0]), **words)
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([distributed.whole(g).flatten() for g in grads]).double()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([distributed.whole(p.detach()).flatten() for p in model.parameters()]).double()
+
+
+def given_rollouts(folder: Path, row: str, dtype: str, spoil: Callable = lambda patch, learner: None) -> dict:
+    """A step of two updates on 3 x 4 given responses, ten forwards at a time."""
+    with patched() as (patch, calls):
+        learner = learner_of(patch, row, dtype, micro_batch=10)
+        experience, found = tiny.experience(learner), []
+        patch.setattr(learner, "collect", lambda *_: experience)
+        step = trainer.optimizer_step
+        see = lambda model, *rest: found.append(gradient(model)) or step(model, *rest)  # noqa: E731
+        patch.setattr(trainer, "optimizer_step", see)
+        spoil(patch, learner)
+        calls.clear()
+        logged = learner.step(0)
+        metrics = {name: value for name, value in logged.items() if "seconds" not in name}
+        return {"calls": list(calls), "metrics": metrics, "gradients": found, "weights": weights(learner.model)}
+
+
+def few_forwards(folder: Path, forwards: int, method: str, spoil: Callable = lambda patch, learner: None) -> dict:
+    """A plan of which so few forwards are valid that a process has nothing of its own to do."""
+    with patched() as (patch, calls):
+        learner = learner_of(patch, method, "float64", micro_batch=1)
+        rollout = tiny.experience(learner).rollout
+        plan = learner.method.plan(rollout, torch.Generator().manual_seed(5))
+        chosen = torch.zeros(plan.needed.numel(), dtype=torch.bool)
+        chosen[torch.tensor([7, 2, 20])[:forwards]] = True
+        plan = dataclasses.replace(plan, valid=plan.valid & chosen.view_as(plan.needed).repeat_interleave(plan.blocks, 0))
+        spoil(patch, learner)
+        calls.clear()
+        feature = learner.score(learner.network, rollout, plan, trainer.Clock())
+        cotangent = {"logp": torch.linspace(-1, 1, plan.scored.numel()).view(plan.scored.shape).double() * plan.scored}
+        seen, count = trainer.second_pass(learner.network, rollout, plan, cotangent, temperature=1.0, size=1)
+        found = {"feature": feature["logp"], "seen": seen["logp"], "gradients": gradient(learner.model), "count": count}
+        return {"calls": list(calls), **found}
+
+
+# Rows that end early and at different blocks; 3 x 3 of them, which 2 processes cannot share evenly.
+SAMPLERS = {
+    "blocks": sampler.Sampler(order="left_to_right", temperature=1.0, length=8, block_length=2, tokens_per_step=1),
+    "random": sampler.Sampler(order="random", temperature=0.7, length=8, block_length=4, tokens_per_step=2),
+    "confident": sampler.Sampler(order="low_confidence", temperature=1.0, length=8, block_length=2, tokens_per_step=1),
+    "greedy": sampler.Sampler(order="low_confidence", temperature=0.0, length=8, block_length=2, tokens_per_step=2),
+    "cache": sampler.Sampler(
+        order="left_to_right",
+        temperature=1.0,
+        length=8,
+        block_length=2,
+        tokens_per_step=1,
+        attention="block_causal",
+        cache="exact",
+    ),
+}
+
+
+def rollouts(folder: Path, name: str) -> dict:
+    """What the sampler makes of three prompts, left-padded."""
+    settings = SAMPLERS[name]
+    with patched() as (_, calls):
+        model = tiny.network(torch.float64)
+        with torch.no_grad():
+            model.model.lm_head.weight[2] *= 2  # [EOS] early in some rows
+        model = denoiser.Denoiser(model.model, block_length=2) if settings.cache == "exact" else model
+        distributed.shard(model)
+        noise = torch.Generator().manual_seed(1)
+        prompt = torch.randint(3, model.vocab_size, (3, 4), generator=noise)
+        mask = torch.arange(4) >= torch.tensor([[0], [2], [0]])
+        completions = ["one_step", "one_step_sampled"] * (settings.cache != "exact")
+        records = ["entropy"] + ["topk"] * (settings.temperature > 0) + completions
+        words = {"eos_token_id": 2, "num_generations": 3, "generator": noise, "micro_batch": 2, "records": records}
+        made = distributed.generate(model, prompt, mask, settings, **words)
+        fields = {key: value for key, value in vars(made).items() if torch.is_tensor(value)} | made.records
+        return {"calls": list(calls), "rollout": fields, "next": torch.rand(3, generator=noise)}
+
+
+def settings_of(folder: Path, row: str, **changes) -> config.Train:
+    words = {"num_prompts": 4, "micro_batch": 3, "save_every": 1, "evaluate": config.Evaluation(n=5), "threads": 1}
+    return tiny.settings(folder / "base", **{"method": row, **words, **ROWS[row], **changes})
+
+
+def run(out: Path, settings: config.Train, resume: bool = False) -> dict:
+    with patched():
+        summary = trainer.train(settings, out, resume)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    numbers = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    return {"metrics": numbers, "summary": {k: v for k, v in summary.items() if k != "seconds"}}
+
+
+def whole_run(folder: Path, row: str) -> dict:
+    """Two steps, with a checkpoint after each."""
+    return run(folder / f"{row}-{distributed.count()}", settings_of(folder, row))
+
+
+def halfway(source: Path, target: Path) -> Path:
+    """A run as it was when it was stopped after its first checkpoint."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoint-2", "summary.json", "curve.png"))
+    return target
+
+
+def resumed(folder: Path, row: str) -> dict:
+    """The second step, from the checkpoint that a single process left."""
+    out = folder / f"{row}-resumed-{distributed.count()}"
+    distributed.first(lambda: halfway(folder / f"{row}-1", out))
+    return run(out, settings_of(folder, row), resume=True)
+
+
+def rounded_sampler(folder: Path) -> dict:
+    """The weights that sample, which are bfloat16 copies of the ones that are trained, after these have changed."""
+    with patched() as (patch, _):
+        learner = learner_of(patch, "reinforce", "float32", rollout_dtype="bfloat16")
+        with torch.no_grad():
+            for p in learner.model.parameters():
+                p.mul_(1.1)
+        learner.collect(0, trainer.Clock())
+        return {"same": torch.equal(weights(learner.actor), weights(learner.model).bfloat16().double())}
+
+
+def refused(folder: Path, *arguments: str) -> dict:
+    """What the command line says."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = main([str(a).replace("FOLDER", str(folder)) for a in arguments])
+    return {"status": status, "said": said.getvalue()}
+
+
+def failing(folder: Path) -> dict:
+    """Logits that are not finite in one process of two."""
+    out, finish = folder / f"failing-{distributed.count()}", sampler.finish
+
+    def broken(*given):
+        if distributed.rank() == distributed.count() - 1:
+            raise FloatingPointError("logits: the model returned NaN or +inf")
+        return finish(*given)
+
+    with patched() as (patch, _):
+        evaluated = lambda *_, **__: {"solved": 0.0, "well_formed": 0.0, "n": 1}  # noqa: E731
+        patch.setattr(trainer, "evaluate", evaluated)
+        patch.setattr(sampler, "finish", broken)
+        with pytest.raises(trainer.RunError) as raised:
+            trainer.train(settings_of(folder, "reinforce"), out)
+    return {"error": str(raised.value).replace(str(out), "OUT"), "dump": sorted(p.name for p in out.glob("failed-0/*"))}
+
+
+# -------------------------------------------------------------------------------------------------------- wrong versions
+
+
+def mean_gradient(patch, learner) -> None:
+    """FSDP's default: the mean over the processes."""
+    for module in learner.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(distributed.count()))
+
+
+def own_features(patch, learner) -> None:
+    """Each process makes its loss of what it has computed itself."""
+    patch.setattr(distributed, "summed", distributed.only)
+
+
+def double_fill(patch, learner) -> None:
+    """Forwards that fill up a share count like the others."""
+    patch.setattr(distributed, "only", lambda values, own: values)
+
+
+# A wrong version, and the scenario that must notice it.
+MUTANTS = {
+    "mean gradient": ("given grpo float64", mean_gradient),
+    "own features": ("given grpo float64", own_features),
+    "double fill": ("few 3 reinforce", double_fill),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+RUNS = ("stabledrl", "adapters")
+BEFORE = {f"run {row}": (whole_run, row) for row in RUNS}  # in one process first: their checkpoints are continued by two
+# Adapters are float32 whatever their base is.
+GIVEN = [(row, "float64") for row in ROWS if row != "adapters"]
+GIVEN += [(row, "float32") for row in ("reinforce", "stabledrl", "adapters")]
+SCENARIOS = {f"given {row} {dtype}": (given_rollouts, row, dtype) for row, dtype in GIVEN}
+SCENARIOS |= {f"few {n} {m}": (few_forwards, n, m) for n in (1, 3) for m in ("reinforce", "trace-block")}
+SCENARIOS |= {f"rollouts {name}": (rollouts, name) for name in SAMPLERS}
+SCENARIOS |= {"rounded": (rounded_sampler,), "failing": (failing,)}
+PAIRED = {f"resumed {row}": (resumed, row) for row in RUNS}
+PAIRED |= {f"mutant {name}": (*SCENARIOS[scenario], spoil) for name, (scenario, spoil) in MUTANTS.items()}
+COMMANDS = {
+    "groups": ("train", "FOLDER/config.yaml", "--num_prompts", "3", "--out", "FOLDER/refused"),
+    "twice": ("train", "FOLDER/config.yaml", "--out", "FOLDER/stabledrl-1"),
+    "compile": ("train", "FOLDER/config.yaml", "--out", "FOLDER/refused", "--compile", "true"),
+    "evaluate": ("evaluate", "FOLDER/base"),
+}
+
+
+def work(rank: int, ports: list[int], folder: Path) -> None:
+    """Everything that a process of two has to do, and what it found, in a file."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+    found = {}
+    for name, arguments in COMMANDS.items():
+        os.environ["MASTER_PORT"] = str(ports.pop())
+        found[name] = refused(folder, *arguments)
+    os.environ["MASTER_PORT"] = str(ports.pop())
+    with distributed.started("cpu"):
+        for name, (scenario, *given) in (BEFORE | SCENARIOS | PAIRED).items():
+            started = time.perf_counter()
+            try:
+                found[name] = scenario(folder, *given)
+            except Exception:  # the other process must not wait: what went wrong is looked at where results are compared
+                found[name] = {"error in the process": traceback.format_exc()}
+            found[name]["seconds"] = time.perf_counter() - started
+    torch.save(found, folder / f"found-{rank}.pt")
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("distributed")
+    tiny.checkpoint(folder / "base")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(settings_of(folder, "reinforce"))))
+    return folder
+
+
+def alone(folder: Path, scenarios: dict) -> dict:
+    return {name: scenario(folder, *given) for name, (scenario, *given) in scenarios.items()}
+
+
+@pytest.fixture(scope="module")
+def processes(folder):
+    """Two of them at work, and what a single one has found before they began. One that waits for ever is ended."""
+    found, context, ports = alone(folder, BEFORE), multiprocessing.get_context("spawn"), free_ports(len(COMMANDS) + 1)
+    workers = [context.Process(target=work, args=(rank, ports, folder)) for rank in range(WORLD)]
+    for worker in workers:
+        worker.start()
+    yield workers, found
+    for worker in workers:
+        worker.kill()
+        worker.join()
+
+
+@pytest.fixture(scope="module")
+def single(folder, processes) -> dict:
+    """Each scenario in this process alone."""
+    return processes[1] | alone(folder, SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def pair(folder, processes, single) -> list[dict]:
+    """What each of two processes found."""
+    deadline = time.monotonic() + PATIENCE
+    for worker in processes[0]:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    assert [worker.exitcode for worker in processes[0]] == [0] * WORLD, "None: still waiting when its time was over"
+    return [torch.load(folder / f"found-{rank}.pt") for rank in range(WORLD)]
+
+
+def differences(found: object, expected: object, tolerance: float, where: str = "") -> list[str]:
+    """Where two results differ by more than ``tolerance``, of the largest number of a tensor, of 1 for small numbers."""
+    if isinstance(expected, dict):
+        keys, other = (set(x) - {"calls", "seconds"} for x in (expected, found))
+        lines = [] if keys == other else [f"{where}: {found}"]
+        shared = sorted(keys & other)
+        return lines + [line for k in shared for line in differences(found[k], expected[k], tolerance, f"{where}/{k}")]
+    if isinstance(expected, list):
+        lines = [] if len(found) == len(expected) else [f"{where}: {len(found)} entries"]
+        pairs = enumerate(zip(found, expected, strict=False))
+        return lines + [line for i, (a, b) in pairs for line in differences(a, b, tolerance, f"{where}/{i}")]
+    if torch.is_tensor(expected) and expected.is_floating_point() or isinstance(expected, float):
+        a, b = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+        scale = max(1.0, float(b.abs())) if b.ndim == 0 else float(b.abs().max())
+        close = a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True)
+        return [] if close else [f"{where}: {a} instead of {b}"]
+    same = torch.equal(found, expected) if torch.is_tensor(expected) else found == expected
+    return [] if same else [f"{where}: {found} instead of {expected}"]
+
+
+def assert_same(pair: list[dict], single: dict, name: str, tolerance: float) -> None:
+    for found in pair:
+        assert differences(found[name], single[name], tolerance) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("row, dtype", GIVEN)
+def test_given_rollouts_loss_and_gradients_are_those_of_one_process(row, dtype, pair, single):
+    name = f"given {row} {dtype}"
+    assert_same(pair, single, name, DTYPES[dtype][1])
+    assert all(g.abs().max() > 1e-3 for g in single[name]["gradients"])
+
+
+@pytest.mark.parametrize("row, dtype", GIVEN)
+def test_every_process_runs_the_same_number_of_forwards_of_the_same_size(row, dtype, pair, single):
+    name = f"given {row} {dtype}"
+    first, second = (found[name]["calls"] for found in pair)
+    assert first == second
+    alone = sum(single[name]["calls"])
+    assert alone <= 2 * sum(first) < alone + 2 * len(first)  # shared out, and filled up by less than one a batch of forwards
+
+
+@pytest.mark.parametrize("method", ["reinforce", "trace-block"])
+@pytest.mark.parametrize("forwards", [1, 3])
+def test_a_process_without_forwards_of_its_own_runs_some_that_do_not_count(forwards, method, pair, single):
+    name = f"few {forwards} {method}"
+    assert_same(pair, single, name, 1e-12)
+    assert len(single[name]["calls"]) == 2 * forwards == 2 * single[name]["count"]
+    for found in pair:
+        assert len(found[name]["calls"]) == 2 * -(-forwards // WORLD)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_rollout_does_not_depend_on_the_number_of_processes(name, pair, single):
+    assert_same(pair, single, f"rollouts {name}", 1e-12)
+    first, second = (found[f"rollouts {name}"]["calls"] for found in pair)
+    assert first == second
+    steps = single[f"rollouts {name}"]["rollout"]["unmask_step"].amax(1) + 1
+    assert len(set(steps.tolist())) > 1  # rows end at different blocks
+    if name != "cache":  # whose prompts are computed apart
+        running = [(share[:, None] > torch.arange(steps.max())).sum(0) for share in (steps[:5], steps[4:])]
+        assert sum(first) == int(torch.maximum(*running).sum())
+
+
+def test_a_row_that_fills_up_a_share_does_not_come_to_life_again():
+    settings, tokens = SAMPLERS["blocks"], torch.tensor([[5, 2, 4, 4, 4, 4, 4, 4], [5, 4, 4, 2, 4, 4, 4, 4], [5] * 8])
+    trace = sampler.Trace(torch.cat([torch.full((3, 2), 2), tokens], 1), *[torch.empty(0)] * 3)  # prompts of [EOS] end nothing
+    left = [sampler.unfinished(trace, torch.arange(3), block, settings, 2).tolist() for block in range(3)]
+    assert left == [[1, 2], [2], [2]]
+
+
+@pytest.mark.parametrize("row", RUNS)
+def test_a_run_of_two_processes_is_the_run_of_one(row, pair, single, folder):
+    assert_same(pair, single, f"run {row}", 1e-5)
+    same_checkpoints(folder / f"{row}-2", folder / f"{row}-1")
+
+
+def same_checkpoints(found: Path, expected: Path) -> None:
+    names = [{file.relative_to(out) for file in out.rglob("*")} for out in (found, expected)]
+    assert names[0] == names[1]
+    for file in expected.rglob("*.safetensors"):
+        ours, theirs = load_file(found / file.relative_to(expected)), load_file(file)
+        assert differences(ours, theirs, 1e-5) == []
+
+
+@pytest.mark.parametrize("row", RUNS)
+def test_a_run_of_one_process_is_continued_by_two(row, pair, single, folder):
+    assert_same(pair, {f"resumed {row}": single[f"run {row}"]}, f"resumed {row}", 1e-5)
+    same_checkpoints(folder / f"{row}-resumed-2" / "checkpoint-2", folder / f"{row}-1" / "checkpoint-2")
+
+
+@pytest.mark.parametrize("row", RUNS)
+def test_a_run_of_two_processes_is_continued_by_one(row, pair, single, folder, tmp_path):
+    out = halfway(folder / f"{row}-2", tmp_path / "run")
+    assert differences(run(out, settings_of(folder, row), resume=True), single[f"run {row}"], 1e-5) == []
+    same_checkpoints(out / "checkpoint-2", folder / f"{row}-1" / "checkpoint-2")
+
+
+def test_the_sampler_of_another_dtype_gets_the_present_weights(pair, single):
+    assert single["rounded"]["same"] and all(found["rounded"]["same"] for found in pair)
+
+
+def test_a_failure_in_one_process_stops_all_and_leaves_a_dump(pair, single):
+    assert_same(pair, single, "failing", 0)
+    assert single["failing"]["error"].startswith("step 0: logits: the model returned NaN")
+    assert "optimizer.safetensors" in single["failing"]["dump"]
+
+
+@pytest.mark.parametrize("name, line", [
+    ("groups", "num_prompts: got 3; allowed multiples of the 2 processes"),
+    ("twice", "which already holds a run"),
+    ("compile", "compile: got True with 2 processes"),
+    ("evaluate", "evaluate: got 2 processes; allowed 1"),
+])  # fmt: skip
+def test_what_two_processes_cannot_do_is_one_line_and_status_2(name, line, pair, folder):
+    first, second = (found[name] for found in pair)
+    assert (first["status"], second["status"]) == (2, 2)
+    assert first["said"].count("\n") == 1 and line in first["said"] and second["said"] == ""
+    assert not (folder / "refused").exists()
+
+
+def test_weights_that_two_modules_share_are_refused(monkeypatch):
+    model = tiny.network()
+    model.model.config.tie_word_embeddings = True
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    with pytest.raises(ValueError, match="tied embeddings with 2 processes; allowed one process"):
+        distributed.shard(model)
+
+
+def test_what_all_have_to_say_is_said_once_and_what_one_has_to_say_by_that_one(monkeypatch, capsys):
+    for key, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    assert _report(ValueError("all"), 2) == _report(distributed.Alone("out of memory"), 2) == 2
+    assert capsys.readouterr().err == "minidrl: out of memory\n"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_version_is_noticed(mutant, pair, single):
+    expected = single[MUTANTS[mutant][0]]
+    assert all(differences(found[f"mutant {mutant}"], expected, 1e-6) for found in pair)
+    assert not any("error in the process" in found[f"mutant {mutant}"] for found in pair)
+
+
+def test_shares_have_one_size_and_cover_everything_once(monkeypatch):
+    for world in (1, 2, 3, 7):
+        monkeypatch.setattr(distributed, "count", lambda world=world: world)
+        for total in (0, 1, 2, 5, 6, 7, 8, 30):
+            spans = [distributed.window(total, process) for process in range(world)]
+            size = -(-total // world)
+            assert all(0 <= start and stop <= total and stop - start == size for start, stop in spans)
+            own = [i for process, (_, stop) in enumerate(spans) for i in range(process * size, stop)]
+            assert own == list(range(total))
+
+
+def test_without_torchrun_nothing_is_connected_and_nothing_copied():
+    model, plan = object(), alg.Plan(*[torch.ones(1, 2, 1, dtype=torch.bool)] * 2, torch.ones(1, 2), torch.ones(1, 2).bool())
+    values = {"logp": torch.ones(1, 2, 1)}
+    with distributed.started("cpu"):
+        assert (distributed.count(), distributed.rank(), torch.distributed.is_initialized()) == (1, 0, False)
+        assert distributed.share_plan(plan) == (plan, None)
+        assert distributed.summed(values, None) is distributed.only(values, None) is distributed.agreed(values) is values
+        assert distributed.unsharded(model) is distributed.blank(model) is model

@@ -1,0 +1,408 @@
+"""Adapters: exact when off, the only thing that is trained, saved for peft; checkpointed layers; 4 bits; runs with them."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import test_loading
+import tiny
+from minidrl import config, denoiser, report, trainer
+from minidrl.tasks.countdown import Countdown, tokenizer
+
+ALL = config.Lora().target_modules
+NARROW = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+IDS = torch.randint(3, 20, (3, 9), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(autouse=True)
+def varied_rewards(monkeypatch):
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(report, "write_curve", lambda out: None)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llada")
+    test_loading.llada(folder)
+    return folder
+
+
+def adapted(dtype: torch.dtype = torch.float32, seed: int = 0, move: bool = True, **changes) -> denoiser.Denoiser:
+    """A tiny network with adapters that are no longer 0."""
+    model = tiny.network(dtype)
+    denoiser.add_adapters(model, **{**NARROW, **changes}, seed=seed, base="somewhere")
+    return moved(model) if move else model
+
+
+def moved(model: denoiser.Denoiser) -> denoiser.Denoiser:
+    noise = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _, p in trainer.trained(model):
+            p.copy_(0.3 * torch.randn(p.shape, generator=noise))
+    return model
+
+
+def logits(model: denoiser.Denoiser, ids: torch.Tensor = IDS) -> torch.Tensor:
+    return model.head(model.encode(ids, None))
+
+
+def finite(model: denoiser.Denoiser, ids: torch.Tensor = IDS) -> torch.Tensor:
+    z = logits(model, ids)
+    return z.masked_fill(z == -torch.inf, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+def test_half_of_the_published_targets_are_no_names_of_lladas_own_layers():
+    """Adapted by these names, the official class would get adapters on q, k, v and up; transformers' Llama has all seven."""
+    path = Path(__file__).parent / "golden" / "llada_tiny" / "model.safetensors"
+    theirs = {name.split(".")[-2] for name in load_file(path)}
+    assert set(ALL) & theirs == {"q_proj", "k_proj", "v_proj", "up_proj"}
+    assert {"attn_out", "ff_proj", "ff_out"} <= theirs and len(ALL) == 7
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_an_adapter_adds_scaled_b_a_to_the_weight(target):
+    model, plain = adapted(target_modules=[target]), tiny.network()
+    moved_weights = dict(model.named_parameters())
+    for name, p in plain.named_parameters():
+        a, b = (moved_weights.get(name.replace("weight", f"lora_{x}.default.weight")) for x in "AB")
+        if a is not None:
+            p.data += 8.0 / 4 * b.detach() @ a.detach()
+    assert torch.allclose(finite(model), finite(plain), atol=1e-4, rtol=0)
+    assert (finite(model) - finite(tiny.network())).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fresh_adapters_change_nothing_and_are_float32(dtype):
+    model = adapted(dtype, move=False)
+    assert torch.equal(logits(model), logits(tiny.network(dtype)))
+    assert {p.dtype for _, p in trainer.trained(model)} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {dtype}
+
+
+def test_only_adapters_are_trained_and_all_of_them():
+    names = [name for name, _ in trainer.trained(adapted())]
+    layers = tiny.SIZES["num_hidden_layers"]
+    assert len(names) == 2 * 2 * layers and all("lora_" in name for name in names)
+
+
+def test_adapters_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = [p for _, p in trainer.trained(adapted(seed=1, move=False))]
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(2)
+    again, other = ([p for _, p in trainer.trained(adapted(seed=seed, move=False))] for seed in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_that_are_off_leave_exactly_the_base(dtype):
+    model = adapted(dtype)
+    reference, expected = denoiser.without_adapters(model), logits(tiny.network(dtype))
+    assert torch.equal(logits(reference), expected)
+    assert not torch.equal(logits(model), expected)  # on again after the call
+    assert [name for name, _ in trainer.trained(model)] == [name for name, _ in trainer.trained(adapted(dtype))]
+
+
+def test_adapters_that_are_off_do_not_cut_the_graph_of_the_policy():
+    model = adapted()
+    expected = {name: g.clone() for name, g in gradients(model, lambda: finite(model).square().sum()).items()}
+    reference = denoiser.without_adapters(model)
+
+    def loss() -> torch.Tensor:
+        z = finite(model)
+        assert not logits(reference).requires_grad
+        return z.square().sum()
+
+    assert_same(expected, gradients(model, loss))
+
+
+def gradients(model: denoiser.Denoiser, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and len(a) > 0
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_failure_with_the_adapters_off_turns_them_on_again(monkeypatch):
+    model = adapted()
+    expected = logits(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model.model), "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            denoiser.without_adapters(model).encode(IDS, None)
+    assert torch.equal(logits(model), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("targets", [["attn_out"], ["q_proj", "attn_out"], ["proj"]])
+def test_a_target_that_matches_no_module_is_refused(targets):
+    with pytest.raises(
+        ValueError, match=f"lora.target_modules: got '{targets[-1]}', which matches no module; allowed q_proj,.*"
+    ):
+        adapted(target_modules=targets)
+
+
+def test_without_peft_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"lora: .* pip install 'minidrl\[lora\]'"):
+        adapted()
+
+
+def test_without_bitsandbytes_one_line_says_what_to_install(base, monkeypatch):
+    monkeypatch.setattr(denoiser.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"quantize: .* pip install 'minidrl\[quantized\]'"):
+        denoiser.load(base, quantize=True)
+
+
+# -------------------------------------------------------------------------------------------------------- saving, peft
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_peft_opens_a_saved_adapter_with_the_same_logits(tmp_path):
+    model = adapted()
+    denoiser.save(model, tokenizer(), tmp_path)
+    opened = peft.PeftModel.from_pretrained(tiny.network().model, tmp_path)
+    h = opened.base_model.model.model(input_ids=IDS, use_cache=False).last_hidden_state
+    z = opened.base_model.model.lm_head(h)
+    assert torch.equal(z.masked_fill(logits(model) == -torch.inf, 0), finite(model))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "somewhere"
+    assert not (tmp_path / "model.safetensors").exists() and not (tmp_path / "config.json").exists()
+
+
+def test_a_saved_adapter_loads_with_its_base(base, tmp_path):
+    model, tok = denoiser.load(base)
+    denoiser.add_adapters(model, **NARROW, seed=0, base=base)
+    denoiser.save(moved(model), tok, tmp_path)
+    again, tok = denoiser.load(tmp_path)
+    assert torch.equal(logits(again), logits(model)) and not again.training
+    assert tok.get_vocab() == tokenizer().get_vocab()
+
+
+def test_a_llada_adapter_keeps_the_tokenizer_files_and_loads_with_its_base(llada, tmp_path):
+    model, tok = denoiser.load(llada)
+    denoiser.add_adapters(model, **NARROW, seed=0, base=llada)
+    denoiser.save(moved(model), tok, tmp_path)
+    again, _ = denoiser.load(tmp_path)
+    assert torch.equal(logits(again), logits(model)) and not torch.equal(logits(again), logits(denoiser.load(llada)[0]))
+    assert (tmp_path / "tokenizer.json").read_bytes() == (llada / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "config.json").exists()
+
+
+def saved(base: Path, folder: Path) -> Path:
+    model, tok = denoiser.load(base)
+    denoiser.add_adapters(model, **NARROW, seed=0, base=base)
+    denoiser.save(model, tok, folder)
+    return folder
+
+
+def test_an_adapter_whose_base_is_gone_is_refused_in_one_line(base, tmp_path):
+    folder = saved(base, tmp_path)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(ValueError, match="adapters of a base that cannot be loaded: model: got .*gone") as error:
+        denoiser.load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_adapters_of_adapters_are_refused(base, tmp_path):
+    folder = saved(base, tmp_path)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(folder)}))
+    with pytest.raises(ValueError, match="allowed LORA for a plain base"):
+        denoiser.load(folder)
+
+
+def test_adapters_of_another_network_are_refused(base, llada, tmp_path):
+    folder = saved(llada, tmp_path)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(base)}))
+    with pytest.raises(ValueError, match="whose adapters do not fit the network"):
+        denoiser.load(folder)
+
+
+def test_an_adapter_that_lacks_a_weight_is_refused(base, tmp_path):
+    path = saved(base, tmp_path) / "adapter_model.safetensors"
+    weights = load_file(path)
+    del weights[sorted(weights)[0]]
+    save_file(weights, path)
+    with pytest.raises(ValueError, match="whose adapters do not fit the network: {.*: 'missing'}"):
+        denoiser.load(tmp_path)
+
+
+def test_adapter_weights_that_are_cut_off_are_refused_in_one_line(base, tmp_path):
+    weights = saved(base, tmp_path) / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="which cannot be read") as error:
+        denoiser.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpointing
+@pytest.mark.parametrize("lora", [False, True])
+def test_checkpointed_layers_give_the_same_gradient_to_the_bit(lora):
+    def make() -> denoiser.Denoiser:
+        return adapted() if lora else tiny.network()
+
+    plain, recomputed = make(), make()
+    denoiser.checkpoint_activations(recomputed)
+    loss = [lambda m=m: finite(m).square().sum() for m in (plain, recomputed)]
+    assert_same(gradients(plain, loss[0]), gradients(recomputed, loss[1]))
+
+
+def forwards_of_a_layer(model: denoiser.Denoiser, monkeypatch) -> list[bool]:
+    """Grows by one entry whenever the first MLP runs, checkpointed or not."""
+    seen, mlp = [], model.model.model.layers[0].mlp
+    forward = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda *args: (seen.append(torch.is_grad_enabled()), forward(*args))[1])
+    return seen
+
+
+def test_a_layer_is_computed_twice_with_a_graph_and_once_without(monkeypatch):
+    model = tiny.network()
+    denoiser.checkpoint_activations(model)
+    seen = forwards_of_a_layer(model, monkeypatch)
+    with torch.no_grad():
+        logits(model)
+    assert len(seen) == 1
+    finite(model).sum().backward()
+    assert len(seen) == 3
+    assert not any(module.training for module in model.modules())
+
+
+def test_staircase_forwards_are_checkpointed_too(monkeypatch):
+    model = tiny.network()
+    prompt = IDS[:, :1]
+    words = {"block_length": 4, "clean_stream": "block"}
+
+    def loss(m) -> torch.Tensor:
+        return m.encode_staircase(prompt, prompt > 0, IDS[:, 1:], IDS[:, 1:], **words).square().sum()
+
+    expected = gradients(model, lambda: loss(model))
+    denoiser.checkpoint_activations(model)
+    seen = forwards_of_a_layer(model, monkeypatch)
+    assert_same(expected, gradients(model, lambda: loss(model)))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "stabledrl", "tracerl"])
+def test_two_passes_give_the_same_update_with_and_without_checkpointing(name, base):
+    weights = []
+    for again in (False, True):
+        learner = trainer.Learner(tiny.settings(base, method=name, gradient_checkpointing=again))
+        learner.step(0)
+        weights.append(tiny.weights(learner.model))
+    assert_same(*weights)
+
+
+# --------------------------------------------------------------------------------------------------------------- 4 bits
+def test_a_base_in_4_bits_is_near_the_base_and_its_adapters_learn(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    whole = denoiser.build(sizes, tokenizer(), 0)
+    denoiser.save(whole, tokenizer(), tmp_path)
+    model, _ = denoiser.load(tmp_path, "cpu", torch.bfloat16, quantize=True)
+    assert {p.dtype for name, p in model.named_parameters() if "proj" in name} == {torch.uint8}
+    assert 0 < (finite(model) - finite(whole)).abs().mean() < 0.2 * finite(whole).std()
+    denoiser.add_adapters(model, **NARROW, seed=0, base=tmp_path)
+    finite(moved(model)).square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for _, p in trainer.trained(model))
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+def settings(base: Path, **changes) -> config.Train:
+    words = {"lora": config.Lora(**NARROW), "gradient_checkpointing": True}
+    return tiny.settings(base, **{**words, **changes})
+
+
+WITH_KL = {"kl.form": "k3", "kl.beta": 0.5}
+
+
+@pytest.mark.parametrize("options", [WITH_KL, {"kl.form": "exact", "kl.beta": 0.5}], ids=["k3", "exact"])
+def test_the_reference_of_a_run_with_adapters_equals_a_second_copy(options, base, monkeypatch):
+    changes = {"method": "grpo", "method_options": options}
+    learner = trainer.Learner(settings(base, **changes))
+    assert learner.reference.model is learner.model.model  # no second copy
+    expected = [learner.step(step) for step in range(2)]
+    copied = trainer.Learner(settings(base, **changes))
+    copied.reference = denoiser.load(base)[0]
+    rows = [copied.step(step) for step in range(2)]
+    assert [row["kl"] for row in rows] == [row["kl"] for row in expected] and expected[1]["kl"] > 0
+    assert_same(tiny.weights(learner.model), tiny.weights(copied.model))
+
+
+def test_a_run_moves_its_adapters_and_leaves_its_base(base):
+    learner = trainer.Learner(settings(base))
+    before = tiny.weights(learner.model)
+    learner.step(0)
+    changed = {name for name, value in tiny.weights(learner.model).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name, _ in trainer.trained(learner.model)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_network_has_the_dtype_that_is_asked_for(dtype, base):
+    model = trainer.Learner(settings(base, dtype=dtype)).model
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
+    assert trainer.Learner(tiny.settings(base)).model.model.dtype == torch.float32  # as stored
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path):
+    changes = {"dtype": "bfloat16", "steps": 4, "save_every": 2, "method": "replay-grpo"}
+    trainer.train(settings(base, **changes), tmp_path / "whole")
+    trainer.train(settings(base, **changes | {"steps": 2}), tmp_path / "parts")
+    trainer.train(settings(base, **changes), tmp_path / "parts", resume=True)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        whole, parts = ((tmp_path / out / "checkpoint-4" / name).read_bytes() for out in ("whole", "parts"))
+        assert whole == parts
+
+
+def test_the_checkpoint_of_a_run_is_evaluated_with_its_base(base, tmp_path):
+    summary = trainer.train(settings(base, steps=1), tmp_path / "run")
+    model, tok = denoiser.load(tmp_path / "run/checkpoint-1")
+    fewer = dataclasses.replace(tiny.SAMPLER, temperature=summary["temperature"])
+    assert trainer.evaluate(model, tok, tiny.TASK, fewer, n=4)["solved"] == summary["solved_after"]
+
+
+def test_a_folder_of_adapters_is_no_base_of_a_run(base, tmp_path):
+    with pytest.raises(ValueError, match="which holds adapters; allowed a base"):
+        trainer.Learner(settings(saved(base, tmp_path)))
+
+
+def test_a_failed_step_dumps_adapters_from_before_it(base, tmp_path, monkeypatch):
+    real = trainer.optimizer_step
+
+    def fail_at_second(*words) -> float:
+        fail_at_second.calls += 1
+        if fail_at_second.calls == 2:
+            raise trainer.RunError("gradient norm is nan")
+        return real(*words)
+
+    fail_at_second.calls = 0
+    monkeypatch.setattr(trainer, "optimizer_step", fail_at_second)
+    with pytest.raises(trainer.RunError, match="failed-0"):
+        trainer.train(settings(base), tmp_path / "run")
+    dumped = denoiser.load(tmp_path / "run/failed-0")[0]
+    assert_same(tiny.weights(trainer.Learner(settings(base)).model), tiny.weights(dumped))
+
+
+@pytest.mark.parametrize("method", ["diffu-grpo", "stabledrl", "egspo", "gdpo"])
+def test_the_methods_of_the_8b_configs_run_on_a_llada_checkpoint_with_adapters(method, llada):
+    learner = trainer.Learner(settings(llada, method=method, dtype="bfloat16", method_options=tiny.options(method)))
+    before = tiny.weights(learner.model)
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in [learner.step(0)])
+    assert any(not torch.equal(value, before[name]) for name, value in tiny.weights(learner.model).items())

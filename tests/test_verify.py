@@ -1,0 +1,318 @@
+"""The verb verify: passes for trained weights in LLaDA's format, and each of its checks fails for what it is there for."""
+
+import dataclasses
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import test_chat
+import test_loading
+import tiny
+from minidrl import denoiser, memory, sampler, trainer, verify
+from minidrl.__main__ import main
+from minidrl.tasks.countdown import tokenizer
+
+BASE = Path(__file__).parents[1] / "tiny_models/countdown_base"
+NAMES = ["load", "loss", "answer", "reload", "step", "memory", "adapters"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The shipped base, which has learnt to calculate, as a LLaDA checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    verify.in_lladas_format(*denoiser.load(BASE), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def random(tmp_path_factory) -> Path:
+    """LLaDA's format with a chat template, and weights that have learnt nothing."""
+    folder = tmp_path_factory.mktemp("random")
+    test_loading.llada(folder)
+    test_chat.letters(folder)
+    return folder
+
+
+def found(source: Path, **words) -> dict[str, verify.Check]:
+    return {check.name: check for check in verify.verify(str(source), **words)}
+
+
+def failed(checks: dict[str, verify.Check]) -> list[str]:
+    return [name for name, check in checks.items() if check.status == "FAILED"]
+
+
+def run(capfd, *arguments: object) -> tuple[int, list[str], str]:
+    """(exit status, lines of stdout, stderr) of ``python -m minidrl verify ARGUMENTS``."""
+    capfd.readouterr()
+    status = main(["verify", *map(str, arguments)])
+    out, error = capfd.readouterr()
+    return status, out.splitlines(), error
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+def test_trained_weights_in_lladas_format_pass(trained, capfd):
+    status, lines, error = run(capfd, trained, "--device", "cpu")
+    assert (status, error) == (0, "")
+    assert [line.split()[1] for line in lines] == NAMES
+    assert [line.split()[0] for line in lines] == ["ok"] * 5 + ["n/a", "ok"]
+    says = dict(zip(NAMES, lines, strict=True))
+    assert "447,648 weights, float32" in says["load"] and "ln V is 3.14" in says["loss"]
+    assert "'7,9,4>64:' -> '7+9=16*4=64'" in says["answer"]
+    assert "39 tensors" in says["reload"] and "28 adapters moved" in says["step"] and "95 tensors" in says["adapters"]
+
+
+def test_random_weights_fail_where_they_must_and_only_there(random, capfd):
+    status, lines, error = run(capfd, random, "--device", "cpu")
+    assert status == 1 and error == "minidrl: verify: 2 of 7 checks failed: loss, answer\n"
+    assert [line.split()[0] for line in lines] == ["ok", "FAILED", "FAILED", "ok", "ok", "n/a", "ok"]
+    assert "allowed below 2.65, half of ln V" in lines[1] and "'What is 2+2?' -> '" in lines[2]
+    assert "which lacks '4'" in lines[2]
+
+
+def test_weights_that_do_not_load_are_a_failed_check_and_the_last(trained, tmp_path, capfd):
+    shutil.copytree(trained, tmp_path / "broken")
+    weights = load_file(trained / "model.safetensors")
+    del weights["model.transformer.blocks.2.ff_proj.weight"]
+    save_file(weights, tmp_path / "broken/model.safetensors", metadata={"format": "pt"})
+    status, lines, error = run(capfd, tmp_path / "broken")
+    assert (status, len(lines)) == (1, 1) and error == "minidrl: verify: 1 of 1 checks failed: load\n"
+    assert lines[0].startswith("FAILED  load") and "blocks.2.ff_proj.weight" in lines[0]
+
+
+def test_another_dtype_is_verified_in_it(trained):
+    checks = found(trained, dtype="bfloat16")
+    assert not failed(checks) and "bfloat16" in checks["load"].said
+    half = float(checks["reload"].said.split(" GB")[0].rpartition(" ")[2])
+    assert half == pytest.approx(447_648 * 2 / 1e9, abs=0.0005)
+
+
+def test_block_causal_attention_is_asked_in_its_blocks(tmp_path):
+    denoiser.save(denoiser.build(tiny.SIZES, tokenizer(), 0, block_length=5), tokenizer(), tmp_path)
+    assert failed(found(tmp_path)) == ["loss", "answer"]
+
+
+MISTAKES = {
+    "no folder": (["nowhere/at/all"], "holds no config.json"),
+    "a dtype": (["--dtype", "float16"], "dtype: got 'float16'; allowed stored, float32, bfloat16"),
+    "a device": (["--device", "abacus"], "device: got 'abacus'; allowed cpu, and cuda where"),
+    "a prompt alone": (["--prompt", "5,5,2>20:"], "answer: got None with prompt '5,5,2>20:'; allowed both or none"),
+    "an answer alone": (["--answer", "4"], "answer: got '4' with prompt None; allowed both or none"),
+    "an empty answer": (["--prompt", "5,5,2>20:", "--answer", ""], "allowed both or none, and a word that is not empty"),
+    "a short text": (["--text", "5*8=40"], "text: got '5*8=40', 6 tokens; allowed from 8"),
+    "no such folder": (["--out", "nowhere/at/all"], "out: got 'nowhere/at/all'; allowed a folder"),
+    "an option": (["--xyzzy", "5"], "--xyzzy: unknown option"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(name, trained, capfd):
+    arguments, message = MISTAKES[name]
+    status, lines, error = run(capfd, *([trained] if arguments[0].startswith("--") else []), *arguments)
+    assert status == 2 and message in error and error.count("\n") == 1
+    assert all(line.startswith("ok      load") for line in lines)
+
+
+# --------------------------------------------------------------------------------------------------------------- answer
+def test_a_question_of_ones_own(trained):
+    assert not failed(found(trained, prompt="5,5,2>20:", answer="20"))
+    assert failed(found(trained, prompt="5,5,2>20:", answer="21")) == ["answer"]
+
+
+@pytest.mark.parametrize(("reply", "good"), [("64", True), ("7*64=9", True), ("(64)", True), ("640", False), ("164", False)])
+def test_an_answer_is_a_whole_word(reply, good, trained, monkeypatch):
+    model, tok = denoiser.load(trained)
+    monkeypatch.setattr(trainer, "decode", lambda *_: [reply])
+    if good:
+        assert repr(reply) in verify._answer(model, tok, verify.QUESTIONS["countdown"])
+    else:
+        with pytest.raises(verify.Failed, match=f"'{reply}', which lacks '64'"):
+            verify._answer(model, tok, verify.QUESTIONS["countdown"])
+
+
+def test_a_question_goes_through_the_chat_template(trained):
+    """The template completes the puzzle: without it, and without the opening of the answer, there is nothing to solve."""
+    model, tok = denoiser.load(trained)
+    asked = dataclasses.replace(verify.QUESTIONS["countdown"], prompt="7,9,4")
+    with pytest.raises(verify.Failed):
+        verify._answer(model, tok, asked)
+    tok.chat_template = "{% for m in messages %}{{ m['content'] }}>64{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    assert "'7,9,4' -> '7+9=16*4=64'" in verify._answer(model, tok, asked)
+
+
+def test_the_kind_of_model_decides_what_is_asked(random, trained):
+    asked = {}
+    for name, folder in (("chat", random), ("countdown", trained)):
+        tok = denoiser.load(folder)[1]
+        asked[name] = verify._question(tok, None, None, None)
+    tok = denoiser.load(random)[1]
+    tok.chat_template = None
+    assert asked | {"words": verify._question(tok, None, None, None)} == verify.QUESTIONS
+    other = verify._question(denoiser.load(trained)[1], "a", "b", "other words")
+    assert (other.prompt, other.answer, other.text, other.before) == ("a", "b", "other words", "")
+
+
+# --------------------------------------------------------------------------------------------------------------- reload
+def test_a_bit_is_a_difference():
+    def one(**changes):
+        made = torch.nn.Linear(2, 2)
+        made.weight.data = torch.tensor([[0.0, 1.0], [torch.nan, 2.0]])
+        for name, value in changes.items():
+            setattr(made, name, torch.nn.Parameter(value) if value is not None else None)
+        return made
+
+    bias = torch.zeros(2)
+    weight = one().weight.detach()
+    assert verify.different(one(bias=bias), one(bias=bias)) == []
+    for changed in (torch.where(weight == 0, -0.0, weight), weight.T, weight.nextafter(torch.tensor(9.0)), weight.bfloat16()):
+        assert verify.different(one(bias=bias), one(bias=bias, weight=changed)) == ["weight"]
+    halves = [one(bias=bias, weight=torch.zeros(2, 2, dtype=kind)) for kind in (torch.float16, torch.bfloat16)]
+    assert verify.different(*halves) == ["weight"], "the same bits of another dtype"
+    assert verify.different(one(bias=bias), one(bias=None)) == verify.different(one(bias=None), one(bias=bias)) == ["bias"]
+
+
+@pytest.mark.parametrize("check", ["reload", "adapters"])
+def test_a_changed_weight_is_found(check, trained, monkeypatch):
+    save = denoiser.save
+
+    def careless(model, tok, folder):
+        save(model, tok, folder)
+        if denoiser.has_adapters(model) == (check == "adapters"):
+            (path,) = Path(folder).glob("*.safetensors")
+            weights = load_file(path)
+            weights[max(weights)].flatten()[0] += 1
+            save_file(weights, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(denoiser, "save", careless)
+    checks = found(trained)
+    assert failed(checks) == [check] and "1 tensors came back different" in checks[check].said
+
+
+def test_a_changed_file_is_found(trained, monkeypatch):
+    save = denoiser.save
+
+    def careless(model, tok, folder):
+        save(model, tok, folder)
+        path = Path(folder) / "config.json"
+        if path.exists():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 10001.0}))
+
+    monkeypatch.setattr(denoiser, "save", careless)
+    checks = found(trained)
+    assert failed(checks) == ["reload"] and checks["reload"].said == "config.json changed"
+
+
+def test_a_full_disk_is_said_before_anything_is_written(trained, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 0))
+    checks = found(trained)
+    assert failed(checks) == ["reload", "adapters"] and "0.0 GB free" in checks["reload"].said
+
+
+def test_nothing_is_left_behind(trained, tmp_path):
+    assert not failed(found(trained, out=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------- step
+def test_a_step_without_a_gradient_fails(trained, monkeypatch):
+    """Weights may move all the same, by decay or by an old moment."""
+    step = trainer.optimizer_step
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *words: 0 * step(*words))
+    checks = found(trained)
+    assert failed(checks) == ["step"] and checks["step"].said.startswith("gradient norm 0; 0 adapters did not move")
+
+
+def test_a_step_that_moves_nothing_fails(trained, monkeypatch):
+    monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
+    checks = found(trained)
+    assert failed(checks) == ["step"] and "28 adapters did not move" in checks["step"].said
+
+
+def test_a_step_in_which_one_layer_gets_no_gradient_fails(trained, monkeypatch):
+    step = trainer.optimizer_step
+
+    def forgetful(model, *words):
+        dict(model.named_parameters())["model.model.layers.1.mlp.up_proj.lora_B.default.weight"].grad = None
+        return step(model, *words)
+
+    monkeypatch.setattr(trainer, "optimizer_step", forgetful)
+    checks = found(trained)
+    assert failed(checks) == ["step"] and "1 adapters did not move: model.model.layers.1.mlp.up_proj" in checks["step"].said
+
+
+def test_memory_that_runs_out_is_a_failed_check(trained, monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1.90 GiB.")
+
+    monkeypatch.setattr(trainer.distributed, "generate", out_of_memory)
+    checks = found(trained)
+    assert failed(checks) == ["step"] and checks["step"].said == "CUDA out of memory. Tried to allocate 1.90 GiB."
+    assert all(checks[name].said == "there was no step" and checks[name].status == "n/a" for name in ("memory", "adapters"))
+
+
+def test_a_mistake_of_the_program_is_raised(trained, monkeypatch):
+    monkeypatch.setattr(denoiser, "probe_loss", lambda *_: [].pop())
+    with pytest.raises(IndexError):
+        found(trained)
+
+
+@pytest.mark.parametrize(
+    ("share", "extra", "status"), [(1.1, 9e7, "ok"), (0.9, -9e7, "ok"), (1.2, 1e8, "FAILED"), (0.8, -1e8, "FAILED")]
+)
+def test_memory_is_compared_with_the_prediction(share, extra, status, trained, monkeypatch):
+    """A GPU's counter, made up; 15 % of the prediction and what libraries take are allowed."""
+    settings = _settings_of_the_step(trained)
+    predicted = memory.peak(trainer.predicted_memory(settings))
+    monkeypatch.setattr(memory, "measured", lambda _: share * predicted + extra)
+    check = verify._checked("memory", lambda: verify._memory(settings, {"learner": None}))
+    assert check.status == status
+    assert f"predicted {predicted / 1e9:.3f} GB at its peak, measured {(share * predicted + extra) / 1e9:.3f} GB" in check.said
+
+
+def _settings_of_the_step(folder: Path):
+    model, tok = denoiser.load(folder)
+    plain = verify._settings(str(folder), "cpu", "stored")
+    return verify._fitted(plain, model, tok, verify.QUESTIONS["countdown"])
+
+
+def test_the_step_has_room_for_its_prompts(random):
+    """The width of a chat is that of the checkpoint's own tokens, and every puzzle of the task fits."""
+    model, tok = denoiser.load(random)
+    settings = verify._fitted(verify._settings(str(random), "cpu", "stored"), model, tok, verify.QUESTIONS["chat"])
+    puzzles = settings.task.held_out(200)
+    ids, _ = trainer.encode_prompts(tok, puzzles, settings.task.prompt_length, prompt_format="chat")
+    assert settings.task.prompt_length - 16 <= ids.shape[1] <= settings.task.prompt_length
+
+
+# --------------------------------------------------------------------------------------------------------------- format
+def test_lladas_format_is_the_same_network(trained):
+    ours, _ = denoiser.load(BASE)
+    theirs, tok = denoiser.load(trained)
+    assert theirs.family is denoiser.FAMILIES["llada"] and verify.different(ours, theirs) == []
+    ids = torch.randint(3, 23, (2, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(theirs.head(theirs.encode(ids, None)), ours.head(ours.encode(ids, None)), rtol=0, atol=0)
+    assert (tok.mask_token_id, tok.eos_token_id, tok.pad_token_id) == (1, 2, 0)
+    golden, made = (json.loads((folder / "config.json").read_text()) for folder in (test_loading.GOLDEN, trained))
+    assert made.keys() <= golden.keys() | {"torch_dtype"}, "no key that the published config lacks"
+    assert load_file(trained / "model.safetensors").keys() >= {
+        "model.transformer.wte.weight",
+        "model.transformer.ff_out.weight",
+    }
+
+
+def test_fewer_key_heads_are_written_as_such(tmp_path):
+    made = denoiser.build(tiny.SIZES, tokenizer(), 0)
+    shape = type(made.model.config)(**{**made.model.config.to_dict(), "num_key_value_heads": 1})
+    shape._attn_implementation = "sdpa"
+    verify.in_lladas_format(denoiser.Denoiser(type(made.model)(shape)), tokenizer(), tmp_path)
+    assert denoiser.load(tmp_path)[0].model.config.num_key_value_heads == 1
+
+
+def test_the_sampler_of_the_step_is_that_of_the_recipe(trained):
+    s = _settings_of_the_step(trained).sampler
+    assert isinstance(s, sampler.Sampler) and (s.order, s.temperature, s.length) == ("low_confidence", 0.9, 12)
