@@ -14,6 +14,7 @@ import statistics
 import time
 
 import torch
+from tqdm import tqdm
 
 from minidrl import algorithms as alg
 from minidrl import config, denoiser, report, sampler, trainer
@@ -99,6 +100,12 @@ def needed_calls(row: dict) -> float:
     return row["network_calls/rollout"] + 3 * update + max(scoring - update, 0)
 
 
+def whole_sequence_rows() -> list[str]:
+    """All rows but those of block-wise models, whose forwards have other lengths."""
+    staircases = (alg.block_elbo_plan, alg.block_replay_plan)
+    return [name for name, method in alg.METHODS.items() if method.plan.func not in staircases]
+
+
 def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
     """The config's learner."""
     overrides = {"threads": arguments.threads, "compile": arguments.compile, **changes}
@@ -118,8 +125,11 @@ def main() -> None:
     learner = learner_of(arguments)
     print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
     if arguments.methods:
-        names = list(alg.METHODS) if arguments.methods == "all" else arguments.methods.split(",")
-        rows = [step_row(learner_of(arguments, method=name, method_options={}), machine_rate()) for name in names]
+        names = whole_sequence_rows() if arguments.methods == "all" else arguments.methods.split(",")
+        rows = []
+        for name in tqdm(names):
+            rows.append(step_row(learner_of(arguments, method=name, method_options={}), machine_rate()))
+            tqdm.write(f"{name}: {rows[-1]['ms']:.0f} ms, {rows[-1]['share of floor']:.2f} of the floor")
     else:
         rows = [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [step_row(learner, machine_rate())]
     print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))

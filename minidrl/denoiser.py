@@ -319,8 +319,7 @@ class Denoiser(nn.Module):
             raise ValueError(f"block_length: got {block_length}; allowed {own}, that of the model's attention")
         if clean_stream != "block":
             raise ValueError(f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention")
-        if self.family.blocks_from == "first":
-            refuse_partial_blocks(prompt_mask, own)
+        self.check_prompt(prompt_mask)
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Logits in float32 at least. [MASK] gets -inf: a denoiser never answers with the question."""
