@@ -52,14 +52,14 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    sub = verb("pretrain", _pretrain, "train the tiny masked diffusion LM itself")
-    sub.add_argument("config")
-    sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
-    sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
-    sub = verb("train", _train, "reinforcement learning; any setting can be given as --key value or --section.key value")
-    sub.add_argument("config")
-    sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
-    sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
+    for name, run, text in (
+        ("pretrain", _pretrain, "train the tiny masked diffusion LM itself"),
+        ("train", _train, "reinforcement learning; any setting can be given as --key value or --section.key value"),
+    ):
+        sub = verb(name, run, text)
+        sub.add_argument("config")
+        sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
+        sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
     sub = verb("memory", _memory, "the bytes that a run will need, part by part; nothing is loaded")
     sub.add_argument("config")
     sub.add_argument("--gpus", default="1", help="over which the weights are cut, as by torchrun")

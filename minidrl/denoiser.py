@@ -720,7 +720,7 @@ def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensor
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: got {source!r}, no folder here, and the Hub does not give it: {_line(error)}") from None
+        raise ValueError(f"model: got {source!r}, no folder here, and the Hub does not give it: {one_line(error)}") from None
 
 
 def _read_config(folder: Path) -> dict:
@@ -890,10 +890,11 @@ def _reading(folder: Path):
         with _quiet():
             yield
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        raise ValueError(f"model: got {str(folder)!r}, which cannot be read: {_line(error)}") from None
+        raise ValueError(f"model: got {str(folder)!r}, which cannot be read: {one_line(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The message of an error, however many lines a library gave it."""
     return " ".join(str(error).split())
 
 

@@ -65,7 +65,10 @@ def predict(settings: config.Train, method: alg.Method, rollout: alg.Rollout, gp
     with torch.device("meta"):
         network = family.network(shape)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
-    return _resident(settings, method, network, dtype, gpus) | _transient(settings, method, rollout, network, dtype, gpus)
+    resident = _resident(settings, method, network, dtype, gpus)
+    parts = resident | _transient(settings, method, rollout, network, dtype, gpus)
+    copied = torch.device(settings.device).type == "cuda"
+    return parts | {"step": resident["gradients"] if copied else 0}
 
 
 def peak(parts: dict[str, int]) -> int:
@@ -133,7 +136,6 @@ def _transient(settings: config.Train, method: alg.Method, rollout: alg.Rollout,
     tokens = settings.micro_batch * width
     layer, again = layer_bytes(shape, size, lora, width), settings.gradient_checkpointing
     arrays = FLOAT * sum(ARRAYS[name] for name in method.features)
-    trained = FLOAT * adapter_count(network, lora) if lora.rank else dtype.itemsize * _count(network)
     kept = size * shape.hidden_size if again else layer
     whole = _gathered(network, size, gpus) + settings.quantize * size * shape.hidden_size * shape.intermediate_size
     drawn = settings.micro_batch * _candidates(settings, method) * DRAW * shape.vocab_size
@@ -142,7 +144,6 @@ def _transient(settings: config.Train, method: alg.Method, rollout: alg.Rollout,
         "layer": tokens * (_gradients(shape, size, lora) + layer * again) + whole,
         "logits": _rows(settings, method, plan) * arrays * shape.vocab_size,
         "rollout": max(tokens * _forward(shape, size, lora), drawn) + whole + tokens * _cache(settings, shape, size),
-        "step": trained / gpus if torch.device(settings.device).type == "cuda" else 0,
     }
     return {name: math.ceil(value) for name, value in parts.items()}
 

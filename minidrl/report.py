@@ -342,9 +342,9 @@ def estimator_rows(draws: int = 20_000, length: int = 6, vocab_size: int = 3, se
     in_blocks += (f"random order in blocks of {size}",)
     rows = []
     for name, make_plan in alg.ESTIMATORS.items():
-        exact, log_p, order = in_blocks if name.startswith("block") else anywhere
         for calls in alg.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
             plan = make_plan(rollout, torch.Generator().manual_seed(seed), num_states=calls)
+            exact, log_p, order = anywhere if plan.block_length is None else in_blocks
             logp = alg.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]
             ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None).flatten()
             mean, std = float(ll.mean()), float(ll.std())

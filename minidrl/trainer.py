@@ -59,7 +59,7 @@ def encode_prompts(
 ) -> tuple[Tensor, Tensor]:
     """Prompts (G, width), left-padded, and their mask (True = real token). In a chat the longest of them sets the width."""
     if prompt_format == "chat":
-        batch = tok(_chats(tok, puzzles), add_special_tokens=False, padding=True, return_tensors="pt")
+        batch = tok(chats(tok, [p.instruction for p in puzzles]), add_special_tokens=False, padding=True, return_tensors="pt")
         if batch.input_ids.shape[1] > width:
             raise ValueError(f"task.max_prompt_length: got {width}; allowed from {batch.input_ids.shape[1]}, as a prompt has")
     else:
@@ -67,11 +67,11 @@ def encode_prompts(
     return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
 
 
-def _chats(tok: Any, puzzles: list[Puzzle]) -> list[str]:
-    """Each puzzle as a user's turn, and the opening of the answer's, as the checkpoint's template has them."""
+def chats(tok: Any, questions: list[str]) -> list[str]:
+    """Each question as a user's turn, and the opening of the answer's, as the checkpoint's template has them."""
     if tok.chat_template is None:
         raise ValueError("task.prompt_format: got 'chat'; allowed plain, the model's tokenizer has no chat template")
-    turns = [[{"role": "user", "content": p.instruction}] for p in puzzles]
+    turns = [[{"role": "user", "content": question}] for question in questions]
     return tok.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
 
@@ -135,6 +135,12 @@ def second_pass(
             seen[name][states] = value[name].detach()
     seen = {name: value.unflatten(0, plan.valid.shape) for name, value in seen.items()}
     return distributed.summed(seen, own), plan.network_calls
+
+
+def shared_features(model: Any, rollout: alg.Rollout, plan: alg.Plan, **how) -> dict[str, Tensor]:
+    """``algorithms.features``, each process doing its share of the forwards."""
+    share, own = distributed.share_plan(plan)
+    return distributed.summed(alg.features(model, rollout, share, **how), own)
 
 
 def two_pass_backward(
@@ -464,7 +470,7 @@ def _out_of_memory(error: torch.OutOfMemoryError, settings: config.Train, out: P
     """The line for it: where, what to lower, and what is kept."""
     name = error.__notes__[0] if getattr(error, "__notes__", None) else "loading"
     kept = f"{_checkpoints(out)[-1]} is kept, --resume goes on" if has_checkpoint(out) else "no checkpoint was due yet"
-    said, size = " ".join(str(error).split()).partition(". GPU")[0], settings.micro_batch
+    said, size = denoiser.one_line(error).partition(". GPU")[0], settings.micro_batch
     return distributed.Alone(f"micro_batch: got {size}, out of memory in the {name} ({said}); try {_LOWER[name]}; {kept}")
 
 
@@ -685,9 +691,8 @@ class Learner:
         plan = alg.replay_plan(rollout, self.generator(step, "rollout_kl"), num_states=min(2, s.num_steps), min_entropy=0.0)
         clock.count("rollout_kl", plan.network_calls)
         with clock.phase("rollout_kl"):
-            share, own = distributed.share_plan(plan)
             size, temperature = self.settings.micro_batch, s.temperature
-            found = distributed.summed(alg.features(self.network, rollout, share, temperature=temperature, size=size), own)
+            found = shared_features(self.network, rollout, plan, temperature=temperature, size=size)
         kl = alg.kl_term(rollout.logp.expand_as(found["logp"]), found["logp"], form="k3")
         drawn = plan.weight[..., None] * (plan.scored & rollout.keep)
         return float((drawn * kl).sum() / rollout.keep.sum())
@@ -720,9 +725,7 @@ class Learner:
     def _features(self, model, rollout, plan, clock, names: tuple[str, ...]) -> dict[str, Tensor]:
         clock.count("scoring", plan.network_calls * (2 if "kl_ref" in names else 1))
         with clock.phase("scoring"):
-            share, own = distributed.share_plan(plan)
-            found = alg.features(model, rollout, share, names=names, size=self.settings.micro_batch, **self._how())
-            return distributed.summed(found, own)
+            return shared_features(model, rollout, plan, names=names, size=self.settings.micro_batch, **self._how())
 
     def _how(self) -> dict:
         return {"temperature": self._temperature(), "reference": self.reference}

@@ -121,13 +121,9 @@ def _checked(name: str, call: Callable[[], str]) -> Check:
     try:
         return Check(name, "ok", call())
     except NotApplicable as reason:
-        return Check(name, "n/a", _line(reason))
+        return Check(name, "n/a", denoiser.one_line(reason))
     except (Failed, trainer.RunError, ValueError, OSError, RuntimeError, FloatingPointError, SafetensorError) as error:
-        return Check(name, "FAILED", _line(error))
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        return Check(name, "FAILED", denoiser.one_line(error))
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
@@ -199,8 +195,7 @@ def _loss(model: denoiser.Denoiser, tok: Any, question: Question) -> str:
 def _answer(model: denoiser.Denoiser, tok: Any, question: Question) -> str:
     text = question.prompt
     if tok.chat_template is not None:
-        turn = [{"role": "user", "content": text}]
-        text = tok.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        (text,) = trainer.chats(tok, [text])
     batch = tok([text], add_special_tokens=False, return_tensors="pt").to(model.device)
     greedy = sampler.Sampler(order="low_confidence", temperature=0.0, tokens_per_step=1, **_blocks(model, question.length))
     words = {"eos_token_id": tok.eos_token_id, "generator": None}

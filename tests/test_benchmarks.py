@@ -1,8 +1,6 @@
 """benchmarks/llada_8b.py: its products against a counter of operations, its prediction against arithmetic, a tiny run."""
 
 import contextlib
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import tiny
 from minidrl import memory, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -17,11 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("llada_8b", ROOT / "benchmarks" / "llada_8b.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return tiny.script("llada_8b")
 
 
 @pytest.mark.parametrize("again", [True, False])

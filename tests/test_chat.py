@@ -132,7 +132,7 @@ def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
 
 def test_a_prompt_that_is_too_long_is_refused(llada):
     _, tok = denoiser.load(llada)
-    longest = len(tok(trainer._chats(tok, [PUZZLE])[0], add_special_tokens=False).input_ids)
+    longest = len(tok(trainer.chats(tok, [PUZZLE.instruction])[0], add_special_tokens=False).input_ids)
     assert trainer.encode_prompts(tok, [PUZZLE], longest, prompt_format="chat")[0].shape == (1, longest)
     with pytest.raises(ValueError, match=f"task.max_prompt_length: got {longest - 1}; allowed from {longest}"):
         trainer.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")

@@ -1,12 +1,11 @@
 """README.md shows what the module says today."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+import tiny
 from test_mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
@@ -14,11 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def readme():
-    spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return tiny.script("readme")
 
 
 def cells(table: str) -> list[list[str]]:

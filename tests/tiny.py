@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,20 @@ from minidrl import config, denoiser, sampler, trainer
 from minidrl.oracle import TabularDenoiser
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
+ROOT = Path(__file__).parents[1]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TASK = Countdown(num_numbers=2, held_out_share=0.3)
 SAMPLER = sampler.Sampler(order="left_to_right", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
 GROUPS, GENERATIONS, BLOCK = 3, 4, 2
+
+
+def script(name: str):
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up while they are made
+    spec.loader.exec_module(module)
+    return module
 
 
 # ------------------------------------------------------------------------------------------------------------- networks
