@@ -5,7 +5,6 @@ The recipe is tiny_configs/llada_8b_lora.yaml: 2 prompts of 200 tokens, 6 respon
 made up, and no response ends early. The first step is a warm-up; the second is the one that is reported.
 
     --predict      nothing is run: products and bytes as predicted, and the seconds that they take at best at given rates
-    --tf32         float32 products (those of the adapters) in TensorFloat-32, on a GPU that has it
     --shape tiny   the same with a network that a CPU runs in seconds
 
 Counted are the products that the method needs. Of a sequence of T tokens of which R rows go through the head, forward:
@@ -16,8 +15,9 @@ Counted are the products that the method needs. Of a sequence of T tokens of whi
     adapters   2 T M          M weights of the adapters, in float32
 
 and backward as much for base and head, whose weights are frozen, and twice as much for attention and adapters. (0.4 % of the
-base's nobody needs: gradients of what enters q, k and v of the first layer.) The forward that gradient checkpointing repeats
-is listed apart.
+base's nobody needs: gradients of what enters q, k and v of the first layer.) What is repeated is listed apart: the forward of
+the layers by gradient checkpointing, that of the head where it is applied in several parts. Float32 products are those of the
+recipe's matmul_precision.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from minidrl import algorithms as alg
 from minidrl import config, denoiser, memory, report, trainer
 
 RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
@@ -138,8 +139,8 @@ class Products:
         return (self.half + self.again_half) / half_rate + (self.single + self.again_single) / single_rate
 
 
-def products(settings: config.Train, rows: float, *, backward: bool) -> Products:
-    """Of one sequence of the run, of which ``rows`` positions go through the head."""
+def products(settings: config.Train, rows: float, *, backward: bool, in_parts: bool = False) -> Products:
+    """Of one sequence of the run, of which ``rows`` positions go through the head, all at once or in parts."""
     shape, family, _ = denoiser.describe(settings.model)
     with torch.device("meta"):
         model = family.network(shape)
@@ -155,19 +156,20 @@ def products(settings: config.Train, rows: float, *, backward: bool) -> Products
         return forward
     back = Products(base + 2 * attention + head, 2 * adapters)
     again = settings.gradient_checkpointing
-    return forward + back + Products(again_half=again * (base + attention), again_single=again * adapters)
+    return forward + back + Products(again_half=again * (base + attention) + in_parts * head, again_single=again * adapters)
 
 
 def work(settings: config.Train) -> dict[str, tuple[int, Products]]:
     """Phase -> (sequences that go through the network, products of one of them)."""
     method = trainer.method_of(settings)
-    plan = method.plan(trainer._blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
+    plan = method.plan(trainer.blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
     states, drawn = int(plan.valid.sum()), settings.num_prompts * settings.num_generations * settings.sampler.num_steps
-    rows = int(plan.scored.sum()) / states
+    rows, most = int(plan.scored.sum()) / states, min(settings.micro_batch, states) * int(plan.scored.sum(-1).max())
+    in_parts = most * denoiser.describe(settings.model)[0].vocab_size > alg.HEAD_NUMBERS
     return {
         "rollout": (drawn, products(settings, settings.sampler.block_length, backward=False)),
         "scoring": (settings.num_iterations * states, products(settings, rows, backward=False)),
-        "update": (settings.num_iterations * states, products(settings, rows, backward=True)),
+        "update": (settings.num_iterations * states, products(settings, rows, backward=True, in_parts=in_parts)),
     }
 
 
@@ -244,7 +246,8 @@ def predict(settings: config.Train, half: float, single: float) -> str:
     rows, peak = predicted_rows(settings, half, single), memory.peak(trainer.predicted_memory(settings))
     least, aimed = (sum(r[name] for r in rows) for name in ("seconds at best", "seconds at the aim"))
     return (
-        f"PREDICTION, nothing was measured. Assumed: {half / 1e12:g} TFLOP/s in bfloat16, {single / 1e12:g} in float32.\n\n"
+        f"PREDICTION, nothing was measured. Assumed: {half / 1e12:g} TFLOP/s in bfloat16, {single / 1e12:g} in float32 "
+        f"(matmul_precision {settings.matmul_precision}).\n\n"
         f"{table(rows)}\n\nwhole step: {least:.1f} s at best, {aimed:.1f} s at the aims\npeak: {peak / 1e9:.3g} GB"
     )
 
@@ -252,6 +255,7 @@ def predict(settings: config.Train, half: float, single: float) -> str:
 def measure(settings: config.Train) -> str:
     """What this machine does."""
     device, size = settings.device, 8192 if torch.device(settings.device).type == "cuda" else 512
+    trainer.prepare(settings)  # the rates are those of its precision
     name = torch.cuda.get_device_name() if size == 8192 else "CPU"
     half, single = (rate(device, dtype, size) for dtype in (torch.bfloat16, torch.float32))
     row, seconds = measured(settings)
@@ -259,8 +263,8 @@ def measure(settings: config.Train) -> str:
     said = f"measured {found / 1e9:.3g} GB" if found is not None else "not measured on a CPU"
     return (
         f"{name}, torch {torch.__version__}: large products at {half / 1e12:.3g} TFLOP/s in bfloat16, {single / 1e12:.3g} in "
-        f"float32\n\n{table(measured_rows(settings, row, half))}\n\nwhole step: {seconds:.1f} s\n"
-        f"peak: predicted {peak / 1e9:.3g} GB, {said}"
+        f"float32 (matmul_precision {settings.matmul_precision})\n\n{table(measured_rows(settings, row, half))}\n\n"
+        f"whole step: {seconds:.1f} s\npeak: predicted {peak / 1e9:.3g} GB, {said}"
     )
 
 
@@ -270,13 +274,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=("8b", "tiny"), default="8b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--predict", action="store_true")
-    parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--rate", type=float, default=700.0, help="TFLOP/s in bfloat16, for --predict")
-    parser.add_argument("--rate32", type=float, default=50.0, help="TFLOP/s in float32, for --predict")
+    parser.add_argument("--rate32", type=float, default=400.0, help="TFLOP/s of float32 products, for --predict")
     arguments = parser.parse_args(argv)
     if arguments.shape == "8b" and arguments.device == "cpu" and not arguments.predict:
         parser.error("no GPU: --predict, or --shape tiny")
-    torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(arguments.shape, "cuda" if arguments.predict else arguments.device, Path(folder))
         rates = (arguments.rate * 1e12, arguments.rate32 * 1e12)

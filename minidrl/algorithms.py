@@ -43,6 +43,7 @@ import numpy
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # ======================================================================================================== 1. What flows
 
@@ -500,10 +501,11 @@ def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
 # on them, and the trainer's two-pass backward needs to know nothing but them. That is why memory does not grow with the
 # number of states: the features of all states fit anywhere, the network's activations exist for one micro-batch at a time.
 #
-# The logits of a state are needed at its scored positions only. With 126k tokens and 256 positions the full logits of one
-# sequence take 130 MB in float32, so hidden states are selected before the vocabulary head, never after it.
+# The logits of a state are needed at its scored positions only. With 126k tokens and 256 positions those of one sequence take
+# 130 MB in float32: hidden states are selected before the vocabulary head, never after it, and go through it in parts.
 
 FEATURES = ("logp", "entropy", "order_logp", "topk_logp", "kl_ref")
+HEAD_NUMBERS = 1 << 24  # logits that exist at a time: 67 MB in float32, the rows of 132 positions of LLaDA
 States = Int[Tensor, " S"]  # flat numbers k*B + b of a plan's states
 
 
@@ -525,36 +527,64 @@ def state_features(
     kl_ref       KL(policy || reference) of the token's distribution, exact over the vocabulary
     order_logp   log-probability that the step chose these positions (4.2), in equal shares on its tokens
 
-    The vocabulary head is applied where it is needed only. S flat state numbers k*B + b, in any order (of a staircase: a
-    forward's M states in a row, as `state_chunks` gives them). How S is split into micro-batches changes nothing. Units: nats.
+    The vocabulary head is applied where it is needed only, to some rows at a time. S flat state numbers k*B + b, in any order
+    (of a staircase: a forward's M states in a row, as `state_chunks` gives them). How S is cut changes nothing. Units: nats.
     """
     row, scored = states % rollout.response.shape[0], plan.scored.flatten(0, 1)[states]
-    rows = scored | _candidates(rollout, plan, states) if "order_logp" in names else scored
     targets = rollout.response[row] if plan.targets is None else plan.targets.flatten(0, 1)[states]
-    logits = _logits(model, rollout, plan, states, rows)
-    log_probs = (logits / temperature).log_softmax(-1)
-    read = log_probs[scored[rows]]
-    values = {"logp": read.gather(-1, targets[scored][:, None])[:, 0]}
-    if "entropy" in names:
-        values["entropy"] = -_expectation(read, read)
+    h, most = _encode(model, rollout, plan, states), len(states) * int(plan.scored.sum(-1).amax())
+    rows = {"h": _at(h, scored, plan), "target": targets[scored]}
     if "topk_logp" in names:
-        values["topk_logp"] = read.gather(-1, _record(rollout, "topk_ids")[row][scored])
+        rows["topk_ids"] = _record(rollout, "topk_ids")[row][scored]
     if "kl_ref" in names:
         with torch.no_grad():
-            theirs = (_logits(reference, rollout, plan, states, scored) / temperature).log_softmax(-1)
-        values["kl_ref"] = _expectation(read, read - theirs)
+            rows["their_h"] = _at(_encode(reference, rollout, plan, states), scored, plan)
+    values = _in_parts(model, most, partial(_read, model, reference, names, temperature), rows)
     if "order_logp" in names:
-        values["order_logp"] = order_logp(logits, log_probs, rows, scored, targets)[scored]
+        passed, confidence = _candidates(rollout, plan, states) & ~scored, _spread(values.pop("confidence"), scored)
+        most, rows = len(states) * rollout.sampler.block_length, {"h": _at(h, passed, plan)}
+        read = partial(_in_parts, model, most, partial(_passed_over, model, temperature))
+        values["order_logp"] = order_logp(lambda limits: read(rows | limits)["log_f"], confidence, scored, passed)[scored]
     return {name: _spread(values[name], scored) for name in names}
 
 
-def _logits(model: Any, rollout: Rollout, plan: Plan, states: Tensor, rows: Bool[Tensor, "S L"]) -> Float[Tensor, "R V"]:
-    start = rollout.prompt.shape[1]
-    if plan.block_length is not None:  # a row of the forward reads each block off that block's own state
-        rows, h = rows.unflatten(0, (-1, plan.blocks)).any(1), _staircase(model, rollout, plan, states)
-        return model.head(h[rows])
+def _encode(model: Any, rollout: Rollout, plan: Plan, states: States) -> Float[Tensor, "J L D"]:
+    if plan.block_length is not None:
+        return _staircase(model, rollout, plan, states)
     tokens, attention_mask = plan_inputs(rollout, plan, states, model.mask_token_id)
-    return model.head(model.encode(tokens, attention_mask)[:, start:][rows])
+    return model.encode(tokens, attention_mask)[:, rollout.prompt.shape[1] :]
+
+
+def _at(h: Float[Tensor, "J L D"], where: Bool[Tensor, "S L"], plan: Plan) -> Float[Tensor, "R D"]:
+    return h[where.unflatten(0, (-1, plan.blocks)).any(1)]  # a staircase's forward has each block at that block's own state
+
+
+def _in_parts(model: Any, most: int, read: Callable[..., dict[str, Tensor]], rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    # At most ``most`` rows, known of the whole plan: where processes share weights, all must call the head equally often.
+    # With a graph, the logits of a part are computed again on the way back, so that those of one part exist at a time.
+    count = max(1, math.ceil(most * model.vocab_size / HEAD_NUMBERS))
+    if count > 1 and torch.is_grad_enabled():
+        read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
+    parts = zip(*(column.tensor_split(count) for column in rows.values()), strict=True)
+    values = [read(**dict(zip(rows, part, strict=True))) for part in parts]
+    return {name: torch.cat([value[name] for value in values]) for name in values[0]}
+
+
+def _read(model: Any, reference: Any, names: tuple, temperature: float, *, h, target, topk_ids=None, their_h=None) -> dict:
+    logits = model.head(h)
+    read = (logits / temperature).log_softmax(-1)
+    values = {"logp": read.gather(-1, target[:, None])[:, 0]}
+    if "entropy" in names:
+        values["entropy"] = -_expectation(read, read)
+    if "topk_logp" in names:
+        values["topk_logp"] = read.gather(-1, topk_ids)
+    if "kl_ref" in names:
+        with torch.no_grad():
+            theirs = (reference.head(their_h) / temperature).log_softmax(-1)
+        values["kl_ref"] = _expectation(read, read - theirs)
+    if "order_logp" in names:
+        values["confidence"] = _confidence(logits).gather(-1, target[:, None])[:, 0].detach()
+    return values
 
 
 def _staircase(model: Any, rollout: Rollout, plan: Plan, states: States) -> Float[Tensor, "J L D"]:
@@ -585,35 +615,37 @@ def _candidates(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S
     return hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)
 
 
+def _confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+    return (logits - logits.logsumexp(-1, keepdim=True)).float()
+
+
 def order_logp(
-    logits: Float[Tensor, "R V"],
-    log_probs: Float[Tensor, "R V"],
-    rows: Bool[Tensor, "S L"],
-    scored: Bool[Tensor, "S L"],
-    targets: Int[Tensor, "S L"],
+    read: Callable[[dict], Tensor], confidence: Float[Tensor, "S L"], scored: Bool[Tensor, "S L"], passed: Bool[Tensor, "S L"]
 ) -> Float[Tensor, "S L"]:
     """(4.2) log-probability that the low-confidence sampler chose the scored positions, given the tokens drawn there.
 
     A candidate j was passed over because its own proposal was less confident than every chosen token:
     log prod_j F_j,  F_j = sum of p_j(v) over the tokens v whose confidence is below the lowest chosen one. p at the sampling
     temperature, confidence at temperature 1 as float32 logarithm; on ties the lower position wins, as in the sampler.
+    ``confidence``: of the chosen tokens. ``read`` gives log F (R,) of the R candidates ``passed`` over, under their limits.
     With (4.1) it makes the exact kernel of the sampler: its score is the policy gradient wherever J is differentiable. J jumps
     where two confidences cross; there F_j may become 0, and log F_j is then that of the smallest number, with gradient 0.
     Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with centred rewards, a noisier gradient.
     """
-    confidence = (logits - logits.logsumexp(-1, keepdim=True)).float()
-    chosen = confidence[scored[rows]].gather(-1, targets[scored][:, None])[:, 0]
-    chosen = chosen.new_full(scored.shape, torch.inf).masked_scatter(scored, chosen.detach())
-    lowest, position = chosen.amin(-1, keepdim=True), torch.arange(scored.shape[1], device=chosen.device)
+    chosen, position = confidence.masked_fill(~scored, torch.inf), torch.arange(scored.shape[1], device=scored.device)
+    lowest = chosen.amin(-1, keepdim=True)
     last = position.where(chosen == lowest, -1).amax(-1, keepdim=True)
-    passed = rows & ~scored
     state, place = passed.nonzero(as_tuple=True)
-    mine, limit = confidence[passed[rows]], lowest[state]
-    below = (mine < limit) | ((mine == limit) & (place[:, None] > last[state]))
-    probability = (log_probs[passed[rows]].exp() * below).sum(-1)
-    log_f = probability.clamp(min=torch.finfo(probability.dtype).tiny).log()
+    log_f = read({"limit": lowest[state], "later": place[:, None] > last[state]})
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
     return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
+
+
+def _passed_over(model: Any, temperature: float, *, h: Tensor, limit: Tensor, later: Tensor) -> dict[str, Float[Tensor, " R"]]:
+    logits = model.head(h)
+    mine, log_probs = _confidence(logits), (logits / temperature).log_softmax(-1)
+    probability = (log_probs.exp() * ((mine < limit) | ((mine == limit) & later))).sum(-1)
+    return {"log_f": probability.clamp(min=torch.finfo(probability.dtype).tiny).log()}
 
 
 def state_chunks(plan: Plan, size: int) -> Iterator[Int[Tensor, " S"]]:
@@ -703,15 +735,7 @@ def eubo(logp: Float[Tensor, "K B L"], plan: Plan, *, beta: float) -> Float[Tens
 
 
 def sandwich(
-    ll: Entries,
-    adv: Entries,
-    feature: dict,
-    plan: Plan,
-    rollout: Rollout,
-    normalizer: Tensor,
-    *,
-    eubo_beta: float,
-    omega: float,
+    ll: Entries, adv: Entries, feature: dict, plan: Plan, rollout, normalizer: Tensor, *, eubo_beta: float, omega: float
 ) -> dict[str, Tensor]:
     """(5.3) score = ELBO where adv > 0, omega EUBO + (1 - omega) ELBO elsewhere: what the gradient flows through.
 
@@ -897,6 +921,11 @@ def kl_term(ll: Float[Tensor, "*s"], ref: Float[Tensor, "*s"], *, form: str) -> 
 #     self_normalized_clip    min(r, cap) / sum over the group              N times this on policy: 1
 
 
+def _check_above(name: str, value: float, least: float) -> None:
+    if not value > least:
+        raise ValueError(f"objective.{name}: got {value}; allowed above {least}")
+
+
 def reinforce(ll: Entries, anchor: None, adv: Entries, num_generations: int, *, score: Entries | None = None) -> Entries:
     """(8.1) loss = -adv ll, or -adv score where the row scores something else (5.3). Gradient: -adv grad ll.
 
@@ -942,8 +971,7 @@ def self_normalized_clip(
     released code caps at 5. cap = inf: self-normalised importance sampling, where one outlier takes all the weight.
     Sequence level only. Bounds magnitude, not concentration: one weight may still go to 1.
     """
-    if cap <= 0:
-        raise ValueError(f"objective.cap: got {cap}; allowed above 0")
+    _check_above("cap", cap, 0)
     weights = self_normalized_weights(log_ratio(ll.detach(), anchor), num_generations, log_cap=math.log(cap))
     return -weights * adv * (ll if score is None else score)
 
@@ -969,8 +997,7 @@ def dual_clip(
 
     It closes the bypass of the conditional clip. Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
     """
-    if not bound > 1:
-        raise ValueError(f"objective.bound: got {bound}; allowed above 1")
+    _check_above("bound", bound, 1)
     loss = ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     return torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)
 
@@ -979,11 +1006,6 @@ def dual_clip(
 # present one. A ratio clip allows a shift |pi - mu| of epsilon mu: next to nothing for a rare token, far too much for a
 # likely one. A bound on the divergence allows every token the same shift. These objectives need true token probabilities
 # of the sampler: replay plans, token level, the sampling temperature, behaviour anchors.
-
-
-def _check_delta(delta: float) -> None:
-    if not delta > 0:
-        raise ValueError(f"objective.delta: got {delta}; allowed above 0")
 
 
 def _divergence(mu: Float[Tensor, "*s M"], pi: Float[Tensor, "*s M"], form: str) -> Float[Tensor, "*s"]:
@@ -1043,7 +1065,7 @@ def dppo(
     The divergence is (8.7) of this form, or (8.8) where the row supplies it. With form tv it has PPO's gradient with
     epsilon = delta / mu for each token. Source: DPPO (arXiv 2602.04879, eq. 12).
     """
-    _check_delta(delta)
+    _check_above("delta", delta, 0)
     u = log_ratio(ll, anchor)
     divergence = binary_divergence(ll, anchor, form=form) if divergence is None else divergence
     return -u.exp() * adv * trust_mask(u.detach(), adv, divergence > delta)
@@ -1056,7 +1078,7 @@ def dppo_released(
 
     Source: verl (dppo_tv, dppo_kl), cap 20.
     """
-    _check_delta(delta)
+    _check_above("delta", delta, 0)
     u = log_ratio(ll.detach(), anchor)
     inside = trust_mask(u, adv, binary_divergence(ll, anchor, form=form) > delta)
     return -(u.exp().clamp(max=cap) * inside) * adv * ll
@@ -1069,8 +1091,7 @@ def spo(ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, eps
     1 + sign(adv) epsilon, corrective beyond. Unbounded: w = -494 for a token that went from 0.0001 to 0.01 (epsilon 0.2).
     Source: SPO, simple policy optimization (arXiv 2401.16025). Penalises, in expectation, the chi-square divergence.
     """
-    if not epsilon > 0:
-        raise ValueError(f"objective.epsilon: got {epsilon}; allowed above 0")
+    _check_above("epsilon", epsilon, 0)
     ratio = log_ratio(ll, anchor).exp()
     return -(ratio * adv - adv.abs() * (ratio - 1).square() / (2 * epsilon))
 
@@ -1084,7 +1105,7 @@ def drpo(ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, de
     published delta = 12.5, w stays within 0.92 and 1.08 and nothing is ever turned back.
     Source: DRPO (arXiv 2606.09821, eq. 8 and 9). Penalises, in expectation, the squared distance of the distributions.
     """
-    _check_delta(delta)
+    _check_above("delta", delta, 0)
     ratio = log_ratio(ll, anchor).exp()
     return -(ratio * adv - adv.abs() * anchor.exp() * (ratio - 1).square() / (2 * delta))
 
@@ -1262,10 +1283,8 @@ def reduced(method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Ten
 def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
     """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which it was drawn."""
     if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
-        raise ValueError(
-            f"anchor: {method.name} asks for behaviour; allowed only for replay plans scored at the sampling temperature, "
-            "without order_logp (which the sampler does not record)"
-        )
+        allowed = "replay plans scored at the sampling temperature, without order_logp (which the sampler does not record)"
+        raise ValueError(f"anchor: {method.name} asks for behaviour; allowed only for {allowed}")
     return reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
 
 
@@ -1305,10 +1324,7 @@ _MEAN = partial(group_mean)
 _Z_SCORE = partial(group_z_score, ddof=1, eps=1e-4)
 _CLIP = partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.2)
 _ALL_STEPS = partial(replay_plan, num_states=None, min_entropy=0.0)
-_TWO_COUNTS = partial(elbo_count_plan, num_states=2, domain="keep", strata=True)
 _BLOCKS = partial(block_plan, num_states=2, block_length=32, p_mask=0.15)
-_UNCERTAIN = partial(entropy_plan, num_states=4, shared=False, weight="sum")
-_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=0.5)
 _STEP_VALUES = partial(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank")
 
 # A row is read as a line of a table, so it is set as one. ``replace`` says: as that row, except for what follows.
@@ -1346,8 +1362,7 @@ _GDPO = replace(_GRPO, name="gdpo", title="semi-deterministic Monte Carlo ELBO, 
     source="GDPO (arXiv 2510.08554), eq. 5 and 6",
     differs="ratio of whole-sequence ELBOs, loss divided by the length; no KL term (the released beta is 0)",
     plan=partial(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"), credit=_MEAN,
-    objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean",
-    normalizer="none")
+    objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean", normalizer="none")
 _GDPO_RELEASED = replace(_GDPO, name="gdpo-released", source="GDPO's code (KevinRojas1499/GDPO)",
     differs="floor(t L) hidden with weight 1/t, padding scored, ratio to the power 1/L, old and new masks not shared",
     plan=partial(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"), aggregation="sequence_mean",
@@ -1357,15 +1372,14 @@ _GDPO_RELEASED = replace(_GDPO, name="gdpo-released", source="GDPO's code (Kevin
 # (``refresh`` independent), so that the weights are noise on the first update; ``fixed`` shares the masks, and they are equal.
 _STABLEDRL = Method(name="stabledrl", title="unconditional clip and self-normalised weights, sandwich surrogate",
     source="StableDRL (arXiv 2603.06743), eps = 5; surrogate of SPG (arXiv 2510.09541)",
-    differs="ELBO by count; weights never mix prompts", plan=_TWO_COUNTS, credit=_MEAN,
-    objective=partial(self_normalized_clip, cap=6.0), reduction="sequence", aggregation="group_sum", anchor="old",
-    refresh="independent", extra=_SANDWICH)
+    differs="ELBO by count; weights never mix prompts", plan=partial(elbo_count_plan, num_states=2, domain="keep", strata=True),
+    credit=_MEAN, objective=partial(self_normalized_clip, cap=6.0), reduction="sequence", aggregation="group_sum", anchor="old",
+    refresh="independent", extra=partial(sandwich, eubo_beta=1.5, omega=0.5))
 _STABLEDRL_RELEASED = replace(_STABLEDRL, name="stabledrl-released", source="StableDRL's code (JianyuanZhong/StableDRL)",
     differs="cap 5 on the ratio of token means over block-wise masks; there the softmax spans the rows of a call",
     plan=_BLOCKS, objective=partial(self_normalized_clip, cap=5.0), normalizer="kept_length")
 _STABLEDRL_ELBO = replace(_STABLEDRL, name="stabledrl-elbo",
-    title="unconditional clip and self-normalised weights, on the plain ELBO",
-    source="StableDRL (arXiv 2603.06743), eps = 5",
+    title="unconditional clip and self-normalised weights, on the plain ELBO", source="StableDRL (arXiv 2603.06743), eps = 5",
     differs="score surrogate is the plain ELBO, not the sandwich of ELBO and EUBO; ratio of per-token means",
     normalizer="kept_length", extra=None)
 _CLIP_ONLY = replace(_STABLEDRL, name="clip-only", title="ablation of stabledrl: weights clipped, not normalised",
@@ -1391,7 +1405,8 @@ _TRACE_BLOCK = replace(_REPLAY_GRPO, name="trace-block", title="PPO clip on ever
 # sampler chose their positions by confidence; egspo-exact does not (4.2).
 _EGSPO = replace(_REINFORCE, name="egspo", title="PPO clip on the most uncertain steps of each trajectory",
     source="EGSPO (arXiv 2603.12554)",
-    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL term", plan=_UNCERTAIN,
+    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL term",
+    plan=partial(entropy_plan, num_states=4, shared=False, weight="sum"),
     objective=partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), anchor="behaviour")
 _EGSPO_SA = replace(_EGSPO, name="egspo-sa", title="egspo with stepwise advantages from one-step completions",
     credit=_STEP_VALUES, step_value="greedy", needs=("entropy", "one_step"))
@@ -1409,12 +1424,12 @@ _EGSPO_SA_RELEASED = replace(_EGSPO_RELEASED, name="egspo-sa-released", title=_E
 # Trust regions: one ratio a revealed token, anchored on what the sampler saw. Their native setting is left-to-right order
 # (``sampler.order``), where every token has an exact probability; elsewhere they inherit the bias of the token-only score.
 # On the first update of an on-policy rollout all of them have the gradient of reinforce: what differs is reuse and mismatch.
+# What ``differs`` says of _PPO holds for all of these that do not say otherwise.
 _PPO = replace(_REINFORCE, name="ppo", title="one clipped ratio a revealed token",
     source="PPO (arXiv 1707.06347), mean-centred rewards for a value network",
     differs="the token's probability in the state in which the sampler drew it; exact for left-to-right order",
     objective=_CLIP, reduction="token", aggregation="fixed_length", anchor="behaviour")
 
-# ``differs`` of _PPO holds for all of these that do not say otherwise.
 _TOKEN_ROWS = (
     _PPO,
     replace(_PPO, name="ppo-released", source="verl's vanilla policy loss", differs="dual clip at 3, token mean",
@@ -1482,19 +1497,3 @@ _ROWS = (_REINFORCE, _REPLAY_GRPO, _REPLAY_UNIFORM, _GRPO, _DIFFU_GRPO, _DIFFU_G
 # fmt: on
 
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
-
-_sdmc = partial(quadrature_plan, masks_per_node=1, domain="keep")
-
-# The estimators of log p that `python -m minidrl estimators` judges, at equal numbers of network calls.
-ESTIMATORS: dict[str, Callable[..., Plan]] = {
-    "mean field": lambda rollout, generator, num_states: mean_field_plan(rollout, generator, p_mask_prompt=0.0),
-    "ELBO, time": partial(elbo_time_plan, domain="keep", min_t=1e-3),
-    "ELBO, count": partial(elbo_count_plan, domain="keep", strata=False),
-    "ELBO, count, strata": partial(elbo_count_plan, domain="keep", strata=True),
-    "ELBO, complementary": partial(complementary_plan, domain="keep"),
-    "block ELBO": partial(block_elbo_plan, domain="keep", strata=False),
-    "SDMC": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="bernoulli"),
-    "SDMC, fixed counts": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="rounded"),
-    "SDMC, as released": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="floor"),
-}
-ESTIMATOR_CALLS = {"mean field": (1,), "ELBO, complementary": (2, 4), "SDMC": (1, 2, 3)}

@@ -20,10 +20,18 @@ from minidrl.sampler import Sampler
 from minidrl.tasks.countdown import Countdown
 
 
+def _one_of(key: str, value: Any, *allowed: str) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
+
+
 def _at_least(settings: Any, section: str, **lowest: float) -> None:
     for name, low in lowest.items():
         if getattr(settings, name) < low:
             raise ValueError(f"{section}{name}: got {getattr(settings, name)}; allowed from {low}")
+
+
+_PRECISIONS = ("highest", "high")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +60,7 @@ class Optimizer:
     schedule: str = "constant"
 
     def __post_init__(self):
-        if self.schedule not in ("constant", "cosine"):
-            raise ValueError(f"optimizer.schedule: got {self.schedule!r}; allowed constant, cosine")
+        _one_of("optimizer.schedule", self.schedule, "constant", "cosine")
         if not 0 < self.learning_rate < math.inf or self.max_grad_norm <= 0:
             raise ValueError(
                 f"optimizer: got learning_rate {self.learning_rate}, max_grad_norm {self.max_grad_norm}; allowed above 0, "
@@ -106,7 +113,7 @@ class Pretrain:
 
     ``hit_share`` of the demonstrations aim at the target, ``late_hit_share`` of them in the second half of the training;
     the others are true calculations that end anywhere. ``stop_after`` ends the training before its schedule of ``steps``
-    has run out (0: not): reinforcement learning needs a base that can still learn.
+    has run out (0: not): reinforcement learning needs a base that can still learn. ``matmul_precision`` as in ``Train``.
     """
 
     task: Countdown = field(default_factory=Countdown)
@@ -123,6 +130,7 @@ class Pretrain:
     seed: int = 0
     device: str = "cpu"
     threads: int = 0
+    matmul_precision: str = "highest"
     compile: bool = False
 
     def __post_init__(self):
@@ -130,6 +138,7 @@ class Pretrain:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed 0 to 1")
         _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0)
+        _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,9 @@ class Train:
     Memory (``python -m minidrl memory CONFIG`` adds it up): ``dtype`` of the network, float32, bfloat16 or as stored;
     ``quantize``: the weights of the linear layers in 4 bits, below adapters only; ``gradient_checkpointing``: the activations
     of a layer are computed again in the backward pass; ``micro_batch`` sequences go through the network at a time.
+
+    Speed: ``matmul_precision``, in the words of torch.set_float32_matmul_precision, is that of float32 products. With high a
+    GPU may round their factors to 10 bits after the point (TensorFloat-32); without, float32 runs beside its tensor cores.
     """
 
     model: str = ""
@@ -168,16 +180,16 @@ class Train:
     save_every: int = 0
     device: str = "cpu"
     threads: int = 0
+    matmul_precision: str = "highest"
     compile: bool = False
     tensorboard: bool = False
 
     def __post_init__(self):
         _at_least(self, "", steps=1, num_prompts=1, num_generations=1, num_iterations=1, micro_batch=1)
         _at_least(self, "", save_every=0, threads=0)
-        if self.rollout_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"rollout_dtype: got {self.rollout_dtype!r}; allowed float32, bfloat16")
-        if self.dtype not in ("stored", "float32", "bfloat16"):
-            raise ValueError(f"dtype: got {self.dtype!r}; allowed stored, float32, bfloat16")
+        _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
+        _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
+        _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
             allowed = "with lora.rank from 1 and without a rollout_dtype: 4 bits cannot be trained, nor rounded again"
             raise ValueError(f"quantize: got True; allowed {allowed}")

@@ -5,13 +5,13 @@ Resident during the whole run, for n weights of which m are trained (adapters on
     weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 + 1/4096 bytes a weight:
                      two in a byte, an 8-bit scale for 64, a float32 for 256 scales. Embedding and head stay as they are
     adapters         r (inputs + outputs) for each linear layer, in float32 over whatever base
-    gradients        m times the element size; they exist from the first backward pass of an update on
     optimizer        2 m, AdamW's two moments in the element size of what is trained
     reference        n, only if a method compares with one and there are no adapters to switch off
     rollout_weights  n, only for a sampler of its own dtype
 
-Transient. N tokens are a micro-batch of sequences; D, A, F, V the widths of hidden state, attention, MLP and vocabulary; e the
-element size. The parts below are sums of the tensors that transformers' layers keep for a backward pass:
+Transient. N tokens are a micro-batch of sequences, or all that there are where that is less; D, A, F, V the widths of hidden
+state, attention, MLP and vocabulary; e the element size. The parts below are sums of the tensors that transformers' layers keep
+for a backward pass:
 
     activations      what autograd keeps of the body. A layer keeps N times
                          norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the scale]
@@ -20,18 +20,27 @@ element size. The parts below are sums of the tensors that transformers' layers 
                          adapters   4 r + their input in float32, each (one tensor for several where it is float32 already)
                      ([...]: only where the base is trained.) With gradient checkpointing a layer keeps its input, e D, instead
     layer            one layer on its way back: two gradients of width F, and with checkpointing what it had not kept; over 4
-                     bits, D F unpacked weights
-    logits           float32 arrays of R x V, R the rows to which the head is applied at a time: logits, log-probabilities,
-                     the rows that are read, a gradient; more for more features
+                     bits, D F unpacked weights. Or a layer of the reference on its way there, with an exact penalty
+    logits           float32 arrays of R x V, R the rows to which the head is applied at a time: logits, log-probabilities, a
+                     gradient; more for more features. The hidden states of all rows of the micro-batch and their gradient.
+                     Where the head is trained, its gradient e D V; with more than one part three, while two are added up
     rollout          the larger of one layer's forward and the sampler's arrays of V, in float64 where it sums; the cache
+    gradients        m times the element size; they grow in an update's first backward pass, and the update removes them
+    earlier          gradients of the micro-batches before this one: all, or none where an update is one micro-batch
     step             the optimiser's temporary copy of what it updates, on a GPU
 
-The peak is what is resident + max(activations + max(layer, logits), rollout, step).
+The peak is what is resident + the most of
 
-The vocabulary head is not cut into recomputed chunks, on purpose. A row of 126,464 logits costs 2 MB in the update, so that a
-state of 256 rows costs 0.5 GB, and ``micro_batch`` says how many there are at a time. A micro-batch of one sequence is
-already larger than the 295 tokens or so from which an H100 computes rather than waits for weights: memory that chunks
-would save could only buy larger micro-batches, which are not faster.
+    rollout                                         without gradients, as is the scoring, which needs less than an update
+    earlier + activations + max(layer, logits)      the way back begins
+    gradients + layer                               it ends. In between, a layer's activations go and its gradients come
+    gradients + step
+
+The vocabulary head is applied to R rows at a time, R x V at most about algorithms.HEAD_NUMBERS. The arrays of a part are made
+again in the backward pass, so that those of one part exist at once, whatever ``micro_batch``: 12 bytes for each of 2^24
+logits are 0.2 GB, where the 256 rows of one sequence of LLaDA-8B took 0.4 GB. It costs a second product with the head. For
+LLaDA-8B (7.0 billion weights in the layers, 0.52 in the head) and R of T tokens scored, forward and backward through frozen
+weights are 2 (6.98 T + 0.52 R) billion multiplications: 0.52 R more are 2.0 % for R = 256 of T = 456, and never above 3.5 %.
 """
 
 from __future__ import annotations
@@ -39,17 +48,19 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from minidrl import algorithms as alg
 from minidrl import config, denoiser
 
-RESIDENT = ("weights", "adapters", "gradients", "optimizer", "reference", "rollout_weights")
-TRANSIENT = ("activations", "layer", "logits", "rollout", "step")
+RESIDENT = ("weights", "adapters", "optimizer", "reference", "rollout_weights")
+TRANSIENT = ("activations", "layer", "logits", "rollout", "gradients", "earlier", "step")
 FLOAT = 4  # bytes
-# Float32 arrays of R x V that are alive at once, counted on algorithms.state_features and its backward pass; a feature adds.
-ARRAYS = {"logp": 4.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0, "order_logp": 1.5}
+# Float32 arrays of R x V that are alive at once, counted on a call of the head and its backward pass; a feature adds.
+ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0, "order_logp": 0.0}
+PASSED = 5.25  # and where R are the positions that a step passed over, of which order_logp is made
+ADDED = 3  # gradients of a trained head while two are added up: both and their sum
 DRAW = 20  # bytes a token of the vocabulary while the sampler draws: logits, log-probs, probs in float32, their sums in float64
 
 
@@ -65,16 +76,19 @@ def predict(settings: config.Train, method: alg.Method, rollout: alg.Rollout, gp
     with torch.device("meta"):
         network = family.network(shape)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
-    resident = _resident(settings, method, network, dtype, gpus)
-    parts = resident | _transient(settings, method, rollout, network, dtype, gpus)
+    plan = method.plan(rollout, torch.Generator().manual_seed(settings.seed))
+    parts = _resident(settings, method, network, dtype, gpus)
+    parts |= _transient(settings, method, rollout, plan, network, dtype, gpus)
+    grown, several = parts["optimizer"] // 2, _share(plan.network_calls, gpus) > settings.micro_batch
     copied = torch.device(settings.device).type == "cuda"
-    return parts | {"step": resident["gradients"] if copied else 0}
+    return parts | {"gradients": grown, "earlier": grown * several, "step": grown * copied}
 
 
 def peak(parts: dict[str, int]) -> int:
-    """Bytes at the worst moment of a step."""
-    update = parts["activations"] + max(parts["layer"], parts["logits"])
-    return sum(parts[name] for name in RESIDENT) + max(update, parts["rollout"], parts["step"])
+    """Bytes at the worst moment of a run."""
+    begins = parts["earlier"] + parts["activations"] + max(parts["layer"], parts["logits"])
+    ends = parts["gradients"] + max(parts["layer"], parts["step"])
+    return sum(parts[name] for name in RESIDENT) + max(parts["rollout"], begins, ends)
 
 
 def table(parts: dict[str, int]) -> str:
@@ -113,7 +127,6 @@ def _resident(settings: config.Train, method: alg.Method, network: nn.Module, dt
     parts = {
         "weights": _quantized(network, size) if settings.quantize else size * count,
         "adapters": FLOAT * adapters,
-        "gradients": trained,
         "optimizer": 2 * trained,
         "reference": size * count * compared,
         "rollout_weights": rounded * (count + adapters),
@@ -128,22 +141,21 @@ def _quantized(network: nn.Module, size: int) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------------ transient
-def _transient(settings: config.Train, method: alg.Method, rollout: alg.Rollout, network: nn.Module, dtype, gpus: int) -> dict:
-    shape, lora, size = network.config, settings.lora, dtype.itemsize
-    plan = method.plan(rollout, torch.Generator().manual_seed(settings.seed))
-    length = settings.sampler.length
+def _transient(settings: config.Train, method: alg.Method, rollout, plan, network: nn.Module, dtype, gpus: int) -> dict:
+    shape, lora, size, length = network.config, settings.lora, dtype.itemsize, settings.sampler.length
     width = settings.task.prompt_length + (length if plan.block_length is None else 2 * length)
-    tokens = settings.micro_batch * width
+    tokens = min(settings.micro_batch, _share(plan.network_calls, gpus)) * width
+    drawn = min(settings.micro_batch, _share(max(len(rollout.response), settings.evaluate.n), gpus))
     layer, again = layer_bytes(shape, size, lora, width), settings.gradient_checkpointing
-    arrays = FLOAT * sum(ARRAYS[name] for name in method.features)
-    kept = size * shape.hidden_size if again else layer
+    kept, aside = size * shape.hidden_size if again else layer, _forward(shape, size, lora) * ("kl_ref" in method.features)
     whole = _gathered(network, size, gpus) + settings.quantize * size * shape.hidden_size * shape.intermediate_size
-    drawn = settings.micro_batch * _candidates(settings, method) * DRAW * shape.vocab_size
+    read = drawn * _candidates(settings, method) * DRAW * shape.vocab_size
+    asked = drawn * (settings.task.prompt_length + length)
     parts = {
         "activations": tokens * (shape.num_hidden_layers * kept + _norm(shape, size, lora)),
-        "layer": tokens * (_gradients(shape, size, lora) + layer * again) + whole,
-        "logits": _rows(settings, method, plan) * arrays * shape.vocab_size,
-        "rollout": max(tokens * _forward(shape, size, lora), drawn) + whole + tokens * _cache(settings, shape, size),
+        "layer": tokens * max(_gradients(shape, size, lora) + layer * again, aside) + whole,
+        "logits": _logits(settings, method, plan, shape, size, gpus),
+        "rollout": max(asked * _forward(shape, size, lora), read) + whole + asked * _cache(settings, shape, size),
     }
     return {name: math.ceil(value) for name, value in parts.items()}
 
@@ -199,10 +211,33 @@ def _candidates(settings: config.Train, method: alg.Method) -> int:
     return settings.sampler.block_length if block else settings.sampler.tokens_per_step
 
 
-def _rows(settings: config.Train, method: alg.Method, plan: alg.Plan) -> int:
-    """The most rows to which the head is applied in one micro-batch of the plan."""
-    count = plan.scored.flatten(0, 1).sum(-1)
-    if "order_logp" in method.features:  # and the positions that the step passed over
-        hidden = plan.hidden.flatten(0, 1)[:, -settings.sampler.length :].sum(-1)
-        count = hidden.clamp(max=settings.sampler.block_length)
-    return max((int(count[states].sum()) for states in alg.state_chunks(plan, settings.micro_batch)), default=0)
+def _share(total: int, gpus: int) -> int:
+    # As distributed.window cuts.
+    return -(-total // gpus)
+
+
+def _rows(settings: config.Train, method: alg.Method, plan: alg.Plan) -> list[tuple[Tensor, int, float]]:
+    """Of the head's calls, for the scored positions and for those passed over: rows of each state, the most of any, arrays."""
+    scored, block = plan.scored.flatten(0, 1), settings.sampler.block_length
+    kinds = [(scored.sum(-1), int(scored.sum(-1).max()), sum(ARRAYS[name] for name in method.features))]
+    if "order_logp" in method.features:
+        left = plan.hidden.flatten(0, 1)[:, -settings.sampler.length :] & ~scored
+        left, current = (x.unflatten(1, (-1, block)) for x in (left, scored))
+        looks = settings.sampler.order == "low_confidence"
+        kinds.append(((left.sum(-1) * current.any(-1)).sum(-1) * looks, block, PASSED))
+    return kinds
+
+
+def _logits(settings: config.Train, method: alg.Method, plan: alg.Plan, shape: PreTrainedConfig, size: int, gpus: int) -> int:
+    """Of the micro-batch that needs the most: what the head makes of its rows, and its gradient where it is trained."""
+    array, head, most = FLOAT * shape.vocab_size, size * shape.vocab_size * shape.hidden_size, 0
+    kinds, grown = _rows(settings, method, plan), 0 if settings.lora.rank else head
+    for states in alg.state_chunks(plan, settings.micro_batch):
+        rows = [int(count[states].sum()) for count, _, _ in kinds]
+        calls = [max(1, math.ceil(len(states) * limit * shape.vocab_size / alg.HEAD_NUMBERS)) for _, limit, _ in kinds]
+        part = [math.ceil(number / into) for number, into in zip(rows, calls, strict=True)]
+        read = array * max(number * arrays for number, (_, _, arrays) in zip(part, kinds, strict=True))
+        kept = array * rows[0] * (len(kinds) > 1 and calls[0] == 1)  # log-probabilities, while the other call is made
+        made = kept + max(read + grown * (max(calls) > 1), array * max(part) + grown * (ADDED if sum(calls) > 1 else 1))
+        most = max(most, math.ceil(made) + sum(rows) * 2 * size * shape.hidden_size)
+    return most + head * (gpus > 1)

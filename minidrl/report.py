@@ -10,8 +10,9 @@ Nothing here needs a display, and matplotlib's global state is not touched.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,22 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
 
 ESTIMATOR_COLUMNS = ("estimator", "network calls", "bias to ELBO", "bias to log p", "std", "std error of the bias", "sampler")
 
+_sdmc = partial(alg.quadrature_plan, masks_per_node=1, domain="keep")
+
+# The estimators of log p to judge, at equal numbers of network calls.
+ESTIMATORS: dict[str, Callable[..., alg.Plan]] = {
+    "mean field": lambda rollout, generator, num_states: alg.mean_field_plan(rollout, generator, p_mask_prompt=0.0),
+    "ELBO, time": partial(alg.elbo_time_plan, domain="keep", min_t=1e-3),
+    "ELBO, count": partial(alg.elbo_count_plan, domain="keep", strata=False),
+    "ELBO, count, strata": partial(alg.elbo_count_plan, domain="keep", strata=True),
+    "ELBO, complementary": partial(alg.complementary_plan, domain="keep"),
+    "block ELBO": partial(alg.block_elbo_plan, domain="keep", strata=False),
+    "SDMC": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="bernoulli"),
+    "SDMC, fixed counts": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="rounded"),
+    "SDMC, as released": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="floor"),
+}
+ESTIMATOR_CALLS = {"mean field": (1,), "ELBO, complementary": (2, 4), "SDMC": (1, 2, 3)}
+
 
 def estimator_rows(draws: int = 20_000, length: int = 6, vocab_size: int = 3, seed: int = 0) -> list[dict[str, Any]]:
     """Bias and standard deviation (nats) of every likelihood estimator, judged by the exact values of the oracle.
@@ -341,8 +358,8 @@ def estimator_rows(draws: int = 20_000, length: int = 6, vocab_size: int = 3, se
     in_blocks = (oracle.block_elbo(model, response, size), oracle.block_log_likelihood(model, response, size))
     in_blocks += (f"random order in blocks of {size}",)
     rows = []
-    for name, make_plan in alg.ESTIMATORS.items():
-        for calls in alg.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
+    for name, make_plan in ESTIMATORS.items():
+        for calls in ESTIMATOR_CALLS.get(name, (1, 2, 4)):
             plan = make_plan(rollout, torch.Generator().manual_seed(seed), num_states=calls)
             exact, log_p, order = anywhere if plan.block_length is None else in_blocks
             logp = alg.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]

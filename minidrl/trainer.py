@@ -171,13 +171,21 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def make_optimizer(model: nn.Module, settings: config.Optimizer) -> torch.optim.AdamW:
-    """AdamW over the parameters that are trained: all of them, or the adapters."""
-    return torch.optim.AdamW(
+    """AdamW over the parameters that are trained: all of them, or the adapters.
+
+    Its moments are there from the start: the zeros that AdamW would make in its first update, in the dtype and on the device of
+    each parameter, and sharded as it is. So the first step of a run needs as much memory as any other.
+    """
+    optimizer = torch.optim.AdamW(
         [p for _, p in trained(model)],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
     )
+    moments = ("exp_avg", "exp_avg_sq")
+    slots = [{"step": torch.tensor(0.0)} | {key: torch.zeros_like(p) for key in moments} for _, p in trained(model)]
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": dict(enumerate(slots))})
+    return optimizer
 
 
 def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
@@ -223,20 +231,18 @@ def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
         stored = distributed.blank(model)
         denoiser.read_adapters(stored, folder)
     else:
-        stored = denoiser.load(folder, model.device)[0]
+        stored = denoiser.load(folder)[0]  # on the CPU: beside the network, a GPU may have no room for it
     distributed.fill(model, stored)
     return load_optimizer(folder, model, optimizer)
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
     """Put a checkpoint's optimiser state back; returns its counters."""
-    tensors, slots = load_file(folder / "optimizer.safetensors"), {}
-    for i, (name, p) in enumerate(trained(model)):
-        found = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
-        slot = {key: distributed.like(value, p) for key, value in found.items()}
-        if slot:
-            slots[i] = slot
-    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+    tensors = load_file(folder / "optimizer.safetensors")
+    for name, p in trained(model):
+        for key, value in optimizer.state[p].items():
+            if (stored := tensors.get(f"{name}/{key}")) is not None:  # older versions wrote none before the first update
+                value.copy_(distributed.like(stored, value))
     return json.loads((folder / "state.json").read_text())
 
 
@@ -385,7 +391,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
 
     The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of hidden tokens equally likely.
     """
-    _prepare(settings)
+    prepare(settings)
     checkpoint = open_run(out, settings, resume)
     tok, state = tokenizer(), {"step": 0, "seconds": 0.0}
     block_length = settings.sampler.block_length if settings.sampler.attention == "block_causal" else None
@@ -429,13 +435,19 @@ def elbo_loss(model: Any, rollout: alg.Rollout, settings: config.Pretrain, step:
     return -ll.mean() / rollout.response.shape[1]
 
 
-def _prepare(settings: Any) -> None:
+def prepare(settings: config.Train | config.Pretrain) -> None:
+    """Set torch up as a run asks for: number of threads, precision of float32 products. Both hold for the whole process.
+
+    The precision is set in any case, so that a run does not inherit that of the one before; ``threads`` 0 leaves the number
+    as it is. Raises ValueError for a device that is not there.
+    """
     try:
         torch.empty(0, device=settings.device)
     except (RuntimeError, AssertionError):
         raise ValueError(f"device: got {settings.device!r}; allowed cpu, and cuda where torch finds a GPU") from None
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
 
 
 def _write_summary(out: Path, summary: dict) -> dict:
@@ -559,7 +571,7 @@ def rehearse(method: alg.Method, settings: config.Train) -> None:
 
     A number that a function of the row refuses is thereby refused before a network is loaded or a file is written.
     """
-    made = _blank_rollout(method, settings)
+    made = blank_rollout(method, settings)
     reward = torch.zeros(settings.num_generations)
     plan = method.plan(made, torch.Generator().manual_seed(0))
     if plan.block_length is not None and settings.sampler.attention != "block_causal":
@@ -588,10 +600,15 @@ def completions(method: alg.Method, rollout: alg.Rollout) -> Tensor:
 def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     """Bytes by part that the run will need on each GPU; see minidrl/memory.py."""
     method = method_of(settings)
-    return memory.predict(settings, method, _blank_rollout(method, settings, settings.num_prompts), gpus)
+    return memory.predict(settings, method, blank_rollout(method, settings, settings.num_prompts), gpus)
 
 
-def _blank_rollout(method: alg.Method, settings: config.Train, prompts: int = 1) -> alg.Rollout:
+def blank_rollout(method: alg.Method, settings: config.Train, prompts: int = 1) -> alg.Rollout:
+    """A made-up Rollout of ``prompts`` groups on the CPU: response (B, L) as long as the run's, and the records of the method.
+
+    Every token, log-probability and record is 0, no response ends early, positions are revealed from left to right, and the
+    prompts have one token. It is what plans, losses and memory can be worked out on before a network is loaded.
+    """
     s, rows = settings.sampler, settings.num_generations * prompts
     ids, logp = torch.zeros(rows, s.length, dtype=torch.long), torch.zeros(rows, s.length)
     known = {name: {name: ids[:, None].expand(-1, s.num_steps, -1)} for name in sampler.COMPLETIONS}
@@ -628,7 +645,7 @@ class Learner:
         self.settings, self.task = settings, settings.task
         self.method = method_of(settings)  # raises before anything is loaded or written
         distributed.check(settings)
-        _prepare(settings)
+        prepare(settings)
         self.model, self.tok, self.reference = load_policy(settings, self.method)
         if self.task.prompt_format == "chat":  # what it refuses, it refuses here
             encode_prompts(self.tok, self.task.held_out(1), self.task.prompt_length, prompt_format="chat")
@@ -924,19 +941,18 @@ def _train(settings: config.Train, out: Path, resume: bool) -> dict:
         tqdm.write(f"sampler.cache {cache}: rollouts are off-policy; the metric rollout_kl says how far", file=sys.stderr)
     if state["solved_before"] is None:
         state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
-    started = time.perf_counter() - state["seconds"]
+    started, first = time.perf_counter() - state["seconds"], state["step"]
     bar = tqdm(
-        range(state["step"], settings.steps),
+        range(first, settings.steps),
         desc=learner.method.name,
-        initial=state["step"],
+        initial=first,
         total=settings.steps,
         mininterval=1,
         disable=not distributed.is_first(),
     )
     for step in bar:
-        due = learner.updates < 2  # from the second update on, the optimiser's state is there beside the activations
         row = _guarded_step(learner, step, out, state)
-        if due and learner.updates >= 2:
+        if step == first:  # no step needs more than the first
             _report_memory(learner)
         state |= {"step": step + 1, "seconds": time.perf_counter() - started}
         bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")

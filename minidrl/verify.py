@@ -95,7 +95,7 @@ def verify(
     """
     denoiser.describe(source)
     settings = _settings(source, device, dtype)
-    trainer._prepare(settings)
+    trainer.prepare(settings)
     if (prompt is None) != (answer is None) or answer == "":
         raise ValueError(f"answer: got {answer!r} with prompt {prompt!r}; allowed both or none, and a word that is not empty")
     if out is not None and not Path(out).is_dir():
@@ -203,7 +203,9 @@ def _answer(model: denoiser.Denoiser, tok: Any, question: Question) -> str:
     reply = trainer.decode(tok, made.response)[0]
     if not re.search(rf"(?<!\w){re.escape(question.answer)}(?!\w)", reply):
         raise Failed(f"{question.prompt!r} -> {reply!r}, which lacks {question.answer!r}")
-    return f"{question.prompt!r} -> {reply!r}, with {question.answer!r}"
+    size = model.block_length or 1
+    cut = f"; of the prompt's blocks of {size} the first has {over} tokens" if (over := batch.input_ids.shape[1] % size) else ""
+    return f"{question.prompt!r} -> {reply!r}, with {question.answer!r}{cut}"
 
 
 def _reload(model: denoiser.Denoiser, tok: Any, out: str | None) -> str:

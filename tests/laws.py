@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from minidrl import algorithms, config, diagnostics, oracle
+from minidrl import algorithms, config, diagnostics, oracle, report
 from minidrl.sampler import Sampler, generate
 
 Law = Callable[[Any], None]
@@ -585,16 +585,16 @@ def law_plan_refusals(alg: ModuleType) -> None:
     refuses(lambda: alg.replay_plan(rollout, g, num_states=None, min_entropy=0.1), "records", "'entropy'")
 
 
-@judges("2.1", "2.2", "2.3", "2.4")
-def law_estimators(alg: ModuleType) -> None:
+@judges("2.1", "2.2", "2.3", "2.4", module=report)
+def law_estimators(report: ModuleType) -> None:
     """The listed estimators of log p: K states each, and the mean that its equation states, over 2000 draws."""
     model, response = tabular(*MODEL), RESPONSE
-    rollout = repeated(alg, response, (1, 1, 1, 1), 2000)
+    rollout = repeated(algorithms, response, (1, 1, 1, 1), 2000)
     scores = subset_scores(model, response, frozenset(range(4)))
-    for name, make in alg.ESTIMATORS.items():
+    for name, make in report.ESTIMATORS.items():
         if "SDMC" in name or "block" in name:  # law_quadrature_estimators, law_block_estimator
             continue
-        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2)):
+        for states in report.ESTIMATOR_CALLS.get(name, (1, 2)):
             plan = make(rollout, seeded(9), num_states=states)
             assert plan.scored.shape == (states, 2000, 4), name
             truth = {"mean field": oracle.elbo_integrand(model, response, 1.0)}.get(name, oracle.elbo(model, response))

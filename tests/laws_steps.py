@@ -674,17 +674,18 @@ def law_other_orders_have_no_position_factor(alg: ModuleType) -> None:
     close(nothing["order_logp"], torch.zeros(len(following), 3), "nothing scored")
     gradient = oracle.table_gradient(model, nothing["order_logp"].sum())
     close(gradient, torch.zeros_like(model.table), "nothing scored: gradient")
-    logits, rows = normal(6, 2, seed=66).requires_grad_(), torch.ones(2, 3, dtype=torch.bool)
-    passed = alg.order_logp(logits, logits.log_softmax(-1), rows, ~rows, torch.zeros(2, 3, dtype=torch.long))
+    log_f, none = torch.ones(6, dtype=torch.float64, requires_grad=True), torch.zeros(2, 3, dtype=torch.bool)
+    passed = alg.order_logp(lambda limits: log_f, torch.zeros(2, 3, dtype=torch.float64), none, ~none)
     close(passed, torch.zeros(2, 3), "candidates, and nothing scored")
-    close(torch.autograd.grad(passed.sum(), logits)[0], torch.zeros(6, 2), "candidates, and nothing scored: gradient")
+    close(torch.autograd.grad(passed.sum(), log_f)[0], torch.zeros(6), "candidates, and nothing scored: gradient")
 
 
 class Counting:
     """A model that counts the states it encodes and the rows that its vocabulary head turns into logits."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.mask_token_id, self.states, self.rows = model, model.mask_token_id, 0, 0
+        self.model, self.mask_token_id, self.vocab_size = model, model.mask_token_id, model.vocab_size
+        self.states = self.rows = 0
 
     def encode(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         self.states += len(tokens)

@@ -10,7 +10,7 @@ LATER = "later = (block > block.unique()[:, None])[:, None].repeat(num_states, 1
 NUMBERS = "torch.arange(rollout.response.shape[1], device=rollout.response.device) // rollout.sampler.block_length"
 NEEDED = "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)"
 CHUNKS = "states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)"
-READ = "rows, h = rows.unflatten(0, (-1, plan.blocks)).any(1), _staircase(model, rollout, plan, states)"
+READ = "h[where.unflatten(0, (-1, plan.blocks)).any(1)]"
 OWN_STATE = "hidden = hidden.gather(1, _block_numbers(rollout).expand(len(hidden), 1, -1))[:, 0]"
 CALL = "encode_staircase(prompt, prompt_mask, clean, noisy, block_length=plan.block_length"
 CANDIDATES = "return hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)"
@@ -62,7 +62,9 @@ MUTANTS: list[Mutant] = [
         "replace(plan, valid=plan.valid | True, hidden=hidden, block_length",
         "law_block_elbo_states",
     ),
-    Mutant("2.8", '"block ELBO": partial(block_elbo_plan', '"block ELBO": partial(elbo_count_plan', "law_block_estimator"),
+    Mutant(
+        "2.8", '"block ELBO": partial(alg.block_elbo_plan', '"block ELBO": partial(alg.elbo_count_plan', "law_block_estimator"
+    ),
     Mutant("2.8", '_check_count("plan.num_states", num_states)\n    inside, block', "inside, block", "law_block_elbo_refusals"),
     # ------------------------------------------------------------------------------------------- 3.5 trajectory as a staircase
     Mutant("3.5", "steps = by_block.T.reshape(total, 1)", "steps = by_block.reshape(total, 1)", "law_block_replay_states"),
@@ -124,7 +126,7 @@ MUTANTS: list[Mutant] = [
         "return int((self.valid & self.scored.any(-1)).sum())",
         "law_block_replay_costs_the_steps_of_a_block",
     ),
-    Mutant("", "return int(self.needed.sum())", "return int((self.valid & self.scored.any(-1)).sum())", "law_block_estimator"),
+    Mutant("", "return int(self.needed.sum())", "return int((self.valid & self.scored.any(-1)).sum())", "law_staircase_inputs"),
     Mutant(
         "", CHUNKS, CHUNKS.replace("forward[:, None] * plan.blocks", "forward[:, None]"), "law_state_chunks_are_whole_forwards"
     ),
@@ -153,11 +155,13 @@ MUTANTS: list[Mutant] = [
         "4.1",
         READ,
         READ.replace(
-            "rows.unflatten(0, (-1, plan.blocks)).any(1)", "torch.ones_like(rows.unflatten(0, (-1, plan.blocks))[:, 0])"
+            "where.unflatten(0, (-1, plan.blocks)).any(1)", "torch.ones_like(where.unflatten(0, (-1, plan.blocks))[:, 0])"
         ),
         "law_staircase_inputs",
     ),
-    Mutant("4.1", "    if plan.block_length is not None:  # a row", "    if False:  # a row", "law_staircase_inputs"),
+    Mutant(
+        "4.1", "    if plan.block_length is not None:\n        return", "    if False:\n        return", "law_staircase_inputs"
+    ),
     Mutant("4.1", OWN_STATE, "hidden = hidden[:, 0]", "law_one_forward_is_all_forwards"),
     Mutant("4.1", OWN_STATE, "hidden = hidden.any(1)", "law_staircase_inputs"),
     Mutant(
@@ -194,6 +198,18 @@ MUTANTS: list[Mutant] = [
         "law_two_passes_of_a_staircase_are_the_joint_graph",
     ),
     Mutant("4.1", 'clean_stream="block")', 'clean_stream="causal")', "law_staircase_inputs"),
+    # -------------------------------------------------------------------------------------------------- the head in parts
+    Mutant("4.1", "if count > 1 and torch.is_grad_enabled():", "if False:", "law_head_in_parts"),
+    Mutant("4.1", "count = max(1, math.ceil(", "count = min(1, math.ceil(", "law_head_in_parts"),
+    Mutant("4.1", "math.ceil(most * model.vocab_size", "math.ceil(len(rows['h']) * model.vocab_size", "law_head_in_parts"),
+    Mutant(
+        "4.1",
+        "torch.cat([value[name] for value in values])",
+        "torch.cat([value[name] for value in values[::-1]])",
+        "law_head_in_parts",
+    ),
+    Mutant("4.1", "len(states) * int(plan.scored.sum(-1).amax())", "len(plan.scored)", "law_head_in_parts"),
+    Mutant("4.2", "len(states) * rollout.sampler.block_length", "int(passed.sum())", "law_head_in_parts"),
     # ------------------------------------------------------------------------------------------------- order in blocks, rows
     Mutant("4.2", CANDIDATES, CANDIDATES.replace(" & scored.any(-1, keepdim=True)", ""), "law_candidates"),
     Mutant("4.2", CANDIDATES, CANDIDATES.replace(".amax(", ".amin("), "law_candidates"),

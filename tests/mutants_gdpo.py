@@ -11,7 +11,7 @@ BY_COUNT = "(w / masks_per_node * scale).expand(-1, len(n))"
 PLACES = "noise, n = _uniform((len(t), *inside.shape), generator, inside.device), inside.sum(-1)"
 LOST = 'count = (t * n).floor() if counts == "floor"'
 SCALE = 'scale = 1 / t if counts == "floor" else n / count'
-GDPO = 'aggregation="sequence_mean_token_mean",\n    normalizer="none")'
+GDPO = 'aggregation="sequence_mean_token_mean", normalizer="none")'
 
 MUTANTS: list[Mutant] = [
     # --------------------------------------------------------------------------------------------------------- 2.5 the rule

@@ -215,14 +215,14 @@ MUTANTS: list[Mutant] = [
     # --------------------------------------------------------------------------------------------------------------- rows
     Mutant(
         "10.1",
-        "_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=0.5)",
-        "_SANDWICH = partial(sandwich, eubo_beta=1.0, omega=0.5)",
+        "extra=partial(sandwich, eubo_beta=1.5, omega=0.5)",
+        "extra=partial(sandwich, eubo_beta=1.0, omega=0.5)",
         "law_methods",
     ),
     Mutant(
         "10.1",
-        "_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=0.5)",
-        "_SANDWICH = partial(sandwich, eubo_beta=1.5, omega=1.0)",
+        "extra=partial(sandwich, eubo_beta=1.5, omega=0.5)",
+        "extra=partial(sandwich, eubo_beta=1.5, omega=1.0)",
         "law_methods",
     ),
     Mutant("10.1", "partial(self_normalized_clip, cap=math.inf))", "partial(self_normalized_clip, cap=6.0))", "law_methods"),

@@ -84,8 +84,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "4.1",
-        "(logits / temperature).log_softmax(-1)\n    read",
-        "logits.log_softmax(-1)\n    read",
+        "read = (logits / temperature).log_softmax(-1)",
+        "read = logits.log_softmax(-1)",
         "law_score_at_another_temperature",
     ),
     # --------------------------------------------------------------------------------------------------- 3.3 merged steps
@@ -124,7 +124,7 @@ MUTANTS: list[Mutant] = [
         "rollout.response[row]",
         "law_one_step_values",
     ),
-    Mutant("4.1", '"topk_ids")[row][scored])', '"topk_ids")[row * 0][scored])', "law_topk_logp"),
+    Mutant("4.1", '"topk_ids")[row][scored]', '"topk_ids")[row * 0][scored]', "law_topk_logp"),
     Mutant("4.1", 'values["topk_logp"] = read.gather(', 'values["topk_logp"] = read.exp().gather(', "law_topk_logp"),
     Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(theirs, read - theirs)", "law_exact_kl"),
     Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(read, theirs - read)", "law_exact_kl"),
@@ -133,9 +133,9 @@ MUTANTS: list[Mutant] = [
         "4.1",
         "        with torch.no_grad():\n            theirs",
         "        with torch.enable_grad():\n            theirs",
-        "law_exact_kl",
+        "law_head_in_parts",
     ),
-    Mutant("4.1", "plan, states, scored) / temperature).log_softmax", "plan, states, scored)).log_softmax", "law_exact_kl"),
+    Mutant("4.1", "(reference.head(their_h) / temperature)", "reference.head(their_h)", "law_exact_kl"),
     Mutant("4.1", "value.masked_fill(log_probs == -torch.inf, 0)", "value", "law_exact_kl"),
     Mutant(
         "4.1",
@@ -177,18 +177,18 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------------------- 4.2 exact kernel
     Mutant(
         "4.2",
-        "confidence = (logits - logits.logsumexp(-1, keepdim=True)).float()",
-        "confidence = log_probs.float()",
+        "mine, log_probs = _confidence(logits), (",
+        "mine, log_probs = (logits / temperature).log_softmax(-1).float(), (",
         "law_order_kernel",
     ),
-    Mutant("4.2", "(log_probs[passed[rows]].exp() * below)", "(confidence[passed[rows]].exp() * below)", "law_order_kernel"),
+    Mutant("4.2", "(log_probs.exp() * (", "(mine.exp() * (", "law_order_kernel"),
     Mutant(
         "4.2",
-        "chosen.amin(-1, keepdim=True), torch.arange",
-        "chosen.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True), torch.arange",
+        "lowest = chosen.amin(-1, keepdim=True)",
+        "lowest = chosen.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)",
         "law_order_kernel",
     ),
-    Mutant("4.2", "below = (mine < limit) |", "below = (mine > limit) |", "law_order_kernel"),
+    Mutant("4.2", "((mine < limit) |", "((mine > limit) |", "law_order_kernel"),
     Mutant("4.2", "(total / scored.sum(-1).clamp(min=1))[:, None]", "total[:, None]", "law_order_kernel"),
     Mutant("4.2", "return hidden & (block ==", "return hidden | (block !=", "law_order_kernel"),
     Mutant(
@@ -197,23 +197,23 @@ MUTANTS: list[Mutant] = [
         "hidden",
         "law_order_kernel",
     ),
-    Mutant("4.2", "passed = rows & ~scored", "passed = rows", "law_order_kernel"),
+    Mutant("4.2", "states) & ~scored, _spread", "states), _spread", "law_order_kernel"),
     Mutant(
         "4.2",
-        "((mine == limit) & (place[:, None] > last[state]))",
-        "((mine == limit) & (place[:, None] < last[state]))",
+        "place[:, None] > last[state]",
+        "place[:, None] < last[state]",
         "law_order_kernel_on_ties",
     ),
     Mutant(
         "4.2",
-        "below = (mine < limit) | ((mine == limit) & (place[:, None] > last[state]))",
-        "below = mine < limit",
+        "((mine < limit) | ((mine == limit) & later))",
+        "(mine < limit)",
         "law_order_kernel_on_ties",
     ),
     Mutant(
         "4.2",
-        "below = (mine < limit) | ((mine == limit) & (place[:, None] > last[state]))",
-        "below = mine <= limit",
+        "((mine < limit) | ((mine == limit) & later))",
+        "(mine <= limit)",
         "law_order_kernel_on_ties",
     ),
     Mutant(
@@ -235,20 +235,20 @@ MUTANTS: list[Mutant] = [
         "law_exact_score_is_the_policy_gradient",
     ),
     Mutant(
-        "4.2", "log_f = probability.clamp(", "log_f = probability.detach().clamp(", "law_exact_score_is_the_policy_gradient"
+        "4.2", '{"log_f": probability.clamp(', '{"log_f": probability.detach().clamp(', "law_exact_score_is_the_policy_gradient"
     ),
     Mutant(
         "4.2",
-        "(log_probs[passed[rows]].exp() * below).sum(-1)",
-        "(log_probs[passed[rows]].exp() * below).sum(-1).detach()",
+        "(log_probs.exp() * (",
+        "(log_probs.exp().detach() * (",
         "law_mean_score_is_zero_with_the_order_only",
     ),
     Mutant("4.2", "return scored * (total /", "return 0 * scored * (total /", "law_mean_score_is_zero_with_the_order_only"),
-    Mutant("4.2", "below = (mine < limit) |", "below = (mine > limit) |", "law_objective_jumps_where_confidences_cross"),
+    Mutant("4.2", "((mine < limit) |", "((mine > limit) |", "law_objective_jumps_where_confidences_cross"),
     Mutant(
         "4.2",
-        "below = (mine < limit) |",
-        "below = torch.sigmoid(50 * (mine - limit).neg()) +",
+        "((mine < limit) |",
+        "(torch.sigmoid(50 * (mine - limit).neg()) +",
         "law_objective_jumps_where_confidences_cross",
     ),  # smoothed
     Mutant(
@@ -273,13 +273,11 @@ MUTANTS: list[Mutant] = [
         "law_other_orders_have_no_position_factor",
     ),
     Mutant("4.2", "total / scored.sum(-1).clamp(min=1)", "total / scored.sum(-1)", "law_other_orders_have_no_position_factor"),
-    Mutant(
-        "4.2", 'if "order_logp" in names else scored\n', "if True else scored\n", "law_exact_kernel_costs_rows_of_the_head_only"
-    ),
+    Mutant("4.2", "states) & ~scored, _spread", "states) | scored, _spread", "law_exact_kernel_costs_rows_of_the_head_only"),
     Mutant(
         "4.2",
-        "[:, start:][rows])",
-        "[:, start:])[rows]",
+        "_at(h, scored, plan), ",
+        "_at(h, scored | True, plan), ",
         "law_exact_kernel_costs_rows_of_the_head_only",
     ),
     Mutant(

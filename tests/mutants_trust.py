@@ -22,7 +22,7 @@ MUTANTS: list[Mutant] = [
     Mutant("8.6", DUAL, DUAL.replace("-bound * adv", "-(1 + bound) * adv"), "law_dual_clip_gradient"),
     Mutant("8.6", DUAL, "torch.minimum(loss, -bound * adv)", "law_dual_clip_gradient"),
     Mutant("8.6", DUAL, DUAL.replace("minimum", "maximum"), "law_on_policy_all_are_reinforce"),
-    Mutant("8.6", "if not bound > 1:", "if not bound > 0:", "law_dual_clip_gradient"),
+    Mutant("8.6", '_check_above("bound", bound, 1)', '_check_above("bound", bound, 0)', "law_dual_clip_gradient"),
     # ------------------------------------------------------------------------------------------- 8.7, 8.8 divergences
     Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(ll, anchor)"), "law_binary_divergence"),
     Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(anchor, ll.detach())"), "law_binary_divergence"),
@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
         "binary_divergence(ll, anchor, form=form)",
         "law_dppo_examples",
     ),
-    Mutant("8.10", "if not delta > 0:", "if delta < 0:", "law_trust_refusals"),
+    Mutant("8.10", "if not value > least:", "if value < least:", "law_trust_refusals"),
     # ----------------------------------------------------------------------------------------------- 8.11 DPPO, released
     Mutant("8.11", RELEASED, RELEASED.replace(".clamp(max=cap)", ""), "law_dppo_released"),
     Mutant("8.11", RELEASED, RELEASED.replace(" * inside", ""), "law_dppo_released"),
@@ -82,7 +82,7 @@ MUTANTS: list[Mutant] = [
     Mutant("8.12", SPO, SPO.replace("(ratio - 1)", "ratio"), "law_on_policy_all_are_reinforce"),
     Mutant("8.12", SPO, SPO.replace("* adv - adv.abs()", "* adv - adv.square()"), "law_advantage_is_a_scale"),
     Mutant("8.12", SPO, SPO.replace("adv.abs() *", "adv.abs() * anchor.exp() *"), "law_penalties_in_expectation"),
-    Mutant("8.12", "if not epsilon > 0:", "if epsilon == 0:", "law_trust_refusals"),
+    Mutant("8.12", '_check_above("epsilon", epsilon, 0)', '_check_above("epsilon", abs(epsilon), 0)', "law_trust_refusals"),
     # -------------------------------------------------------------------------------------------------------- 8.13 DRPO
     Mutant("8.13", DRPO, DRPO.replace("adv.abs() * anchor", "adv * anchor"), "law_drpo_gradient"),
     Mutant("8.13", DRPO, DRPO.replace("anchor.exp()", "ll.exp()"), "law_drpo_gradient"),
@@ -97,7 +97,9 @@ MUTANTS: list[Mutant] = [
     Mutant("3.1", "masked = (unmask >= steps", "masked = (unmask > steps", "law_token_ratios_have_mean_one"),
     Mutant("7.1", "return ll - anchor", "return anchor - ll", "law_token_ratios_have_mean_one"),
     Mutant("7.1", "return ll - anchor", "return (ll - anchor) / 2", "law_left_to_right_ratios_are_importance_weights"),
-    Mutant("4.1", "(logits / temperature)", "(logits * temperature)", "law_token_ratios_at_the_wrong_temperature"),
+    Mutant(
+        "4.1", "read = (logits / temperature)", "read = (logits * temperature)", "law_token_ratios_at_the_wrong_temperature"
+    ),
     Mutant(
         "10.1",
         '"kept_length": rollout.lengths,',

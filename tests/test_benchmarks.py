@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
+from minidrl import algorithms as alg
 from minidrl import memory, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -19,11 +20,14 @@ def bench():
     return tiny.script("llada_8b")
 
 
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole head", "head in parts"])
 @pytest.mark.parametrize("again", [True, False])
-def test_the_products_of_a_step_are_those_that_are_multiplied(again, bench, tmp_path, monkeypatch):
+def test_the_products_of_a_step_are_those_that_are_multiplied(again, in_parts, bench, tmp_path, monkeypatch):
     """torch's counter sees every product; what attention multiplies it sees in the plain implementation."""
     settings = bench.settings_of("tiny", "cpu", tmp_path)
     settings = type(settings)(**{**vars(settings), "gradient_checkpointing": again})
+    if in_parts:
+        monkeypatch.setattr(alg, "HEAD_NUMBERS", 20 * 500)  # 20 rows of its vocabulary
     learner, counted, plain = bench.learner_of(settings), {}, trainer.Clock
 
     class Counter(plain):
@@ -49,7 +53,7 @@ def test_the_products_of_a_step_are_those_that_are_multiplied(again, bench, tmp_
         spared = 2 * 52 * 3 * (64 * 64 + 4 * 64) if name == "update" and not again else 0
         expected = row[f"network_calls/{name}"] * (one.needed + repeated - spared)
         assert counted[name] == pytest.approx(expected, rel=0.003)
-        assert bool(repeated) == (again and name == "update")
+        assert bool(repeated) == ((again or in_parts) and name == "update")
     assert work["rollout"][0] * work["rollout"][1].needed == counted["rollout"]
 
 
@@ -66,7 +70,7 @@ def test_the_prediction_is_the_published_shape(bench, tmp_path):
     calls, one = work["update"]
     rows = (one.half - 4 * tokens * base - 3 * attention) / (2 * head)
     assert calls == 12 * 36 and one.single == 6 * tokens * adapters and rows == pytest.approx(128, abs=2)  # half of 256
-    assert (one.again_half, one.again_single) == (2 * tokens * base + attention, 2 * tokens * adapters)
+    assert (one.again_half, one.again_single) == (2 * tokens * base + attention + rows * head, 2 * tokens * adapters)
     rows = {row["phase"]: row for row in bench.predicted_rows(settings, 7e14, 5e13)}
     assert rows["rollout"]["seconds at best"] == pytest.approx(14.29 + 9.4, abs=0.05)
     assert rows["rollout"]["seconds at the aim"] == pytest.approx(1.047e16 / 7e14 / 0.6, rel=1e-3)
@@ -76,11 +80,14 @@ def test_the_prediction_is_the_published_shape(bench, tmp_path):
     assert text.startswith("PREDICTION, nothing was measured.") and f"peak: {peak / 1e9:.3g} GB" in text
 
 
-def test_a_tiny_step_is_measured_by_the_same_code(bench, capsys):
+def test_a_tiny_step_is_measured_by_the_same_code(bench, capsys, monkeypatch):
+    rate, precisions = bench.rate, []
+    monkeypatch.setattr(bench, "rate", lambda *a: precisions.append(torch.get_float32_matmul_precision()) or rate(*a))
     bench.main(["--shape", "tiny", "--device", "cpu"])
     out = capsys.readouterr().out
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")][2:]
     assert [row[0] for row in cells] == ["rollout", "scoring", "update"] and "not measured on a CPU" in out
+    assert "float32 (matmul_precision high)" in out and precisions == ["high", "high"]
     assert out.startswith("CPU, torch") and "whole step:" in out
     half = 1e12 * float(out.split(" TFLOP/s in bfloat16")[0].rpartition(" ")[2])
     for _, sequences, needed, seconds, share in cells:
@@ -104,12 +111,12 @@ def test_the_published_shape_is_not_run_on_a_cpu(bench, capsys):
     with pytest.raises(SystemExit) as status:
         bench.main(["--shape", "8b", "--device", "cpu"])
     assert status.value.code == 2 and "no GPU: --predict, or --shape tiny" in capsys.readouterr().err
-    bench.main(["--predict", "--device", "cpu", "--rate32", "400"])
-    assert "400 in float32" in capsys.readouterr().out
+    bench.main(["--predict", "--device", "cpu", "--rate32", "50"])
+    assert "50 in float32 (matmul_precision high)" in capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
 def precision():
-    """--tf32 sets a switch of torch for the whole process."""
+    """The recipe's matmul_precision is set for the whole process."""
     yield
     torch.set_float32_matmul_precision("highest")

@@ -35,7 +35,7 @@ EXACT_KL = {"kl.form": "exact", "kl.beta": 0.1}
 ADAPTERS = {"lora": config.Lora(rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"]), "gradient_checkpointing": True}
 # A linear row; ELBO ratios of a sequence; old masks of their own; a KL to a reference, paired plans; a staircase of blocks,
 # with the sampler as anchor and without; other features: the order, the likeliest tokens, a KL over the vocabulary;
-# adapters, whose reference is the network without them.
+# adapters, whose reference is the network without them; and with logits of a few rows at a time.
 ROWS = {
     "reinforce": {},
     "grpo": {},
@@ -47,6 +47,8 @@ ROWS = {
     "dppo-topk": {},
     "spg": {"method_options": EXACT_KL},
     "adapters": {"method": "diffu-grpo", **ADAPTERS},
+    "adapters, in parts": {"method": "diffu-grpo", **ADAPTERS},
+    "order, in parts": {"method": "egspo-exact"},
 }
 
 
@@ -70,6 +72,8 @@ def patched():
 
 def learner_of(patch, row: str, dtype: str, **changes) -> trainer.Learner:
     words = {"method": row, "num_prompts": 4, **ROWS[row], **changes}
+    if "in parts" in row:
+        patch.setattr(alg, "HEAD_NUMBERS", 100)
     return tiny.learner_on(patch, tiny.network(DTYPES[dtype][0]), **words)
 
 
@@ -255,8 +259,8 @@ MUTANTS = {
 RUNS = ("stabledrl", "adapters")
 BEFORE = {f"run {row}": (whole_run, row) for row in RUNS}  # in one process first: their checkpoints are continued by two
 # Adapters are float32 whatever their base is.
-GIVEN = [(row, "float64") for row in ROWS if row != "adapters"]
-GIVEN += [(row, "float32") for row in ("reinforce", "stabledrl", "adapters")]
+GIVEN = [(row, "float64") for row in ROWS if "adapters" not in row]
+GIVEN += [(row, "float32") for row in ("reinforce", "stabledrl", "adapters", "adapters, in parts")]
 SCENARIOS = {f"given {row} {dtype}": (given_rollouts, row, dtype) for row, dtype in GIVEN}
 SCENARIOS |= {f"few {n} {m}": (few_forwards, n, m) for n in (1, 3) for m in ("reinforce", "trace-block")}
 SCENARIOS |= {f"rollouts {name}": (rollouts, name) for name in SAMPLERS}

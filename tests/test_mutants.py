@@ -140,7 +140,12 @@ MUTANTS = [
     Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_expectation"),
     Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_frequencies"),
     Mutant("2.4", "inside, (n + 1)", "inside, n", "law_complementary_expectation"),
-    Mutant("2.4", "inside, (n + 1)", "inside, n", "law_estimators"),
+    Mutant(
+        "2.4",
+        '"ELBO, complementary": partial(alg.complementary_plan',
+        '"ELBO, complementary": partial(alg.elbo_time_plan, min_t=0.5',
+        "law_estimators",
+    ),
     Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_complementary_states"),
     Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_single_position_is_exact"),
     Mutant("2.4", "[masked, inside & ~masked]", "[masked, ~masked]", "law_complementary_states"),
@@ -225,20 +230,20 @@ MUTANTS = [
     # --------------------------------------------------------------------------------------------------------- 4.1 features
     Mutant(
         "4.1",
-        "(logits / temperature).log_softmax(-1)\n    read",
-        "logits.log_softmax(-1)\n    read",
+        "read = (logits / temperature).log_softmax(-1)",
+        "read = logits.log_softmax(-1)",
         "law_features_are_those_of_the_model",
     ),
     Mutant(
         "4.1",
-        "(logits / temperature).log_softmax(-1)\n    read",
-        "(logits * temperature).log_softmax(-1)\n    read",
+        "read = (logits / temperature).log_softmax(-1)",
+        "read = (logits * temperature).log_softmax(-1)",
         "law_features_have_the_right_gradient",
     ),
     Mutant(
         "4.1",
-        "[:, start:][rows]",
-        "[:, start - 1 : -1][rows]",
+        "attention_mask)[:, rollout.prompt.shape[1] :]",
+        "attention_mask)[:, rollout.prompt.shape[1] - 1 : -1]",
         "law_features_are_those_of_the_model",
     ),
     Mutant(
@@ -452,7 +457,7 @@ MUTANTS = [
         "log_cap=math.log(cap))\n    return -log_ratio(ll, anchor).exp() * adv",
         "law_self_normalized_gradient_is_bounded",
     ),
-    Mutant("8.4", "if cap <= 0:", "if cap < 0:", "law_objective_refusals"),
+    Mutant("8.4", '_check_above("cap", cap, 0)', '_check_above("cap", cap, -1)', "law_objective_refusals"),
     # ------------------------------------------------------------------------------------------------------ 9.1 aggregation
     Mutant("9.1", "total = (loss * weight * present).sum((0, 2))", "total = (loss * present).sum((0, 2))", "law_aggregation"),
     Mutant(
@@ -560,7 +565,7 @@ MUTANTS = [
     Mutant("10.1", "adv.to(ll.dtype)[..., None]", "adv[..., None]", "law_single_precision_stays_single"),
     Mutant("2.2", "weight.to(rollout.logp.dtype), masked", "weight.double(), masked", "law_single_precision_stays_single"),
     Mutant("", "if not len(logs):", "if False:", "law_diagnostics"),
-    Mutant("8.4", "if cap <= 0:", "if cap <= 1:", "law_self_normalized_gradient"),
+    Mutant("8.4", '_check_above("cap", cap, 0)', '_check_above("cap", cap, 1)', "law_self_normalized_gradient"),
 ]
 
 MUTANTS += (

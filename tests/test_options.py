@@ -1,11 +1,15 @@
-"""Method options: the numbers and words of a row that a run may replace."""
+"""Method options: the numbers and words of a row that a run may replace. And the precision of float32 products."""
 
 import dataclasses
 
 import pytest
+import torch
 
+import tiny
 from laws import refuses
+from minidrl import __main__ as cli
 from minidrl import algorithms as alg
+from minidrl import config, trainer
 from minidrl.config import with_options
 
 SHARED = ["aggregation", "refresh", "normalizer", "reduction"]
@@ -149,3 +153,64 @@ def test_values_from_sampled_completions():
     assert with_options(row, {"step_value": "greedy"}) == row
     refuses(lambda: with_options(row, {"step_value": "none"}), "step_value", "'none'", "greedy, sampled")
     refuses(lambda: with_options(alg.METHODS["egspo"], {"step_value": "sampled"}), "method_options.step_value", "egspo")
+
+
+# ------------------------------------------------------------------------------------------- precision of float32 products
+
+
+@pytest.fixture
+def precision():
+    """What torch has set, which is of the whole process; as it was afterwards."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.get_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def pretraining(**changes) -> config.Pretrain:
+    words = {"task": tiny.TASK, "network": config.Network(**tiny.SIZES), "evaluate": config.Evaluation(n=4)}
+    words["sampler"] = dataclasses.replace(tiny.SAMPLER, length=8, block_length=8)
+    return config.Pretrain(**{**words, "steps": 1, "batch_size": 4, **changes})
+
+
+def test_a_run_has_its_own_precision_and_the_next_one_does_not_inherit_it(tmp_path, precision):
+    base = tiny.checkpoint(tmp_path / "base")
+    starts = {
+        "train": lambda **key: trainer.Learner(tiny.settings(base, **key)),
+        "pretrain": lambda **key: trainer.pretrain(pretraining(**key), tmp_path / f"run-{len(list(tmp_path.iterdir()))}"),
+    }
+    for start in starts.values():
+        for wanted in ("high", "highest"):
+            start(matmul_precision=wanted)
+            assert precision() == wanted
+        start(matmul_precision="high")
+        start()
+        assert precision() == "highest", "the default"
+
+
+@pytest.mark.parametrize("kind", [tiny.settings, pretraining], ids=["train", "pretrain"])
+def test_another_precision_is_refused(kind):
+    for value in ("medium", "tf32", ""):
+        refuses(lambda value=value: kind(matmul_precision=value), "matmul_precision", repr(value), "highest, high")
+
+
+@pytest.mark.parametrize("verb", ["train", "pretrain"])
+def test_on_the_command_line_that_is_one_line_and_status_2(verb, tmp_path, capsys):
+    recipe = {"train": "countdown_cpu", "pretrain": "countdown_base"}[verb]
+    path = tiny.ROOT / "tiny_configs" / f"{recipe}.yaml"
+    assert cli.main([verb, str(path), "--matmul_precision", "medium", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "minidrl: matmul_precision: got 'medium'; allowed highest, high\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_large_recipes_use_the_tensor_cores_for_float32_and_the_others_do_not():
+    for path in (tiny.ROOT / "tiny_configs").glob("*.yaml"):
+        kind = config.Pretrain if path.stem.endswith("_base") else config.Train
+        wanted = "high" if path.stem.startswith("llada_8b") else "highest"
+        assert config.load(kind, path).matmul_precision == wanted, path.stem
+
+
+def test_a_run_goes_on_with_the_precision_it_began_with(tmp_path):
+    trainer.open_run(tmp_path / "run", tiny.settings(), False)
+    (tmp_path / "run/checkpoint-1").mkdir()
+    other = tiny.settings(matmul_precision="high")
+    refuses(lambda: trainer.open_run(tmp_path / "run", other, True), "matmul_precision", "'high'", "'highest'")
