@@ -75,7 +75,6 @@ class Family:
     keys              parts of weight names, the checkpoint's -> transformers'; every one that occurs is replaced, in order
     shift             True: the network's output at position i - 1 predicts token i
     block_key         key of config.json that holds the block length of block-causal attention; None: bidirectional
-    blocks_from       where these blocks are counted from: the "first" token, or the "last" one, which then ends a block
     mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
     """
 
@@ -87,7 +86,6 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     shift: bool = False
     block_key: str | None = None
-    blocks_from: str = "first"
     mask_token: str | None = None
 
 
@@ -140,8 +138,8 @@ QWEN_MUST = {"rope_scaling": None, "use_sliding_window": False, "attention_dropo
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         # minidrl's own checkpoints, in transformers' own format; is_causal false is the bidirectional switch, and a
-        # block_length makes attention block-causal. The blocks are those of the response, whatever the prompt's length.
-        "llama": Family(LlamaConfig, LlamaForCausalLM, must={"is_causal": False}, block_key="block_length", blocks_from="last"),
+        # block_length makes attention block-causal.
+        "llama": Family(LlamaConfig, LlamaForCausalLM, must={"is_causal": False}, block_key="block_length"),
         # LLaDA-8B-Base, -Instruct and LLaDA-1.5. Source: modeling_llada.py of ML-GSAI/LLaDA, commit 5975047, run on the
         # checkpoint of tests/golden/llada_tiny. Under bfloat16 the released code rotates queries and keys in float32 and
         # transformers in bfloat16, which moves logits by no more than bfloat16 itself does.
@@ -164,7 +162,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             shift=True,
             mask_token="<|mask|>",
         ),
-        # SDAR, TraDo. Source: generate.py of JetAstra/SDAR: blocks are counted from the first token of the prompt.
+        # SDAR, TraDo. Source: generate.py of JetAstra/SDAR, whose texts are whole blocks. There the end of a prompt that is not
+        # stands in one block with the first tokens of the response. Here the response begins a block and the prompt's first
+        # block is the shorter one, as in the code that trained TraDo (train/rl_sdar.py of Gen-Verse/dLLM-RL, commit 10b4fd1).
         "sdar": Family(
             Qwen3Config,
             Qwen3ForCausalLM,
@@ -198,7 +198,9 @@ class Denoiser(nn.Module):
     head is applied to the needed positions only: at 126k tokens it is the logits, not the body, that fill a GPU. In every
     family the hidden state of position i is the one that predicts token i.
 
-    block_length   tokens of a block where attention is block-causal (SDAR); None: every token sees every other.
+    block_length   tokens of a block where attention is block-causal (SDAR); None: every token sees every other. The last token
+                   of a text ends a block, and its first block is the one that may be shorter: after a prompt of any length,
+                   the blocks are those of the response.
     files          the files of the checkpoint beside its weights, for ``save``; empty for minidrl's own format.
     """
 
@@ -228,7 +230,8 @@ class Denoiser(nn.Module):
         position = None if attention_mask is None else (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         visible = attention_mask
         if self.block_length is not None:
-            visible = block_causal(self._blocks(tokens.shape[1], position), attention_mask)
+            place = torch.arange(tokens.shape[1], device=self.device)[None] if position is None else position
+            visible = block_causal(self._blocks(place), attention_mask)
         h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
         return shifted(h, attention_mask) if self.family.shift else h
 
@@ -245,24 +248,26 @@ class Denoiser(nn.Module):
         they stand. Exact for block-causal attention over whole blocks: no token sees a later block, so the past never changes,
         and the result is that of ``encode`` on all T tokens. Under bidirectional attention it is that where all T are computed
         (W = T); otherwise the cache holds keys and values of the texts from which it was computed, not of this one.
-        Raises ValueError for a family that shifts its predictions.
+        In a family that shifts its predictions, token i is predicted at position i - 1, which must be among the W: the first
+        position of a stretch of them is of no use, unless it is the text's. Block-causal models of that kind are refused.
         """
         _refuse_attention(self.model.config)
-        if self.family.shift:
-            raise ValueError("cache: got a model whose predictions are shifted by one position; allowed none")
+        if self.family.shift and self.block_length is not None:
+            raise ValueError("cache: got a block-causal model whose predictions are shifted by one position; allowed none")
         position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         visible = attention_mask[:, None, None].expand(-1, -1, attention_mask.shape[1], -1)
         if self.block_length is not None:
-            visible = block_causal(self._blocks(attention_mask.shape[1], position), attention_mask)
+            visible = block_causal(self._blocks(position), attention_mask)
         order = torch.arange(attention_mask.shape[1], device=self.device) if order is None else order
         now = order[-tokens.shape[1] :]
-        return self.model.model(
+        h = self.model.model(
             input_ids=tokens,
             attention_mask=visible[:, :, now][..., order],
             position_ids=position[:, now],
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
+        return shifted(h, attention_mask, now) if self.family.shift else h
 
     def encode_staircase(
         self,
@@ -280,9 +285,9 @@ class Denoiser(nn.Module):
         in which prompt and clean tokens see what ``staircase_mask`` says of them under clean = ``clean_stream``. Position i of
         the result predicts token i.
 
-        A block-causal model takes its own block length, clean_stream "block" and prompts of whole blocks; its prompt stays
-        block-causal, and each of the forwards is then ``encode``. Raises ValueError for anything else, for a family that
-        shifts its predictions, for lengths that do not divide, and for any attention implementation but sdpa.
+        A block-causal model takes its own block length and clean_stream "block"; its prompt stays block-causal, and each of the
+        forwards is then ``encode``. Raises ValueError for anything else, for a family that shifts its predictions, for lengths
+        that do not divide, and for any attention implementation but sdpa.
         """
         _refuse_attention(self.model.config)
         start, length = prompt.shape[1], clean.shape[1]
@@ -291,8 +296,11 @@ class Denoiser(nn.Module):
         if self.family.shift:
             raise ValueError("shift: got True; allowed False, the row before a noisy block belongs to the clean stream")
         if self.block_length is not None:
-            self._refuse_blocks(prompt_mask, block_length, clean_stream)
-            visible[..., :start, :start] &= block_causal(self._blocks(start, position[:, :start]), prompt_mask)
+            if block_length != (own := self.block_length):
+                raise ValueError(f"block_length: got {block_length}; allowed {own}, that of the model's attention")
+            if clean_stream != "block":
+                raise ValueError(f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention")
+            visible[..., :start, :start] &= block_causal(self._blocks(position[:, :start]), prompt_mask)
         tokens = torch.cat([prompt, clean, noisy], 1)
         return self._body(input_ids=tokens, attention_mask=visible, position_ids=position)[:, start + length :]
 
@@ -300,26 +308,9 @@ class Denoiser(nn.Module):
         with _recomputing(self.model.model):
             return self.model.model(**inputs, use_cache=False).last_hidden_state
 
-    def check_prompt(self, prompt_mask: Bool[Tensor, "N P"]) -> None:
-        """ValueError where blocks are counted from the first token of the prompt, and a prompt is not whole blocks."""
-        if self.block_length is not None and self.family.blocks_from == "first":
-            refuse_partial_blocks(prompt_mask, self.block_length)
-
-    def _blocks(self, width: int, position: Int[Tensor, "N T"] | None) -> Int[Tensor, "#N T"]:
-        """The number of each token's block."""
-        if self.family.blocks_from == "last":
-            return torch.arange(-width, 0, device=self.device)[None].div(self.block_length, rounding_mode="floor")
-        place = torch.arange(width, device=self.device)[None] if position is None else position
-        return place // self.block_length
-
-    def _refuse_blocks(self, prompt_mask: Bool[Tensor, "N P"], block_length: int, clean_stream: str) -> None:
-        """A block-causal model was trained with one block length; counted from the first token, prompts are whole blocks."""
-        own = self.block_length
-        if block_length != own:
-            raise ValueError(f"block_length: got {block_length}; allowed {own}, that of the model's attention")
-        if clean_stream != "block":
-            raise ValueError(f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention")
-        self.check_prompt(prompt_mask)
+    def _blocks(self, position: Int[Tensor, "#N T"]) -> Int[Tensor, "#N T"]:
+        """The number of each token's block: -1 for the last W real tokens, -2 for those before."""
+        return (position - position[:, -1:] - 1).div(self.block_length, rounding_mode="floor")
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
         """Logits in float32 at least. [MASK] gets -inf: a denoiser never answers with the question."""
@@ -386,25 +377,25 @@ def staircase_positions(prompt_mask: Bool[Tensor, "N P"], length: int) -> Int[Te
     return torch.cat([prompt, response, response], 1)
 
 
-def refuse_partial_blocks(prompt_mask: Bool[Tensor, "N P"], block_length: int) -> None:
-    """ValueError unless every prompt is whole blocks, so that blocks counted from its first token are the response's too."""
-    partial = [n for n in prompt_mask.sum(1).tolist() if n % block_length]
-    if partial:
-        allowed = f"multiples of the model's block_length {block_length}, whole blocks"
-        raise ValueError(f"prompt: got {partial[0]} tokens; allowed {allowed}")
-
-
-def shifted(h: Float[Tensor, "N T D"], attention_mask: Bool[Tensor, "N T"] | None) -> Float[Tensor, "N T D"]:
+def shifted(
+    h: Float[Tensor, "N W D"], attention_mask: Bool[Tensor, "N T"] | None, column: Int[Tensor, " W"] | None = None
+) -> Float[Tensor, "N W D"]:
     """The state of position i - 1 at position i; the first token keeps its own, as in Dream's released code.
 
     That code takes the first column for the first token. Here it is the first real token, so that a padded row equals the
     row alone; on rows without padding both are the same, and elsewhere they differ in this one position of the prompt.
+    ``column`` says which W of the T columns ``h`` holds, in any order; None: all, in theirs. Where i - 1 is not among them,
+    i keeps its own.
     """
-    before = torch.cat([h[:, :1], h[:, :-1]], 1)
+    if column is None:
+        before = torch.cat([h[:, :1], h[:, :-1]], 1)
+    else:
+        is_before = column[:, None] == column[None, :] + 1  # [i, j] True: j stands before i
+        before = torch.where(is_before.any(1)[:, None], h[:, is_before.long().argmax(1)], h)
     if attention_mask is None:
         return before
     first = attention_mask & (attention_mask.long().cumsum(-1) == 1)
-    return torch.where(first[..., None], h, before)
+    return torch.where((first if column is None else first[:, column])[..., None], h, before)
 
 
 def compiled(denoiser: Denoiser) -> Denoiser:

@@ -77,7 +77,8 @@ class Sampler:
                      tokens, and the ``logp`` recorded for them, are those of another policy than the network's, and a
                      trainer has to treat them so (an evaluation judges that policy, too). With one step a block they equal
                      "none". Block k = 0, 1, ... of W positions computes all P + L once, and at each further step L - k W
-                     ("prefix") or W ("dual"). Not for models whose predictions are shifted by one position.
+                     ("prefix") or W ("dual"); of a model whose predictions are shifted by one position (Dream), the position
+                     before these as well, which predicts the first of them.
 
     Errors: ValueError naming the key, the value and what is allowed.
     """
@@ -155,8 +156,8 @@ def generate(
 
     model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode first. It always
                      sees the full length P + L; ``head`` is applied only where a token may be revealed. A block-causal model
-                     says so by its block_length, has check_prompt(prompt_mask) as ``Denoiser`` has it, and sees no more than
-                     the blocks up to the current one. For a cache of any kind, ``Denoiser.extend``.
+                     says so by its block_length, and sees no more than the blocks up to the current one. For a cache of any
+                     kind, ``Denoiser.extend`` and its family.
     prompt           left-padded; ``prompt_mask`` is True at real tokens.
     eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there ``response`` is EOS,
                      ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends a response.
@@ -243,8 +244,6 @@ def _check_request(model, prompt, prompt_mask, settings, eos, num_generations, g
         got = f"{tuple(prompt.shape)} and {prompt_mask.dtype} {tuple(prompt_mask.shape)}"
         raise ValueError(f"prompt, prompt_mask: got {got}; allowed (G, P) and bool (G, P)")
     check_attention(model, settings)
-    if settings.attention == "block_causal":
-        model.check_prompt(prompt_mask)
     _check_count("num_generations", num_generations)
     if micro_batch is not None:
         _check_count("micro_batch", micro_batch)
@@ -398,19 +397,20 @@ def encode_rest(
 
     ``cache`` is empty before the first step of a block, which computes all positions, these M at the end. They are taken out
     again, so that the later steps meet the others' keys and values as the first one left them: attention does not mind in
-    which order keys are given, and their positions are in them.
+    which order keys are given, and their positions are in them. Where predictions are shifted, all of this is so of the
+    position before the M, too.
     """
     tokens, attention_mask = trace.tokens[rows], trace.attention_mask[rows]
     first = tokens.shape[1] - settings.length + start
     if cache is None:
         return model.encode(tokens, attention_mask)[:, first:]
-    column = torch.arange(tokens.shape[1], device=tokens.device)
-    now = (column >= first) & ((column < first + settings.block_length) | (settings.cache == "prefix"))
-    order = now.long().argsort(stable=True)
     width = settings.block_length if settings.cache == "dual" else settings.length - start
-    h = model.extend(tokens[:, order[cache.get_seq_length() :]], attention_mask, cache, order)[:, -width:]
-    cache.crop(-width)
-    return h
+    lead = min(first, int(model.family.shift))
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    order = ((column >= first - lead) & (column < first + width)).long().argsort(stable=True)
+    h = model.extend(tokens[:, order[cache.get_seq_length() :]], attention_mask, cache, order)
+    cache.crop(-width - lead)
+    return h[:, -width:]
 
 
 def prompt_cache(
@@ -546,7 +546,10 @@ def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tenso
 
 # -------------------------------------------------------------------------------------------------------------- ending
 def unfinished(trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int):
-    """The rows without EOS up to the block just finished: Int (R',). The only host synchronisation of a block."""
+    """The rows without EOS up to the block just finished: Int (R',). The sampler's only host synchronisation of a block.
+
+    transformers adds one of its own to a forward by ``encode``: it asks whether a row is padded at all.
+    """
     start = trace.tokens.shape[1] - settings.length
     ended = (trace.tokens[rows, start : start + (block + 1) * settings.block_length] == eos_token_id).any(1)
     return rows[~ended]

@@ -38,7 +38,7 @@ class Alphabet:
 
 
 def network(block_length: int | None, layers=2, dtype=torch.float64, vocab: int = 7, family: str = "llama", words=None):
-    """``family`` says where blocks are counted from; the layers are Llama's."""
+    """``family`` says whether predictions are shifted; the layers are Llama's."""
     model = denoiser.build(tiny.SIZES | {"num_hidden_layers": layers}, words or Alphabet(vocab), 0).eval()
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -54,7 +54,7 @@ class Spy(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.shapes = model, []
-        for name in ("mask_token_id", "vocab_size", "block_length", "check_prompt", "head"):
+        for name in ("mask_token_id", "vocab_size", "block_length", "family", "head"):
             setattr(self, name, getattr(model, name))
 
     def encode(self, tokens, attention_mask):
@@ -190,21 +190,12 @@ def test_the_cost_changes_nothing(order, cache):
     law_the_cost_changes_nothing(network(2), settings_of(2, 1, order, cache=cache))
 
 
-@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4,)])
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4,), (4, 8, 0)])
 def test_prompts_of_other_lengths(lengths):
-    """None at all, one that is nothing but padding, and a single one."""
+    """None at all, one that is nothing but padding, a single one, and whole blocks."""
     settings = settings_of(2)
     law_the_cache_changes_nothing(network(2), settings, prompts(lengths))
     law_scores_replay(network(2), settings, prompts(lengths))
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_blocks_that_are_counted_from_the_first_token(layers):
-    """SDAR: prompts of one, two and no blocks."""
-    model, given = network(4, layers, family="sdar"), prompts((4, 8, 0))
-    law_the_cache_changes_nothing(model, settings_of(), given)
-    law_scores_replay(model, settings_of(), given)
-    law_the_cost_changes_nothing(network(2, layers, family="sdar"), settings_of(2), given)
 
 
 def test_padding_and_the_other_prompts_change_nothing():
@@ -275,11 +266,6 @@ def test_the_host_is_asked_once_a_block(cache):
             "attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length 4",
         ),
         (lambda: network(2), {}, "block_length: got 4; allowed 2, that of the model's attention"),
-        (
-            lambda: network(4, family="sdar"),
-            {},
-            "prompt: got 5 tokens; allowed multiples of the model's block_length 4, whole blocks",
-        ),
     ],
 )
 def test_a_model_of_another_attention(model, change, message):

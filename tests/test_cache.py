@@ -3,7 +3,8 @@
 The judge is a transformer written out below, one row without padding at a time: it keeps the keys and values of a block's first
 state by name, and puts together for every later step which are new and which are old. It has the network's weights and rotary
 tables, and nothing else in common with the sampler: no cache class, no mask, no batch. Networks have random weights of order 1,
-so that a key that should not be there, or should be newer, moves a probability by order 1.
+so that a key that should not be there, or should be newer, moves a probability by order 1. Each law is asked of networks that
+predict in place and of those that predict the token after a position (Dream).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from test_sampler import HostQuestions
 
 T = 0.7
 CUTS = [(8, 1), (4, 1), (4, 2), (2, 1)]  # block_length, tokens_per_step: more than one step a block
+SHIFTED = denoiser.FAMILIES["Dream"]
+each_family = pytest.mark.parametrize("family", ["llama", "Dream"])
 
 
 def settings_of(cache: str, block_length=4, tokens_per_step=1, order="low_confidence", temperature=T) -> Sampler:
@@ -59,9 +62,9 @@ def forward(model, tokens: list[int], fresh: list[int], old: list[tuple[Tensor, 
 
 @torch.no_grad()
 def stale_logits(model, out, row: int) -> list[dict[int, Tensor]]:
-    """By step, the logits of a row at the response positions that are computed anew."""
+    """By step, the logits of a row for the response positions that are computed anew, each where the network predicts it."""
     prompt, found, settings = out.prompt[row][out.prompt_mask[row]].tolist(), [], out.sampler
-    everything, width = range(len(prompt) + settings.length), settings.block_length
+    everything, width, shift = range(len(prompt) + settings.length), settings.block_length, model.family is SHIFTED
     for step in range(int(steps_run(out.unmask_step)[row])):
         response = out.response[row].masked_fill(sampler.hidden_before(out, step)[row], model.mask_token_id).tolist()
         start = len(prompt) + step // settings.steps_per_block * width
@@ -69,8 +72,8 @@ def stale_logits(model, out, row: int) -> list[dict[int, Tensor]]:
             logits, old = forward(model, prompt + response, list(everything), None)
         else:
             end = start + width if settings.cache == "dual" else everything.stop
-            logits, _ = forward(model, prompt + response, list(range(start, end)), old)
-        found.append({i - len(prompt): z for i, z in logits.items() if i >= start})
+            logits, _ = forward(model, prompt + response, list(range(max(start - shift, 0), end)), old)
+        found.append({i - len(prompt): logits[max(i - shift, 0)] for i in logits if i >= start})
     return found
 
 
@@ -139,30 +142,37 @@ def gap(model, settings: Sampler, given=None) -> float:
 @pytest.mark.parametrize("cache", APPROXIMATE)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("temperature", [0.0, T])
-def test_steps_are_those_of_stale_keys(temperature, order, cache):
-    """Left-padded prompts, one of them alone with its padding; rows end at different blocks."""
+@each_family
+def test_steps_are_those_of_stale_keys(family, temperature, order, cache):
+    """Left-padded prompts, one of them alone with its padding; rows end at different blocks. And no prompt at all."""
+    model, deep = network(None, family=family), network(None, 3, family=family)
     for cut in CUTS:
-        law_steps_are_those_of_stale_keys(network(None), settings_of(cache, *cut, order, temperature), num_generations=2)
-    law_steps_are_those_of_stale_keys(network(None, 3), settings_of(cache, 4, 2, order, temperature), prompts((0, 3)))
+        law_steps_are_those_of_stale_keys(model, settings_of(cache, *cut, order, temperature), num_generations=2)
+    for lengths in ((0, 3), (0, 0)):
+        law_steps_are_those_of_stale_keys(deep, settings_of(cache, 4, 2, order, temperature), prompts(lengths))
 
 
 @pytest.mark.parametrize("cache", APPROXIMATE)
 @pytest.mark.parametrize("order", ORDERS)
-def test_equal_where_nothing_is_out_of_date(order, cache):
+@each_family
+def test_equal_where_nothing_is_out_of_date(family, order, cache):
+    model, flat = network(None, family=family), network(None, layers=1, family=family)
     one_step_a_block = settings_of(cache, 4, 4, order), settings_of(cache, 1, 1, order), settings_of(cache, 8, 8, order, 0.0)
     for settings in one_step_a_block:
-        law_equal_to_none(network(None), settings)
+        law_equal_to_none(model, settings)
     for cut in CUTS:  # keys of the first layer are those of the token, and what is kept is not revealed before the refresh
-        law_equal_to_none(network(None, layers=1), settings_of(cache, *cut, order))
-    law_equal_to_none(network(None), settings_of(cache, 8, 1, order), prompts((0, 0)))  # all of the text is in the block
+        law_equal_to_none(flat, settings_of(cache, *cut, order))
+    law_equal_to_none(model, settings_of(cache, 8, 1, order), prompts((0, 0)))  # all of the text is in the block
 
 
 @pytest.mark.parametrize("cache", APPROXIMATE)
-def test_and_nowhere_else(cache):
+@each_family
+def test_and_nowhere_else(family, cache):
+    model = network(None, family=family)
     for cut in CUTS:
-        assert gap(network(None), settings_of(cache, *cut, "random")) > 0.01
-    assert gap(network(None), settings_of(cache, 4, 1, "random"), prompts((0, 0))) > 0.01
-    assert gap(network(None), settings_of("none", 4, 1, "random")) < 1e-10
+        assert gap(model, settings_of(cache, *cut, "random")) > 0.01
+    assert gap(model, settings_of(cache, 4, 1, "random"), prompts((0, 0))) > 0.01
+    assert gap(model, settings_of("none", 4, 1, "random")) < 1e-10
 
 
 def test_in_the_last_block_the_two_are_one():
@@ -171,8 +181,9 @@ def test_in_the_last_block_the_two_are_one():
 
 @pytest.mark.parametrize("cache", APPROXIMATE)
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_cost_changes_nothing(order, cache):
-    law_the_cost_changes_nothing(network(None), settings_of(cache, 2, 1, order))
+@each_family
+def test_the_cost_changes_nothing(family, order, cache):
+    law_the_cost_changes_nothing(network(None, family=family), settings_of(cache, 2, 1, order, 1.5))
 
 
 @pytest.mark.parametrize("cache", APPROXIMATE)
@@ -198,13 +209,14 @@ def test_completions(temperature):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_all_tokens_in_any_order_are_encode(layers):
+@each_family
+def test_all_tokens_in_any_order_are_encode(family, layers):
     """Padding and positions go with the tokens: of one whole call, and of the last of two calls on the same text."""
     prompt, mask = prompts()
     tokens, mask = torch.cat([prompt, prompt], 1), torch.cat([mask, mask | True], 1)
     order = torch.randperm(10, generator=seeded(1))
-    for block_length in (None, 5):
-        model = network(block_length, layers)
+    for block_length in (None,) if family == "Dream" else (None, 5):
+        model = network(block_length, layers, family=family)
         h = model.encode(tokens, mask)
         cache = sampler.DynamicCache()
         again = model.extend(tokens[:, order], mask, cache, order)
@@ -212,15 +224,20 @@ def test_all_tokens_in_any_order_are_encode(layers):
         torch.testing.assert_close(again[real], h[:, order][real], atol=1e-10, rtol=0)
         cache.crop(-3)
         again = model.extend(tokens[:, order[-3:]], mask, cache, order)
-        torch.testing.assert_close(again[real[:, -3:]], h[:, order[-3:]][real[:, -3:]], atol=1e-10, rtol=0)
+        known = real[:, -3:] & torch.tensor([family == "llama" or int(i) - 1 in order[-3:] for i in order[-3:]])
+        torch.testing.assert_close(again[known], h[:, order[-3:]][known], atol=1e-10, rtol=0)
         assert cache.get_seq_length() == 10
 
 
 # ----------------------------------------------------------------------------------------------------------------- cost
 def test_a_step_computes_what_it_says():
     """All positions at a block's first step; then the block and what follows it, or the block."""
-    for cache, widths in (("prefix", [13, 8, 8, 8, 13, 4, 4, 4]), ("dual", [13, 4, 4, 4, 13, 4, 4, 4])):
-        model = Spy(network(None))
+    prefix, dual = [13, 8, 8, 8, 13, 4, 4, 4], [13, 4, 4, 4, 13, 4, 4, 4]
+    shifted = [[13, 9, 9, 9, 13, 5, 5, 5], [13, 5, 5, 5, 13, 5, 5, 5]]  # and the position that predicts the first of them
+    for cache, family, widths in zip(
+        APPROXIMATE * 2, ("llama", "llama", "Dream", "Dream"), (prefix, dual, *shifted), strict=True
+    ):
+        model = Spy(network(None, family=family))
         run(model, settings_of(cache), early_stop=False, records=())
         assert model.shapes == [(12, width) for width in widths]
         model.shapes.clear()
@@ -283,20 +300,18 @@ def test_caches_of_bidirectional_attention(cache):
     assert str(error.value) == f"cache: got {cache!r} with attention bidirectional; allowed none, prefix, dual"
 
 
-@pytest.mark.parametrize("cache", APPROXIMATE)
-def test_a_model_that_predicts_the_token_after_a_position(cache):
-    model = denoiser.Denoiser(network(None).model, denoiser.FAMILIES["Dream"])
+def test_a_block_causal_model_that_predicts_the_token_after_a_position():
     with pytest.raises(ValueError) as error:
-        run(model, settings_of(cache))
-    assert str(error.value) == "cache: got a model whose predictions are shifted by one position; allowed none"
+        run(network(4, family="Dream"), replace(settings_of("none"), attention="block_causal", cache="exact"))
+    assert str(error.value) == "cache: got a block-causal model whose predictions are shifted by one position; allowed none"
 
 
 # ---------------------------------------------------------------------------------------------------------------- a run
-def learner(monkeypatch, cache: str, method="ppo", temperature=T, **changes) -> trainer.Learner:
+def learner(monkeypatch, cache: str, method="ppo", temperature=T, family="llama", **changes) -> trainer.Learner:
     settings = Sampler(order="random", temperature=temperature, length=L, block_length=4, tokens_per_step=1, cache=cache)
     changes = {"sampler": replace(settings, **changes.pop("cut", {})), "num_iterations": 1, "micro_batch": 7, **changes}
     monkeypatch.setattr(Countdown, "score", tiny.varied_score)
-    return tiny.learner_on(monkeypatch, network(None, words=tokenizer()), method=method, **changes)
+    return tiny.learner_on(monkeypatch, network(None, words=tokenizer(), family=family), method=method, **changes)
 
 
 def kept_kl(model, rollout) -> Tensor:
@@ -319,9 +334,9 @@ def with_ends(monkeypatch, cache: str, **changes) -> tuple[trainer.Learner, samp
     return actor, rollout
 
 
-def law_the_kl_of_two_steps(monkeypatch, cache: str) -> None:
+def law_the_kl_of_two_steps(monkeypatch, cache: str, family: str = "llama") -> None:
     """With two steps a response there is nothing to draw: every state is scored, and the number is that of all kept tokens."""
-    actor, rollout = with_ends(monkeypatch, cache, cut={"block_length": 8, "tokens_per_step": 4})
+    actor, rollout = with_ends(monkeypatch, cache, family=family, cut={"block_length": 8, "tokens_per_step": 4})
     wanted = float(kept_kl(actor.model, rollout).sum() / rollout.keep.sum())
     assert actor.rollout_kl(0, rollout, trainer.Clock()) == pytest.approx(wanted, rel=1e-10) and wanted > 1e-3
 
@@ -343,14 +358,16 @@ def test_the_kl_is_estimated_without_bias(monkeypatch):
 
 
 @pytest.mark.parametrize("cache", APPROXIMATE)
-def test_the_kl_of_two_steps(cache, monkeypatch):
-    law_the_kl_of_two_steps(monkeypatch, cache)
+@each_family
+def test_the_kl_of_two_steps(family, cache, monkeypatch):
+    law_the_kl_of_two_steps(monkeypatch, cache, family)
 
 
-def test_what_a_step_says(monkeypatch):
+@each_family
+def test_what_a_step_says(family, monkeypatch):
     """Zero where nothing is out of date, above it elsewhere, absent where nothing is approximated or drawn."""
     rows = {
-        name: learner(monkeypatch, cache, **words).step(0)
+        name: learner(monkeypatch, cache, family=family, **words).step(0)
         for name, cache, words in (
             ("none", "none", {}),
             ("prefix", "prefix", {}),
@@ -394,10 +411,17 @@ def test_a_run_says_so(tmp_path, capfd):
 ROLLOUT = {  # what is wrong: (where, a passage of it, its replacement)
     "not refreshed at a new block": (sampler, "decode", "step % settings.steps_per_block == 0:", "step == 0:"),
     "refreshed at every step": (sampler, "decode", "and step % settings.steps_per_block == 0:", "and True:"),
-    "the block stays in the cache": (sampler, "encode_rest", "cache.crop(-width)", "cache.crop(0)"),
-    "prefix is dual, and dual prefix": (sampler, "encode_rest", '(settings.cache == "prefix")', '(settings.cache == "dual")'),
-    "the block lacks its first position": (sampler, "encode_rest", "(column >= first) &", "(column > first) &"),
+    "the block stays in the cache": (sampler, "encode_rest", "crop(-width - lead)", "crop(0)"),
+    "prefix is dual, and dual prefix": (sampler, "encode_rest", 'settings.cache == "dual"', 'settings.cache == "prefix"'),
+    "the block lacks its first position": (sampler, "encode_rest", "(column >= first - lead)", "(column > first - lead)"),
     "the block lacks its last position": (sampler, "encode_rest", "(column < first +", "(column < first - 1 +"),
+    "no position before the block": (sampler, "encode_rest", "min(first, int(model.family.shift))", "0"),
+    "one before the block even if nothing is shifted": (sampler, "encode_rest", "int(model.family.shift)", "1"),
+    "the position before the block stays": (sampler, "encode_rest", "crop(-width - lead)", "crop(-width)"),
+    "predictions as they stand": (denoiser.Denoiser, "extend", " if self.family.shift else h", " if False else h"),
+    "shifted as the columns of the call": (denoiser.Denoiser, "extend", "attention_mask, now)", "attention_mask[:, now])"),
+    "the token after for the one before": (denoiser, "shifted", "column[None, :] + 1", "column[None, :] - 1"),
+    "the first column for the first token": (denoiser, "shifted", "cumsum(-1) == 1)", "cumsum(-1) == -1)"),
     "the end of the response for the block": (sampler, "reveal", "h[:, : settings.block", "h[:, -settings.block"),
     "positions as they stand": (denoiser.Denoiser, "extend", "position[:, now]", "position[:, -tokens.shape[1] :]"),
     "positions of columns": (denoiser.Denoiser, "extend", "attention_mask.long().cumsum", "(attention_mask | True).cumsum"),
@@ -426,11 +450,13 @@ KL = {
 
 
 def rollout_laws() -> None:
-    for cache in APPROXIMATE:
-        law_steps_are_those_of_stale_keys(network(None), settings_of(cache, 4, 2, "left_to_right"), num_generations=2)
-    records = ("entropy", *sampler.COMPLETIONS)
-    law_steps_are_those_of_stale_keys(network(None), settings_of("prefix", 4, 1), num_generations=1, records=records)
-    test_all_tokens_in_any_order_are_encode(2)
+    for model in (network(None), network(None, family="Dream")):
+        for cache in APPROXIMATE:
+            law_steps_are_those_of_stale_keys(model, settings_of(cache, 4, 2, "left_to_right"), num_generations=2)
+        law_steps_are_those_of_stale_keys(model, settings_of("dual", 4, 2, "left_to_right"), prompts((0, 3)))
+        records = ("entropy", *sampler.COMPLETIONS)
+        law_steps_are_those_of_stale_keys(model, settings_of("prefix", 4, 1), num_generations=1, records=records)
+        test_all_tokens_in_any_order_are_encode("Dream" if model.family is SHIFTED else "llama", 2)
 
 
 def test_the_laws_hold_where_nothing_is_wrong():

@@ -270,16 +270,45 @@ def test_dream_predicts_token_i_from_position_i(folders):
 
 @pytest.mark.parametrize("block_length", [None, 1, 3, 14])
 def test_sdar_sees_its_own_block_and_the_earlier_ones(folders, block_length):
-    """Released code: the mask of whole blocks, counted from the first token of the prompt."""
+    """Released code: the mask of whole blocks, counted from the first token. A text that is not gets padding in front of it."""
     model, _ = denoiser.load(folders["sdar"], block_length=block_length)
     tokens, mask = batch(model)
     size = block_length or 4
     for row, start in enumerate((~mask).sum(1).tolist()):
-        length = 14 - start
-        visible = torch.tensor([[k // size <= q // size for k in range(length)] for q in range(length)])
-        raw = reference(folders["sdar"])(input_ids=tokens[row : row + 1, start:], attention_mask=additive(visible)[None, None])
-        for got in (model.encode(tokens, mask)[row, start:], model.encode(tokens[row : row + 1, start:], None)[0]):
-            close(model.head(got)[..., others(model)], raw.logits[0][..., others(model)])
+        text = tokens[row : row + 1, start:]
+        raw = released_sdar(folders["sdar"], text, size)
+        for got in (model.encode(tokens, mask)[row, start:], model.encode(text, None)[0]):
+            close(model.head(got)[..., others(model)], raw[..., others(model)])
+
+
+def released_sdar(folder: Path, text: Tensor, size: int) -> Tensor:
+    """Logits (T, V) of one text by transformers' class: filled up to whole blocks on the left, where no one looks."""
+    missing, length = -text.shape[1] % size, text.shape[1] + -text.shape[1] % size
+    sees = [[k // size <= q // size and (k >= missing or k == q) for k in range(length)] for q in range(length)]
+    filled = F.pad(text, (missing, 0), value=7)
+    with torch.no_grad():
+        return reference(folder)(input_ids=filled, attention_mask=additive(torch.tensor(sees))[None, None]).logits[0, missing:]
+
+
+@pytest.mark.parametrize("cache", ["none", "exact"])
+def test_sdar_writes_after_prompts_of_any_length(folders, cache):
+    """A token's recorded probability is that of a forward without cache or batch, of the prompt and the blocks so far."""
+    model, _ = denoiser.load(folders["sdar"])
+    prompt = batch(model)[0][:, :7]
+    mask = torch.arange(7) >= torch.tensor([[0], [3], [5]])
+    words = {"order": "low_confidence", "temperature": 0.7, "length": 8, "block_length": 4, "tokens_per_step": 2}
+    settings = sampler.Sampler(**words, attention="block_causal", cache=cache)
+    noise = torch.Generator().manual_seed(3)
+    out = sampler.generate(model, prompt, mask, settings, eos_token_id=None, num_generations=2, generator=noise)
+    for step in range(settings.num_steps):
+        state = sampler.state_before(out, step, model.mask_token_id)
+        for row, now in enumerate(out.unmask_step == step):
+            text = state[row : row + 1, : 7 + (step // 2 + 1) * 4][:, (~out.prompt_mask[row]).sum() :]
+            logits = released_sdar(folders["sdar"], text, 4)[-4:].masked_fill(~others(model), -torch.inf)
+            logp = (logits / 0.7).log_softmax(-1)
+            place = now.nonzero()[:, 0]
+            close(out.logp[row, place], logp[place % 4, out.response[row, place]], atol=1e-4)
+    assert (out.unmask_step >= 0).all() and out.logp.min() < -1
 
 
 def test_sdar_block_length_comes_from_the_file_or_the_caller(folders):
@@ -290,7 +319,7 @@ def test_sdar_block_length_comes_from_the_file_or_the_caller(folders):
     other = tokens.clone()
     other[:, 5] = (other[:, 5] + 1) % 250
     moved = (model.encode(tokens, None) - model.encode(other, None)).abs().amax((0, 2)) > 1e-4
-    assert moved.tolist() == [False] * 4 + [True] * 10
+    assert moved.tolist() == [False] * 2 + [True] * 12, "blocks of 2, 4, 4 and 4"
 
 
 def test_sdar_with_tied_embeddings_comes_back(tmp_path):
@@ -299,6 +328,22 @@ def test_sdar_with_tied_embeddings_comes_back(tmp_path):
     before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
     assert "lm_head.weight" not in before and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
+@pytest.mark.parametrize("family", ["llada", "Dream"])
+def test_a_cache_on_the_familys_own_layers(folders, family, cache):
+    """Exact with one step a block, where nothing is out of date; and with more, another policy's."""
+    model, _ = denoiser.load(folders[family])
+    prompt, mask = (x[:, :7] for x in batch(model))
+    for tokens_per_step, exact in ((4, True), (1, False)):
+        words = {"order": "random", "temperature": 1.0, "length": 8, "block_length": 4, "tokens_per_step": tokens_per_step}
+        made = []
+        for kind in ("none", cache):
+            settings, noise = sampler.Sampler(**words, cache=kind), torch.Generator().manual_seed(0)
+            made.append(sampler.generate(model, prompt % 190, mask, settings, eos_token_id=None, generator=noise))
+        assert torch.equal(made[0].response, made[1].response) or not exact
+        assert ((made[0].logp - made[1].logp).abs().max() < 1e-4) == exact
 
 
 # -------------------------------------------------------------------------------------------------------- every family

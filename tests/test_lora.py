@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -139,6 +140,24 @@ def gradients(model: denoiser.Denoiser, loss) -> dict[str, torch.Tensor]:
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys() and len(a) > 0
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # what torch.compile imports
+def test_a_compiled_network_with_adapters_is_the_network():
+    """Logits and gradients, before and after an update, and with the reference computed in between."""
+    model = adapted()
+    network, reference, base = denoiser.compiled(model), denoiser.without_adapters(model), logits(tiny.network())
+    for _ in range(2):
+        wanted = gradients(model, lambda: finite(model).square().mean())
+        found = gradients(model, lambda: finite(network).square().mean())
+        assert torch.allclose(finite(network), finite(model), atol=1e-5, rtol=0)
+        assert found.keys() == wanted.keys() == {name for name, _ in trainer.trained(model)}
+        for name in wanted:
+            torch.testing.assert_close(found[name], wanted[name], atol=1e-5 * float(wanted[name].abs().max()), rtol=0)
+        assert torch.equal(logits(reference), base) and (finite(network) - finite(reference)).abs().max() > 0.1
+        for _, p in trainer.trained(model):
+            p.data.mul_(-1.5).add_(0.1)
 
 
 def test_a_failure_with_the_adapters_off_turns_them_on_again(monkeypatch):

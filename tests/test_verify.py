@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import weakref
 from collections import namedtuple
 from pathlib import Path
 
@@ -94,6 +95,29 @@ def test_another_dtype_is_verified_in_it(trained):
 def test_block_causal_attention_is_asked_in_its_blocks(tmp_path):
     denoiser.save(denoiser.build(tiny.SIZES, tokenizer(), 0, block_length=5), tokenizer(), tmp_path)
     assert failed(found(tmp_path)) == ["loss", "answer"]
+
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] + ' ' + m['content'] }}<|im_end|>{% endfor %}<|im_start|>assistant "
+
+
+@pytest.mark.parametrize(("family", "lead"), [("sdar", 0), ("sdar", 1), ("Dream", 0)])
+def test_chats_of_other_families_of_any_length_fail_only_for_what_they_answer(family, lead, tmp_path):
+    """Random weights, whose answer is not the known one. SDAR's prompts: of two lengths, at most one is whole blocks."""
+    test_loading.MAKERS[family](tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    test_loading.write(path, json.loads(path.read_text()) | {"chat_template": "~" * lead + CHAT})
+    checks = found(tmp_path)
+    assert failed(checks) == ["loss", "answer"] and "which lacks '4'" in checks["answer"].said
+    assert "adapters moved, " in checks["step"].said
+
+
+def test_a_prompt_that_is_not_whole_blocks_is_said(tmp_path, monkeypatch):
+    test_loading.sdar(tmp_path)  # blocks of 4, and a token for each letter
+    model, tok = denoiser.load(tmp_path)
+    monkeypatch.setattr(trainer, "decode", lambda *_: ["4"])
+    for prompt, end in (("2+2=", "with '4'"), ("1+1+2=", "with '4'; of the prompt's blocks of 4 the first has 2 tokens")):
+        said = verify._answer(model, tok, dataclasses.replace(verify.QUESTIONS["words"], prompt=prompt))
+        assert said == f"{prompt!r} -> '4', {end}"
 
 
 MISTAKES = {
@@ -243,6 +267,22 @@ def test_a_step_in_which_one_layer_gets_no_gradient_fails(trained, monkeypatch):
     monkeypatch.setattr(trainer, "optimizer_step", forgetful)
     checks = found(trained)
     assert failed(checks) == ["step"] and "1 adapters did not move: model.model.layers.1.mlp.up_proj" in checks["step"].said
+
+
+@pytest.mark.parametrize("answer", ["20", "21"])
+def test_the_first_network_is_gone_before_the_second_comes(answer, trained, monkeypatch):
+    """A GPU may not hold two, and its counter of the step would count both; a check that failed must not keep one alive."""
+    load, seen, alive = denoiser.load, [], []
+
+    def watched(*words, **more):
+        alive.append([network() is not None for network in seen])
+        model, tok = load(*words, **more)
+        seen.append(weakref.ref(model.model.lm_head.weight))
+        return model, tok
+
+    monkeypatch.setattr(denoiser, "load", watched)
+    assert failed(found(trained, prompt="5,5,2>20:", answer=answer)) == ([] if answer == "20" else ["answer"])
+    assert alive[:3] == [[], [True], [False, False]], "loaded first for load, then for reload, then for step"
 
 
 def test_memory_that_runs_out_is_a_failed_check(trained, monkeypatch):
