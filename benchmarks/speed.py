@@ -14,6 +14,7 @@ import statistics
 import time
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
@@ -42,6 +43,54 @@ def forward_flops(model: denoiser.Denoiser, width: int) -> float:
     c = model.model.config
     body = sum(p.numel() for p in model.model.model.layers.parameters())
     return width * (2 * body + 4 * width * c.hidden_size * c.num_hidden_layers)
+
+
+@torch.no_grad()
+def fewest_operations(model: denoiser.Denoiser, tokens: torch.Tensor) -> torch.Tensor:
+    """The hidden states of rows without padding, in as few operations as torch has for them: what a forward could take."""
+    c, h = model.model.config, F.embedding(tokens, model.model.model.embed_tokens.weight)
+    heads, place = c.num_attention_heads, torch.arange(tokens.shape[1])[None]
+    cos, sin = (table[:, :, None] for table in model.model.model.rotary_emb(h, place))
+    sin = sin * torch.cat([-torch.ones(sin.shape[-1] // 2), torch.ones(sin.shape[-1] // 2)])
+    for layer in model.model.model.layers:
+        a, mlp = layer.self_attn, layer.mlp
+        inputs = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
+        gates = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        x = F.rms_norm(h, h.shape[-1:], layer.input_layernorm.weight, c.rms_norm_eps)
+        qk, v = F.linear(x, inputs).unflatten(-1, (3 * heads, -1)).split([2 * heads, heads], 2)
+        qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
+        q, k, v = (y.transpose(1, 2) for y in (*qk.chunk(2, 2), v))
+        h = h + a.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = F.linear(F.rms_norm(h, h.shape[-1:], layer.post_attention_layernorm.weight, c.rms_norm_eps), gates).chunk(
+            2, -1
+        )
+        h = h + mlp.down_proj(F.silu(gate) * up)
+    return F.rms_norm(h, h.shape[-1:], model.model.model.norm.weight, c.rms_norm_eps)
+
+
+def forward_rows(learner: trainer.Learner, rate: float, sizes: tuple[int, ...] = (32, 128)) -> list[dict]:
+    """Forwards of 256 rows, so many at a time: by transformers' layers, and in the fewest operations."""
+    width, rows = learner.task.prompt_length + learner.settings.sampler.length, []
+    floor, encode = 256 * forward_flops(learner.model, width) / rate, torch.no_grad()(learner.network.encode)
+    for size in sizes:
+        tokens = torch.randint(5, (size, width))
+        everything = torch.ones_like(tokens, dtype=torch.bool)
+        torch.testing.assert_close(fewest_operations(learner.model, tokens), encode(tokens, everything), atol=1e-4, rtol=1e-4)
+        calls = {
+            "transformers": lambda t=tokens, e=everything: encode(t, e),
+            "fewest": lambda t=tokens: fewest_operations(learner.model, t),
+        }
+        for name, call in calls.items():
+            took = 256 / size * seconds(call, 30)
+            rows.append(
+                {
+                    "phase": f"forward, {name}, {size} rows",
+                    "ms": 1000 * took,
+                    "floor, ms": 1000 * floor,
+                    "share of floor": floor / took,
+                }
+            )
+    return rows
 
 
 def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
@@ -131,7 +180,8 @@ def main() -> None:
             rows.append(step_row(learner_of(arguments, method=name, method_options={}), machine_rate()))
             tqdm.write(f"{name}: {rows[-1]['ms']:.0f} ms, {rows[-1]['share of floor']:.2f} of the floor")
     else:
-        rows = [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [step_row(learner, machine_rate())]
+        rows = forward_rows(learner, machine_rate())
+        rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [step_row(learner, machine_rate())]
     print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
 
 
