@@ -1,5 +1,8 @@
 """Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile] [--methods all]`.
 
+With `--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml` the same for the network of 11 M
+parameters that is meant for a GPU, here on the CPU: with random weights, since none ship, made-up rewards, and 16 responses.
+
 The floor of a phase is its matrix products divided by the rate at which this machine multiplies large matrices. It counts
 only network calls that the method needs: one forward for a rolled-out state and for a state that old weights or a reference
 score, three (forward and backward) for a state of the update; a graph-free first pass is overhead, not floor. The rate is
@@ -11,7 +14,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import tempfile
 import time
+import zlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +25,7 @@ from tqdm import tqdm
 
 from minidrl import algorithms as alg
 from minidrl import config, denoiser, report, sampler, trainer
+from minidrl.tasks.countdown import tokenizer
 
 
 def seconds(call, repeats: int = 7) -> float:
@@ -129,11 +136,10 @@ def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
     }
 
 
-def step_row(learner: trainer.Learner, rate: float, steps: int = 6) -> dict:
+def step_row(learner: trainer.Learner, rate: float, steps: int) -> dict:
     """An RL step of the config: rollout, scoring, update."""
     rows = [learner.step(i) for i in range(steps)][1:]
-    one = forward_flops(learner.model, learner.task.prompt_length + learner.settings.sampler.length)
-    floor = statistics.median(needed_calls(r) for r in rows) * one / rate
+    floor = statistics.median(needed_flops(learner, r) for r in rows) / rate
     took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
     return {
         "phase": f"RL step, {learner.method.name}",
@@ -143,45 +149,77 @@ def step_row(learner: trainer.Learner, rate: float, steps: int = 6) -> dict:
     }
 
 
-def needed_calls(row: dict) -> float:
-    """Forwards that a step needs. The first pass scores the states of the update once more: that much scoring is overhead."""
+def needed_flops(learner: trainer.Learner, row: dict) -> float:
+    """What a step needs. The first pass scores the states of the update once more: that much scoring is overhead."""
+    s, prompt = learner.settings.sampler, learner.task.prompt_length
     update, scoring = row.get("network_calls/update", 0), row.get("network_calls/scoring", 0)
-    return row["network_calls/rollout"] + 3 * update + max(scoring - update, 0)
+    drawn = scored = forward_flops(learner.model, prompt + s.length)
+    if learner.model.block_length is not None:  # a rollout sees the blocks up to the current one, a staircase two responses
+        ends = range(s.block_length, s.length + 1, s.block_length)
+        drawn = statistics.mean(forward_flops(learner.model, prompt + end) for end in ends)
+        scored = forward_flops(learner.model, prompt + 2 * s.length)
+    return row["network_calls/rollout"] * drawn + (3 * update + max(scoring - update, 0)) * scored
 
 
-def whole_sequence_rows() -> list[str]:
-    """All rows but those of block-wise models, whose forwards have other lengths."""
-    staircases = (alg.block_elbo_plan, alg.block_replay_plan)
-    return [name for name, method in alg.METHODS.items() if method.plan.func not in staircases]
+def block_wise(name: str) -> bool:
+    """Whether a row asks for a block-causal network."""
+    return alg.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
 
 
 def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
-    """The config's learner."""
-    overrides = {"threads": arguments.threads, "compile": arguments.compile, **changes}
+    """The config's learner; with --random that of a network of random weights, block-causal where the row asks for it."""
+    overrides = {"threads": arguments.threads, "compile": arguments.compile, "device": "cpu", **changes}
+    if arguments.random:
+        network, task = config.load(config.Pretrain, arguments.random), config.load(config.Train, arguments.config)
+        size = network.sampler.length // 3 if block_wise(changes.get("method", task.method)) else None
+        model = denoiser.build(dataclasses.asdict(network.network), tokenizer(), 0, block_length=size)
+        denoiser.save(model, tokenizer(), arguments.folder)
+        overrides |= {"model": arguments.folder, "num_prompts": 2, "micro_batch": 64}
+        overrides |= {"sampler.attention": "block_causal", "sampler.block_length": size} if size else {}
     learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
+    if arguments.random:  # which solves nothing: without rewards there is no update
+        object.__setattr__(learner.task, "score", made_up_score)
     torch.set_num_threads(arguments.threads)
     return learner
 
 
+def made_up_score(puzzle: Any, text: str) -> float:
+    """A reward for each answer, of no meaning."""
+    return zlib.crc32(text.encode()) % 1000 / 999
+
+
 def main() -> None:
-    """Print the table."""
+    """Read the command line; make the network."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="tiny_configs/countdown_cpu.yaml")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--methods", default="", help="RL steps of these rows instead (comma-separated, or all)")
+    parser.add_argument("--steps", type=int, default=6, help="RL steps of a row; the first is not counted")
+    parser.add_argument(
+        "--random", help="a config of pretrain: its network with random weights, in the place of the config's base"
+    )
     arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as arguments.folder:
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print the table."""
     learner = learner_of(arguments)
     print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
     if arguments.methods:
-        names = whole_sequence_rows() if arguments.methods == "all" else arguments.methods.split(",")
+        names = [name for name in alg.METHODS if arguments.random or not block_wise(name)]  # the config's base is what it is
+        names = names if arguments.methods == "all" else arguments.methods.split(",")
         rows = []
         for name in tqdm(names):
-            rows.append(step_row(learner_of(arguments, method=name, method_options={}), machine_rate()))
+            rows.append(step_row(learner_of(arguments, method=name, method_options={}), machine_rate(), arguments.steps))
             tqdm.write(f"{name}: {rows[-1]['ms']:.0f} ms, {rows[-1]['share of floor']:.2f} of the floor")
     else:
         rows = forward_rows(learner, machine_rate())
-        rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [step_row(learner, machine_rate())]
+        rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [
+            step_row(learner, machine_rate(), arguments.steps)
+        ]
     print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
 
 

@@ -1,0 +1,810 @@
+"""The ledger of claims: `python benchmarks/claims.py` writes CLAIMS.md; with `--check` it exits with 1 if the file is stale.
+
+A claim is a sentence, a number that decides it, and a criterion for that number. The number of a claim is computed here, by
+enumeration or by the shipped functions on small tensors (seconds); or it is read from results/instability.json and claims.json,
+where the runs that take long are recorded with their command; or nobody has run it. No verdict is typed in: `verdict` derives
+it from the number, its interval and the criterion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import operator
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minidrl import algorithms as alg
+from minidrl import oracle, report, sampler
+
+ROOT = Path(__file__).parents[1]
+HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "not distinguishable", "not run here"
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # two-sided 95 %, for a mean of so many runs
+
+# ============================================================================================== numbers, criteria, verdicts
+
+
+@dataclass(frozen=True)
+class Found:
+    """A number and its interval. ``cases``: low and high are reached, by a case each; otherwise they are 95 % limits."""
+
+    value: float
+    low: float
+    high: float
+    cases: bool
+
+    def __post_init__(self):
+        if not self.low <= self.value <= self.high:  # nan is in no order, and must not become a verdict
+            raise ValueError(f"found: got {self.value} in [{self.low}, {self.high}]; allowed low <= value <= high")
+
+
+def cases(values: Iterable[float]) -> Found:
+    """Median, lowest and highest of a number that was computed for several cases. Rounding errors become 0."""
+    values = [round(float(value), 8) + 0.0 for value in values]
+    return Found(statistics.median(values), min(values), max(values), cases=True)
+
+
+def runs(values: list[float]) -> Found:
+    """Mean over seeds with Student's 95 % interval."""
+    mean, half = statistics.mean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return Found(mean, mean - half, mean + half, cases=False)
+
+
+def percent_difference(a: float, b: float, puzzles: int) -> Found:
+    """a - b in points, of one run each: 95 % by the binomial error of the two evaluations alone."""
+    half = 1.96 * math.sqrt((a * (100 - a) + b * (100 - b)) / puzzles)
+    return Found(a - b, a - b - half, a - b + half, cases=False)
+
+
+def share(count: int, total: int) -> Found:
+    """A share with Wilson's 95 % interval."""
+    z2 = 1.96**2
+    middle, half = (count + z2 / 2) / (total + z2), math.sqrt(z2 * (count * (total - count) / total + z2 / 4)) / (total + z2)
+    low, high = (round(x, 8) + 0.0 for x in (middle - half, middle + half))
+    return Found(count / total, low, high, cases=False)
+
+
+SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+def verdict(found: Found | None, criterion: str) -> str:
+    """Holds if the whole interval satisfies the criterion, which is a sign and a bound.
+
+    A case that does not is a counter-example. An estimate is refuted if its whole interval lies on the other side, and decides
+    nothing if it contains the bound.
+    """
+    if found is None:
+        return NOT_RUN
+    sign, bound = criterion.split()
+    ends = [SIGNS[sign](x, float(bound)) for x in (found.low, found.high)]
+    return HOLDS if all(ends) else FAILS if found.cases or not any(ends) else UNDECIDED
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of the ledger.
+
+    source       where it is stated, or what it is about
+    decided_by   the tests, notebooks or commands that show it at length
+    number       what is measured, with its unit; why not, where measure is None
+    criterion    of `verdict`
+    """
+
+    text: str
+    source: str
+    decided_by: str
+    seeds: str
+    number: str
+    measure: Callable[[], Found] | None
+    criterion: str
+
+
+def not_run(text: str, source: str, why: str) -> Claim:
+    """A claim that nothing here decides, and why."""
+    return Claim(text, source, "", "", why, None, "")
+
+
+# ======================================================================================================= random tables
+#
+# A table of random conditionals is a model that no theorem favours: what holds for all of them holds by construction, and one
+# that fails is a counter-example. Estimators are judged on tables of 6 positions and 3 tokens, gradients on 3 positions.
+
+LENGTH, VOCAB, TABLES = 6, 3, 20
+
+
+def table(seed: int, length: int = LENGTH, vocab: int = VOCAB) -> oracle.TabularDenoiser:
+    """Independent normal logits for every state."""
+    return oracle.TabularDenoiser.random(length, vocab, torch.Generator().manual_seed(seed))
+
+
+def over_tables(measure: Callable[[int], float], count: int = TABLES) -> Found:
+    """A number of each of the tables 0, 1, ..."""
+    return cases(measure(seed) for seed in range(count))
+
+
+def text_of(seed: int) -> oracle.State:
+    """The response that is looked at in table ``seed``."""
+    return tuple((seed + i) % VOCAB for i in range(LENGTH))
+
+
+@torch.no_grad()
+def hidden_sums(model: oracle.TabularDenoiser, response: oracle.State) -> dict[frozenset[int], float]:
+    """S(M), the log-probability of the hidden tokens, of every set M of hidden positions."""
+    masks = oracle.all_subsets(model.length)
+    return {m: float(sum(oracle.token_logp(model, response, m).values())) for m in masks}
+
+
+@functools.cache
+def sums(seed: int) -> dict[frozenset[int], float]:
+    """`hidden_sums` of table ``seed``."""
+    return hidden_sums(table(seed), text_of(seed))
+
+
+def variance(chance: Tensor, value: Tensor) -> float:
+    """Of a finite distribution."""
+    return float((chance * value.square()).sum() - (chance * value).sum() ** 2)
+
+
+def one_call(seed: int) -> dict[int, Tensor]:
+    """All values (L / l) S(M) of one call of the count form, by the number l of hidden tokens."""
+    by_count: dict[int, list[float]] = {count: [] for count in range(1, LENGTH + 1)}
+    for mask, total in sums(seed).items():
+        if mask:
+            by_count[len(mask)].append(LENGTH / len(mask) * total)
+    return {count: torch.tensor(values, dtype=torch.float64) for count, values in by_count.items()}
+
+
+def time_and_mask(seed: int) -> tuple[float, float]:
+    """The two parts of the variance of one call: of the mean given the count, and the mean of the variance given it."""
+    values = one_call(seed).values()
+    return statistics.pvariance([float(v.mean()) for v in values]), statistics.mean(float(v.var(correction=0)) for v in values)
+
+
+def share_of_first(parts: tuple[float, float]) -> float:
+    """Of the sum."""
+    return parts[0] / sum(parts)
+
+
+# A model that can be solved for any length: hidden tokens are independent, of mean a(l) and a standard deviation of that size.
+
+
+def solved(length: int) -> list[float]:
+    """a(1) .. a(length)."""
+    return [-(0.2 + 1.8 * (count / length) ** 2) for count in range(1, length + 1)]
+
+
+def time_and_mask_solved(length: int) -> tuple[float, float]:
+    """`time_and_mask` of the solved model."""
+    a = solved(length)
+    return length**2 * statistics.pvariance(a), length * sum(x * x / count for count, x in enumerate(a, 1))
+
+
+def rollout_of(rows: list, **given) -> alg.Rollout:
+    """Responses without prompts, of which every token counts, as one group."""
+    row = torch.tensor(rows)
+    empty, keep = torch.zeros(len(row), 0, dtype=torch.long), torch.ones_like(row, dtype=torch.bool)
+    blank = torch.zeros(row.shape, dtype=torch.float64)
+    return replace(alg.Rollout(empty, empty.bool(), row, keep, torch.full_like(row, -1), blank, len(row), None), **given)
+
+
+# ==================================================================================== ELBO: LLaDA, LLaDA 1.5 (VRPO), ESPO
+
+
+def slack_of_the_bound(seed: int) -> float:
+    """log p - ELBO, of random order."""
+    model, response = table(seed), text_of(seed)
+    with torch.no_grad():
+        return float(oracle.any_order_log_likelihood(model, response) - oracle.elbo(model, response))
+
+
+@torch.no_grad()
+def slack_for_confident_samplers() -> Found:
+    """log p - ELBO, where p is the low-confidence sampler's: every response of small tables."""
+    found = []
+    for seed in range(TABLES):
+        model = table(seed, 3, 2)
+        likelihood = oracle.response_distribution(oracle.trajectories(model, "low_confidence", 1.0, 1))
+        found += [float(p.log() - oracle.elbo(model, response)) for response, p in likelihood.items()]
+    return cases(found)
+
+
+def spread_over_times(seed: int) -> float:
+    """Two calls: variance with two masks at one time over that with one mask at each of two times."""
+    given = one_call(seed)
+    pair = {l: (z[:, None] + z[None]).flatten() / 2 for l, z in given.items()}
+    chance = torch.cat([torch.full_like(z, 1 / LENGTH / len(z)) for z in pair.values()])
+    single = torch.cat([torch.full_like(z, 1 / LENGTH / len(z)) for z in given.values()])
+    z = torch.cat(list(given.values()))
+    apart = variance(torch.outer(single, single).flatten(), (z[:, None] + z[None]).flatten() / 2)
+    return variance(chance, torch.cat(list(pair.values()))) / apart
+
+
+def pairs_over_singles(seed: int) -> float:
+    """Two calls: variance of a mask with its complement, (2.4), over that of two independent masks, (2.3)."""
+    everyone, s = frozenset(range(LENGTH)), sums(seed)
+    chance = torch.tensor([1 / (LENGTH + 1) / math.comb(LENGTH, len(m)) for m in s], dtype=torch.float64)
+    z = {m: (LENGTH + 1) / len(m) * s[m] if m else 0.0 for m in s}
+    pair = torch.tensor([(z[m] + z[everyone - m]) / 2 for m in s], dtype=torch.float64)
+    return variance(chance, pair) / (sum(time_and_mask(seed)) / 2)
+
+
+# ======================================================================================================= d1 / diffu-GRPO
+
+
+def mean_field_misses_the_ratio() -> Found:
+    """Two bits that agree nine times in ten become two bits that differ nine times in ten; nats of the log-ratio."""
+    bits = list(itertools.product(range(2), repeat=2))
+    nets = [oracle.consistent_denoiser(torch.tensor(joint)) for joint in ([[9.0, 1], [1, 9]], [[1.0, 9], [9, 1]])]
+    rollout = rollout_of(bits)
+    plan = alg.mean_field_plan(rollout, torch.Generator(), p_mask_prompt=0.0)
+    old, new = (alg.features(net, rollout, plan, temperature=1.0)["logp"].sum((0, 2)) for net in nets)
+    before, after = ([oracle.any_order_log_likelihood(net, y).item() for y in bits] for net in nets)
+    return cases(abs(n - o - (a - b)) for n, o, a, b in zip(new, old, after, before, strict=True))
+
+
+# ================================================================================================================== GDPO
+
+
+def bias_of_three_nodes(seed: int) -> float:
+    """|mean of quadrature with three nodes - ELBO|, nats."""
+    t, w = alg.gauss_legendre(3)
+    model, response = table(seed), text_of(seed)
+    with torch.no_grad():
+        estimate = sum(w[n] * oracle.elbo_integrand(model, response, t[n].item()) for n in range(3))
+        return abs(float(estimate - oracle.elbo(model, response)))
+
+
+def quadrature_error(seed: int) -> float:
+    """Three calls: error of quadrature (unbiased here) over that of independent calls of the count form."""
+    total = 0.0
+    for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
+        chance = torch.tensor([t ** len(m) * (1 - t) ** (LENGTH - len(m)) for m in sums(seed)], dtype=torch.float64)
+        total += w**2 * variance(chance, torch.tensor(list(sums(seed).values()), dtype=torch.float64) / t)
+    return math.sqrt(total / (sum(time_and_mask(seed)) / 3))
+
+
+def quadrature_error_solved(length: int) -> float:
+    """`quadrature_error` on the solved model, whose a(l) is a polynomial that three nodes integrate exactly."""
+    a, total = solved(length), 0.0
+    for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
+        law = [(math.comb(length, c) * t**c * (1 - t) ** (length - c), c, a[c - 1]) for c in range(1, length + 1)]
+        mean = sum(p * c * x / t for p, c, x in law)
+        total += w**2 * (sum(p * ((c * x / t) ** 2 + c * x * x / t**2) for p, c, x in law) - mean**2)
+    return math.sqrt(total / (sum(time_and_mask_solved(length)) / 3))
+
+
+def lost_by_floor_counts(length: int) -> float:
+    """The lost share of the log-likelihood of a model whose tokens all have the same log-probability."""
+    words = {"num_nodes": 3, "masks_per_node": 1, "counts": "floor", "domain": "keep"}
+    plan = alg.quadrature_plan(rollout_of([[0] * length]), torch.Generator().manual_seed(0), **words)
+    return 1 - float((plan.weight * plan.scored.sum(-1)).sum()) / length
+
+
+# ====================================================================================================== StableDRL and SPG
+
+
+def mean_ratio_of_fresh_masks() -> Found:
+    """Mean of exp(difference of two estimates with masks of their own) at equal weights: every response of a table."""
+    model, found = table(0, 3, 3), []
+    for response in itertools.product(range(3), repeat=3):
+        masks = [(1 / (3 * math.comb(3, len(m))), 3 / len(m) * s) for m, s in hidden_sums(model, response).items() if m]
+        found.append(math.prod(sum(p * math.exp(sign * z) for p, z in masks) for sign in (1, -1)))
+    return cases(found)
+
+
+def ratio_of_shared_masks() -> Found:
+    """|ratio - 1| at equal weights, the plan of the row scored twice."""
+    method, model = alg.METHODS["stabledrl"], table(0, 3, 3)
+    rollout = rollout_of(list(itertools.product(range(3), repeat=3)))
+    plan = method.plan(rollout, torch.Generator().manual_seed(0))
+    ll, anchor = (
+        alg.reduced(method, plan, rollout, alg.features(model, rollout, plan, temperature=1.0, size=n)) for n in (256, 5)
+    )
+    return cases((alg.log_ratio(ll, anchor).exp() - 1).abs().flatten())
+
+
+def coefficients(objective: Callable, log_ratio: Tensor, adv: Tensor) -> Tensor:
+    """What multiplies adv grad ll in the ascent direction, for the responses of one group."""
+    ll = log_ratio.clone().requires_grad_()
+    loss = objective(ll[None, :, None], torch.zeros_like(ll)[None, :, None], adv[None, :, None], len(ll)).sum()
+    return -torch.autograd.grad(loss, ll)[0] / adv
+
+
+GROUP_ADV = torch.tensor([1.0, -1.5, 1.0, -0.5], dtype=torch.float64)
+
+
+@functools.cache
+def group_gradients() -> Tensor:
+    """Exact gradients of the ELBO of four responses of a table."""
+    model, responses = table(0, 3, 3), list(itertools.product(range(3), repeat=3))[1:5]
+    return torch.stack([oracle.table_gradient(model, oracle.elbo(model, y)).flatten() for y in responses])
+
+
+def group_step(objective: Callable, log_ratio: list[float]) -> Tensor:
+    """The update of this group: sum of coefficient adv grad ll."""
+    ratio = torch.tensor(log_ratio, dtype=torch.float64)
+    return (coefficients(objective, ratio, GROUP_ADV) * GROUP_ADV) @ group_gradients()
+
+
+def step_over_bound(name: str, log_ratios: tuple[float, ...]) -> Found:
+    """Length of the update over max |adv| |grad ll|, where a bad response has this ratio and a good one its inverse."""
+    method, g = alg.METHODS[name], group_gradients()
+    limit, n = (GROUP_ADV.abs() * g.norm(dim=1)).max(), 1 if method.aggregation == "group_sum" else len(g)
+    return cases(group_step(method.objective, [0.1, x, -x, 0.2]).norm() / n / limit for x in log_ratios)
+
+
+@torch.no_grad()
+def eubo_below_log_p(beta: float = 1.5, models: int = 200) -> Found:
+    """Share of random models whose EUBO, over all masks, lies below log p."""
+    masks, responses = oracle.all_subsets(3)[1:], list(itertools.product(range(3), repeat=3))
+    scored = torch.tensor([[[i in m for i in range(3)]] for m in masks])
+    weight = torch.tensor([[1 / (len(m) * math.comb(3, len(m)))] for m in masks], dtype=torch.float64)
+    plan, below = alg.Plan(scored, scored, weight, scored.any(-1)), 0
+    for seed in range(models):
+        model, response = table(1000 + seed, 3, 3), responses[seed % 27]
+        logp = alg.features(model, rollout_of([response]), plan, temperature=1.0)["logp"]
+        below += bool(alg.eubo(logp, plan, beta=beta) < oracle.any_order_log_likelihood(model, response))
+    return share(below, models)
+
+
+@torch.no_grad()
+def blocks_of_one_token(seed: int) -> float:
+    """|block ELBO - log-likelihood from left to right|, of the shipped plan, nats."""
+    settings = sampler.Sampler(order="left_to_right", temperature=1.0, length=LENGTH, block_length=1, tokens_per_step=1)
+    rollout, model = rollout_of([text_of(seed)], sampler=settings), table(seed)
+    plan = alg.block_elbo_plan(rollout, torch.Generator().manual_seed(0), num_states=1, domain="keep", strata=False)
+    logp = alg.features(model, rollout, plan, temperature=1.0)["logp"]
+    ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
+    steps = [oracle.token_logp(model, text_of(seed), frozenset(range(i, LENGTH)))[i] for i in range(LENGTH)]
+    return abs(float(ll.sum() - sum(steps)))
+
+
+# ============================================================================================= trajectories: EGSPO, TraceRL
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Every trajectory of a sampler on a small table, as a batch of the module; adv: rewards less their mean."""
+
+    model: oracle.TabularDenoiser
+    order: str
+    rollout: alg.Rollout
+    chance: Tensor
+    adv: Tensor
+
+    def update(self, weight: Tensor, names: tuple[str, ...] = ("logp",), plan: alg.Plan | None = None) -> Tensor:
+        """Gradient of the sum of weight times log pi(step), by the shipped features."""
+        plan = every_step(self.rollout) if plan is None else plan
+        states = torch.arange(plan.valid.numel())
+        found = alg.state_features(self.model, self.rollout, plan, states, temperature=1.0, names=names)
+        log_pi = sum(found.values()).sum(-1).unflatten(0, plan.valid.shape)
+        return oracle.table_gradient(self.model, (weight * log_pi).sum())
+
+    @functools.cached_property
+    def gradient(self) -> Tensor:
+        """Of the expected reward, by enumeration."""
+        return oracle.policy_gradient(self.model, self.order, 1.0, 1, accepted)
+
+
+def accepted(response: oracle.State) -> float:
+    """Exactly two ones."""
+    return float(sum(token == 1 for token in response) == 2)
+
+
+def every_step(rollout: alg.Rollout) -> alg.Plan:
+    """(3.1), nothing left out."""
+    return alg.replay_plan(rollout, torch.Generator(), num_states=None, min_entropy=0.0)
+
+
+@functools.cache
+def walks(seed: int, order: str, vocab: int = 2) -> Walks:
+    """Three positions, one token a step."""
+    model = table(seed, 3, vocab)
+    paths = oracle.trajectories(model, order, 1.0, 1)
+    settings = sampler.Sampler(order=order, temperature=1.0, length=3, block_length=3, tokens_per_step=1)
+    steps = torch.tensor([path.unmask_step for path in paths])
+    rollout = rollout_of([path.response for path in paths], unmask_step=steps, sampler=settings)
+    entropy = alg.features(model, rollout, every_step(rollout), temperature=1.0, names=("entropy",))["entropy"].sum(0)
+    chance = torch.stack([path.prob.detach() for path in paths])
+    reward = torch.tensor([accepted(path.response) for path in paths], dtype=torch.float64)
+    return Walks(model, order, replace(rollout, records={"entropy": entropy}), chance, reward - (chance * reward).sum())
+
+
+def gradient_error(seed: int, order: str, names: tuple[str, ...] = ("logp",), merge: int = 0) -> float:
+    """Relative error of the expected update with the score ``names``, or with ``merge`` steps scored as one."""
+    w = walks(seed, order)
+    plan = alg.merged_plan(w.rollout, torch.Generator(), merge=merge) if merge else None
+    return float((w.update(w.chance * w.adv, names, plan) - w.gradient).norm() / w.gradient.norm())
+
+
+def merged_over_mean_field(seed: int) -> float:
+    """Error of the gradient with two of the three steps scored as one, over that with all three."""
+    return gradient_error(seed, "random", merge=2) / gradient_error(seed, "random", merge=3)
+
+
+def loss_over_entropy_bound() -> Found:
+    """What leaving out steps costs over 2 max|adv| times their expected entropy: five tables, every fixed set of steps."""
+    found = []
+    for seed in range(5):
+        w = walks(seed, "random", 3)
+        for left_out in oracle.all_subsets(3)[1:]:
+            outside = torch.tensor([[float(s in left_out)] for s in range(3)], dtype=torch.float64)
+            lost = w.update(w.chance * w.adv * outside).norm()
+            entropy = (w.chance[:, None] * w.rollout.records["entropy"] * outside.flatten()[w.rollout.unmask_step]).sum()
+            found.append(lost / (2 * w.adv.abs().max() * entropy))
+    return cases(found)
+
+
+def mean_score_of_selected_steps(seed: int) -> float:
+    """Length of the mean score of each trajectory's most uncertain step, over that of the gradient; 0 for a fixed step."""
+    w = walks(seed, "random")
+    plan = alg.entropy_plan(w.rollout, torch.Generator(), num_states=1, shared=False, weight="sum")
+    return float(w.update(w.chance, plan=plan).norm() / w.gradient.norm())
+
+
+@torch.no_grad()
+def last_step_values() -> Found:
+    """|mean reward of drawn one-step completions - value| in all states of a table with one hidden token."""
+    model, found = table(0, 3, 3), []
+    for state in (s for s in itertools.product(range(4), repeat=3) if s.count(3) == 1):
+        kernel = oracle.transition(model, state, range(3), "low_confidence", 1.0, 1)
+        value = sum(p * accepted(response) for response, p in kernel.items())
+        drawn = oracle.proposals(model, state, [state.index(3)], 1.0)
+        filled = [(tuple(tokens.get(i, token) for i, token in enumerate(state)), p) for tokens, p in drawn]
+        found.append(abs(sum(p * accepted(response) for response, p in filled) - value))
+    return cases(found)
+
+
+# ========================================================================================================= trust regions
+
+
+def weights(name: str, pi: Tensor, mu: Tensor, adv: Tensor) -> Tensor:
+    """w in -grad loss = adv (pi / mu) w grad log pi, of a row's objective."""
+    ll = pi.log().requires_grad_()
+    loss = alg.METHODS[name].objective(ll, mu.log(), adv, 1).sum()
+    return torch.autograd.grad(loss, ll)[0] / (-adv * pi / mu)
+
+
+def tokens_on_a_grid() -> tuple[Tensor, Tensor, Tensor]:
+    """pi, mu and the sign of the advantage, on a grid of (0, 1)."""
+    side = torch.arange(1, 100, dtype=torch.float64) / 100
+    axes = (side - 0.0037, side - 0.0061, torch.tensor([1.0, -1.0], dtype=torch.float64))  # never on a boundary
+    return tuple(x.flatten() for x in torch.meshgrid(*axes, indexing="ij"))
+
+
+def two_tokens() -> Found:
+    """A rare token that became less rare, a likely bad one that lost a fifth: how many of four weights are as stated."""
+    mu, pi, adv = torch.tensor([[1e-4, 0.99], [1e-2, 0.80], [1.0, -1.0]], dtype=torch.float64)
+    found = torch.cat([weights(name, pi, mu, adv) for name in ("ppo", "dppo-tv")])
+    return cases([torch.isclose(found, torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.float64)).sum()])
+
+
+def boundaries_that_differ() -> Found:
+    """Share of the grid on which DRPO pulls back and DPPO does not stop, or the other way round."""
+    pi, mu, adv = tokens_on_a_grid()
+    return cases([((weights("drpo", pi, mu, adv) > 0) != (weights("dppo-tv", pi, mu, adv) > 0)).double().mean()])
+
+
+def smallest_weight(name: str) -> Found:
+    """On the grid."""
+    return cases([weights(name, *tokens_on_a_grid()).min()])
+
+
+def settle(name: str, mu: float, sign: float, rate: float = 0.05, momentum: float = 0.9) -> float:
+    """Distance from mu + sign 0.15 after 400 steps on one sample: a softmax of 20 tokens, momentum."""
+    z = torch.full((20,), (1 - mu) / 19, dtype=torch.float64)
+    z[0] = mu
+    z, velocity, start = z.log(), torch.zeros(20, dtype=torch.float64), math.log(mu)
+    for _ in range(400):
+        z.requires_grad_()
+        ll = z.log_softmax(0)[0]
+        loss = alg.METHODS[name].objective(ll, torch.tensor(start).double(), torch.tensor(sign).double(), 1)
+        velocity = momentum * velocity - torch.autograd.grad(loss, z)[0]
+        z = z.detach() + rate * velocity
+    return abs(float(z.softmax(0)[0]) - (mu + sign * 0.15))
+
+
+def settled(name: str) -> Found:
+    """Four tokens: a rare good one, a likely good one, two likely bad ones."""
+    return cases(settle(name, mu, sign) for mu, sign in ((0.02, 1.0), (0.5, 1.0), (0.5, -1.0), (0.95, -1.0)))
+
+
+def regression_on_policy() -> Found:
+    """|coefficient of GDSD's loss at ratio 1 over 2 psi / L, less 1|."""
+    objective, adv = alg.METHODS["gdsd"].objective, torch.tensor([0.7, -0.3, 0.1, -0.5], dtype=torch.float64)
+    found = coefficients(partial(objective, length=LENGTH), torch.zeros(4, dtype=torch.float64), adv)
+    return cases((found / (2 * objective.keywords["psi"] / LENGTH) - 1).abs())
+
+
+# ========================================================================================== runs that take minutes: recorded
+
+RECORDED = json.loads((Path(__file__).parent / "claims.json").read_text())
+
+
+@functools.cache
+def instability() -> list[dict]:
+    """One dict a run of benchmarks/instability.py."""
+    return [json.loads(line) for line in (Path(__file__).parent / "results" / "instability.json").read_text().splitlines()]
+
+
+def reward_gained(method: str) -> Found:
+    """Mean reward of the last hundred updates less that of the first ten; ratios of the sequence's ELBO."""
+    found = [r for r in instability() if (r["method"], r["scale"]) == (method, "sequence")]
+    return runs([run["final_reward"] - run["reward"][0] for run in found])
+
+
+def rl_less_self_training() -> Found:
+    """Points, seed by seed."""
+    solved_by = RECORDED["countdown"]["solved"]
+    pairs = zip(solved_by["after RL, temperature 1"], solved_by["self-training, temperature 1"], strict=True)
+    return runs([a - b for a, b in pairs])
+
+
+def best(name: str) -> float:
+    """Percent solved by a method, at the better of its recorded learning rates."""
+    return max(x for rate in ("3e-4", "1e-3") if (x := RECORDED["methods"]["solved"][name][rate]) is not None)
+
+
+def points(name: str, other: str | None = None) -> Found:
+    """Of a method less those of another, or of the base."""
+    words = RECORDED["methods"]
+    return percent_difference(best(name), best(other) if other else words["base"], words["puzzles"])
+
+
+# ============================================================================================================ the ledger
+
+TABLE_SEEDS, GRID = f"exact, {TABLES} tables", "exact, grid of 19,602 tokens"
+KERNEL = ("logp", "order_logp")
+RACE = "`python benchmarks/instability.py`, notebook 06 {}"
+COMPARE = "README.md (command 2)"
+ONE_RUN = "1 run each, 512 puzzles"
+
+LEDGER: dict[str, list[Claim]] = {
+    "The ELBO: LLaDA, LLaDA 1.5 (VRPO), ESPO": [
+        Claim("The ELBO is at most the log-likelihood of the sampler that reveals one random position at a time.",
+            "arXiv 2502.09992, eq. 6", "`tests/test_oracle.py`", TABLE_SEEDS,
+            "log p - ELBO, nats", lambda: over_tables(slack_of_the_bound), ">= 0"),
+        Claim("The ELBO is at most the log-likelihood of the low-confidence sampler, which usually makes the rollouts.",
+            "minidrl, on ELBO ratios with such rollouts", "`benchmarks/claims.py`", f"exact, {TABLES} tables x 8 responses",
+            "log p - ELBO, nats", slack_for_confident_samplers, ">= 0"),
+        Claim("With two calls, one mask at each of two times has no more variance than two masks at one time.",
+            "arXiv 2505.19223, Prop. 1", "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
+            "variance, one time over two", lambda: over_tables(spread_over_times), ">= 1"),
+        Claim("A mask and its complement have less variance than two independent masks, for the sum over a response.",
+            "practice of arXiv 2512.03759 (code)", "`law_complementary_variance`, notebook 02 (20.7)", TABLE_SEEDS,
+            "variance, pair over two masks", lambda: over_tables(pairs_over_singles), "< 1"),
+    ],
+    "d1 / diffu-GRPO": [
+        Claim("The ratio of two one-step mean-field likelihoods follows the ratio of the likelihoods it stands for.",
+            "practice of arXiv 2504.12216, eq. 4", "notebook 04 (40.3)", "exact, 4 responses",
+            "error of the log-ratio, nats", mean_field_misses_the_ratio, "<= 0.1"),
+        Claim("diffu-GRPO raises the share of Countdown puzzles that are solved.",
+            "arXiv 2504.12216", COMPARE, ONE_RUN,
+            "points above the base, better of two rates", lambda: points("diffu-grpo"), "> 0"),
+    ],
+    "GDPO": [
+        Claim("Nearly all variance of an ELBO estimate is that of the time: responses of 6 positions.",
+            "accounts of arXiv 2510.08554", "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
+            "share of the time", lambda: over_tables(lambda seed: share_of_first(time_and_mask(seed))), ">= 0.9"),
+        Claim("Nearly all variance of an ELBO estimate is that of the time: responses of 256 positions.",
+            "accounts of arXiv 2510.08554", "notebook 05 (50.2)", "exact, solved model",
+            "share of the time", lambda: cases([share_of_first(time_and_mask_solved(256))]), ">= 0.9"),
+        Claim("Quadrature has no bias from half as many nodes as positions on.",
+            "minidrl, on arXiv 2510.08554", "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)", TABLE_SEEDS,
+            "bias of 3 nodes at 6 positions, nats", lambda: over_tables(bias_of_three_nodes), "<= 1e-8"),
+        Claim("At three calls quadrature has a smaller error than independent draws: responses of 6 positions.",
+            "accounts of arXiv 2510.08554", "`law_quadrature_variance`, notebook 05 (50.7)", TABLE_SEEDS,
+            "error, quadrature over draws", lambda: over_tables(quadrature_error), "< 1"),
+        Claim("At three calls quadrature has a smaller error than independent draws: responses of 16 to 256 positions.",
+            "accounts of arXiv 2510.08554", "notebook 05 (50.15)", "exact, solved models, L = 16, 64, 256",
+            "error, quadrature over draws", lambda: cases(quadrature_error_solved(n) for n in (16, 64, 256)), "< 1"),
+        Claim("floor(t L) hidden tokens with the weight 1/t keep the scale of a log-likelihood to 2 %, at any length.",
+            "code of arXiv 2510.08554", "`law_constant_models_show_the_scale`, notebook 05 (50.9)", "exact, L = 8, 16, 256",
+            "lost share", lambda: cases(lost_by_floor_counts(n) for n in (8, 16, 256)), "<= 0.02"),
+        Claim("GDPO solves more Countdown puzzles than diffu-GRPO.",
+            "accounts of arXiv 2510.08554", COMPARE, ONE_RUN,
+            "points, each at its better rate", lambda: points("gdpo", "diffu-grpo"), "> 0"),
+    ],
+    "StableDRL": [
+        Claim("With fresh masks for old and new, the ratio of equal weights has mean 1, to 1 %.",
+            "practice of arXiv 2603.06743, 2510.08554 (code)", "`law_fresh_masks_inflate_the_ratio`, notebook 06 (60.1)",
+            "exact, 27 responses",
+            "mean ratio", mean_ratio_of_fresh_masks, "<= 1.01"),
+        Claim("With shared masks for old and new, the ratio of equal weights is 1.",
+            "minidrl, on arXiv 2603.06743", "`law_shared_masks_make_the_first_update_on_policy`, notebook 06 (60.9)",
+            "exact, 27 responses",
+            "abs(ratio - 1)", ratio_of_shared_masks, "<= 1e-8"),
+        Claim("GRPO's clip is conditional: noise in the ratio passes it.",
+            "arXiv 2603.06743, abstract", "`law_one_large_ratio`, notebook 06 (60.5)", "exact, ratios e^3, e^10, e^30",
+            "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("grpo", (3.0, 10.0, 30.0)), "> 1"),
+        Claim("Self-normalised weights keep a group's update below its largest adv grad ll, whatever the ratios.",
+            "accounts of arXiv 2603.06743", "`law_self_normalized_gradient_is_bounded`, notebook 06 (8.4)",
+            "exact, ratios to e^30",
+            "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("stabledrl", (0.0, 3.0, 10.0, 30.0)), "<= 1"),
+        Claim("GRPO with noisy ratios collapses: it ends below where it began.",
+            "arXiv 2603.06743, abstract", RACE.format("(60.12)"), "3 seeds x 1,000 updates",
+            "reward gained", lambda: reward_gained("grpo, fresh masks"), "< 0"),
+        Claim("StableDRL, with the same noise, ends above where it began.",
+            "arXiv 2603.06743, abstract", RACE.format("(60.12)"), "3 seeds x 1,000 updates",
+            "reward gained", lambda: reward_gained("stabledrl"), "> 0"),
+        Claim("StableDRL's clip alone collapses.",
+            "accounts of arXiv 2603.06743", RACE.format("(60.14)"), "3 seeds x 1,000 updates",
+            "reward gained", lambda: reward_gained("clip-only"), "< 0"),
+        Claim("StableDRL's self-normalisation alone collapses.",
+            "accounts of arXiv 2603.06743", RACE.format("(60.14)"), "3 seeds x 1,000 updates",
+            "reward gained", lambda: reward_gained("self-norm-only"), "< 0"),
+        not_run("StableDRL beats other methods on mathematics, with full attention and with blocks.",
+            "arXiv 2603.06743, abstract", "needs 8B weights"),
+    ],
+    "SPG and block diffusion": [
+        Claim("The evidence upper bound is an upper bound of the log-likelihood, at the released beta = 1.5.",
+            "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.11)",
+            "200 random models, all masks",
+            "share below log p", eubo_below_log_p, "<= 0"),
+        Claim("Reuse of rollouts without a ratio (SPG's choice) collapses.",
+            "accounts of arXiv 2603.06743", RACE.format("(60.14)"), "3 seeds x 1,000 updates",
+            "reward gained", lambda: reward_gained("no ratio"), "< 0"),
+        Claim("Blocks of one token make the block ELBO exact.",
+            "minidrl, on arXiv 2503.09573", "`law_blocks_of_one_token_are_exact`, notebook 07 (70.7)", TABLE_SEEDS,
+            "error, nats", lambda: over_tables(blocks_of_one_token), "<= 1e-8"),
+    ],
+    "Trajectories: EGSPO, TraceRL, MDPO": [
+        Claim("The sum over steps of advantage times score is the policy gradient: random order.",
+            "arXiv 2603.12554, abstract", "`law_replay_gradient_is_the_policy_gradient`, notebook 08 (80.2)", TABLE_SEEDS,
+            "relative error", lambda: over_tables(lambda seed: gradient_error(seed, "random")), "<= 1e-8"),
+        Claim("That sum is the policy gradient in low-confidence order, with the score of the revealed tokens alone.",
+            "code of arXiv 2603.12554, 2509.06949", "`law_replay_of_confident_samplers_is_token_only`, notebook 08 (80.8)",
+            TABLE_SEEDS,
+            "relative error", lambda: over_tables(lambda seed: gradient_error(seed, "low_confidence")), "<= 1e-8"),
+        Claim("That sum is the policy gradient in low-confidence order, with the factor (4.2) of the chosen positions.",
+            "minidrl, on arXiv 2603.12554", "`law_exact_score_is_the_policy_gradient`, notebook 08 (80.8)", TABLE_SEEDS,
+            "relative error", lambda: over_tables(lambda seed: gradient_error(seed, "low_confidence", KERNEL)), "<= 1e-8"),
+        Claim("Leaving out a fixed set of steps costs at most 2 max abs(adv) times their expected entropy.",
+            "accounts of arXiv 2603.12554", "`law_entropy_bounds_what_a_fixed_selection_loses`, notebook 08 (80.4)",
+            "exact, 5 tables x 7 sets",
+            "loss over bound", loss_over_entropy_bound, "<= 1"),
+        Claim("The most uncertain step of each trajectory has a score of mean 0, as a fixed step has.",
+            "code of arXiv 2603.12554 selects so", "`law_selection_by_trajectory_is_biased`, notebook 08 (80.5)", TABLE_SEEDS,
+            "mean score over gradient", lambda: over_tables(mean_score_of_selected_steps), "<= 1e-8"),
+        Claim("At the last step, drawn one-step completions give the value of the state.",
+            "minidrl, on arXiv 2603.12554", "`law_one_step_values`, notebook 08 (80.6)", "exact, 27 states",
+            "error", last_step_values, "<= 1e-8"),
+        Claim("The 4 most uncertain of 12 steps train within 2 points of all of them.",
+            "minidrl, on arXiv 2603.12554", COMPARE, ONE_RUN,
+            "points, egspo less reinforce", lambda: points("egspo, 4 of 12 steps", "reinforce"), ">= -2"),
+        Claim("Stepwise advantages solve more Countdown puzzles than EGSPO without them.",
+            "accounts of arXiv 2603.12554", COMPARE, ONE_RUN,
+            "points, egspo-sa less egspo", lambda: points("egspo-sa, 4 of 12 steps", "egspo, 4 of 12 steps"), "> 0"),
+        Claim("Scoring two steps as one is nearer to the policy gradient than scoring all at once (the mean field).",
+            "practice of arXiv 2509.06949, 2509.21474 (code)",
+            "`law_merged_plan_between_replay_and_mean_field`, notebook 10 (100.3)", TABLE_SEEDS,
+            "error, merge 2 over merge 3", lambda: over_tables(merged_over_mean_field), "< 1"),
+        not_run("Verifying every intermediate completion makes RL better at equal updates.",
+            "accounts of arXiv 2508.13148", "no run of `mdpo` was made"),
+    ],
+    "Trust regions: DPPO, DRPO, GDSD": [
+        Claim("PPO stops a rare token that hardly moved and passes a likely one that moved far; DPPO does the reverse.",
+            "arXiv 2602.04879", "`law_dppo_examples`, notebook 09 (90.2)", "exact, 2 tokens",
+            "weights as stated, of 4", two_tokens, ">= 4"),
+        Claim("DRPO turns back exactly the tokens that DPPO stops, at delta = 0.15.",
+            "arXiv 2606.09821, as its code quotes it", "`law_drpo_turns_back_where_dppo_stops`, notebook 09 (8.13)", GRID,
+            "share that differs", boundaries_that_differ, "<= 0"),
+        Claim("Under momentum DRPO's tokens settle on the boundary mu +- delta.",
+            "minidrl, on arXiv 2606.09821", "notebook 09 (90.11)", "exact, 4 tokens",
+            "distance after 400 steps", lambda: settled("drpo"), "<= 0.01"),
+        Claim("Under momentum DPPO's tokens stop at the boundary mu +- delta.",
+            "minidrl, on arXiv 2602.04879", "notebook 09 (90.11)", "exact, 4 tokens",
+            "distance after 400 steps", lambda: settled("dppo-tv"), "<= 0.01"),
+        Claim("At the published delta = 12.5 a token beyond its boundary is turned back.",
+            "arXiv 2606.09821, as its code quotes it", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.9)", GRID,
+            "smallest weight", lambda: smallest_weight("drpo-released"), "< 0"),
+        Claim("On the first update GDSD's regression is REINFORCE, times 2 psi / L.",
+            "minidrl, on the code of arXiv 2605.29398", "`law_regression`, notebook 10 (100.8)", "exact, 4 advantages",
+            "relative error", regression_on_policy, "<= 1e-8"),
+        Claim("With one update a rollout DRPO solves more Countdown puzzles than REINFORCE.",
+            "minidrl, on arXiv 2606.09821", COMPARE, ONE_RUN,
+            "points", lambda: points("drpo", "reinforce"), "> 0"),
+        not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
+            "arXiv 2602.04879", "needs long runs with reuse and low precision"),
+    ],
+    "All of them, against the simplest control": [
+        Claim("RL solves more Countdown puzzles than fine-tuning on the base's own correct samples, with equal budgets.",
+            "minidrl", "README.md (command 1)", "3 seeds, 512 puzzles",
+            "points", rl_less_self_training, "> 0"),
+    ],
+}  # fmt: skip
+
+
+# ============================================================================================================= the document
+
+COLUMNS = ("claim", "stated in", "decided by", "seeds", "result", "holds if", "verdict")
+Results = dict[str, list[tuple[Claim, Found | None]]]
+
+
+def number(x: float) -> str:
+    """Three digits: no verdict hangs on more, and machines differ in the last ones."""
+    return f"{x:,.0f}" if 100 <= abs(x) < 1e6 else f"{x:.3g}"
+
+
+def shown(found: Found) -> str:
+    """A number, and its interval where it has one."""
+    value, low, high = map(number, (found.value, found.low, found.high))
+    return value if low == high else f"{value} [{low}, {high}]"
+
+
+def row(claim: Claim, found: Found | None) -> dict[str, str]:
+    """A claim as a line of a table."""
+    words = (claim.text, claim.source, claim.decided_by, claim.seeds)
+    if found is None:
+        return dict(zip(COLUMNS, (*words, "", "", f"{NOT_RUN}: {claim.number}"), strict=True))
+    ends = (f"{claim.number}: {shown(found)}", claim.criterion, verdict(found, claim.criterion))
+    return dict(zip(COLUMNS, (*words, *ends), strict=True))
+
+
+def measured(ledger: dict[str, list[Claim]]) -> Results:
+    """Every claim with what was found."""
+    return {title: [(claim, claim.measure and claim.measure()) for claim in claims] for title, claims in ledger.items()}
+
+
+def recorded(words: dict) -> str:
+    """How the numbers of an entry of claims.json were made, and where they stand."""
+    seeds, puzzles = ", ".join(map(str, words["seeds"])), f"{words['puzzles']} held-out puzzles"
+    return f"{words['where']}: `{words['command']}`{words['also']} (`{words['config']}`, seeds {seeds}, {puzzles})"
+
+
+def document(results: Results) -> str:
+    """CLAIMS.md."""
+    every = [verdict(found, claim.criterion) for rows in results.values() for claim, found in rows]
+    words = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not distinguishable", NOT_RUN: "were not run here"}
+    count = ", ".join(f"{every.count(name)} {word}" for name, word in words.items())
+    tables = {title: report.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
+    commands = "\n".join(f"{i}. {recorded(words)}" for i, words in enumerate(RECORDED.values(), 1))
+    head = INTRODUCTION.format(total=len(every), count=count, commands=commands)
+    return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in tables.items())]) + "\n"
+
+
+INTRODUCTION = """# Claims
+
+What papers state or take for granted, as far as a tiny model can test it, and what was found.
+{total} claims: {count}.
+
+Generated by `python benchmarks/claims.py` (`--check`: is this file current?). No verdict is typed in: it follows from the
+number, its interval and the criterion of its row. A verdict is about that number, on models of this size; it says nothing about
+eight billion weights.
+
+- **stated in**: an arXiv number alone means that the statement was read in the paper or its abstract; "accounts of" that it is
+  known second hand; "code of" and "practice of" speak of what is done; "minidrl" marks a statement of this project.
+- **result**: of exact rows the median [lowest, highest] over the cases, and one case that fails is a counter-example. Of runs
+  with several seeds the mean [95 % interval, Student]. Of single runs the difference [95 % by the binomial error of the two
+  evaluations]; what another seed of the training would change is not in it.
+- **not distinguishable**: the interval contains both answers.
+
+Recorded runs, of which `benchmarks/claims.json` and `benchmarks/results/instability.json` hold the numbers:
+
+{commands}"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write CLAIMS.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if CLAIMS.md is not what would be written")
+    parser.add_argument("--out", type=Path, default=ROOT / "CLAIMS.md")
+    given = parser.parse_args(arguments)
+    text = document(measured(LEDGER))
+    if not given.check:
+        given.out.write_text(text)
+    elif not given.out.exists() or given.out.read_text() != text:
+        sys.exit(f"{given.out.name} is not current: run python benchmarks/claims.py")
+
+
+if __name__ == "__main__":
+    main()

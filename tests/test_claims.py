@@ -1,0 +1,334 @@
+"""CLAIMS.md: what its rows name exists, its numbers are those of another path, and its verdicts follow from its numbers."""
+
+import itertools
+import json
+import math
+import random
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import tiny
+from minidrl import algorithms as alg
+from minidrl import oracle
+
+ROOT = Path(__file__).parents[1]
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").glob("*.py")))
+claims = tiny.script("claims")
+ROWS = [claim for group in claims.LEDGER.values() for claim in group]
+RUN = [claim for claim in ROWS if claim.measure]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return claims.measured(claims.LEDGER)
+
+
+# ------------------------------------------------------------------------------------------------------ what rows name
+
+
+def unknown(decided_by: str) -> list[str]:
+    """The parts of a reference that name nothing in the repository."""
+    found = []
+    for part in decided_by.split(", "):
+        law, command = re.fullmatch(r"`(law_\w+)`", part), re.fullmatch(r"README\.md \(command (\d+)\)", part)
+        file, notebook = (
+            re.fullmatch(r"`(?:python )?(\w+/\w+\.py)`", part),
+            re.fullmatch(r"notebook (\d\d) \((\d+\.\d+)\)", part),
+        )
+        known = law and f"\ndef {law[1]}(" in SOURCES
+        known = known or command and 1 <= int(command[1]) <= len(claims.RECORDED)
+        known = known or file and (ROOT / file[1]).is_file()
+        known = known or notebook and any(rf"\\tag{{{notebook[2]}}}" in text for text in notebooks(notebook[1]))
+        found += [] if known else [part]
+    return found
+
+
+def notebooks(number: str) -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob(f"{number}_*.ipynb")]
+
+
+@pytest.mark.parametrize("claim", RUN, ids=lambda claim: claim.text[:40])
+def test_what_a_row_names_exists(claim):
+    assert unknown(claim.decided_by) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "`law_of_nothing`",
+        "`tests/test_nothing.py`",
+        "notebook 05 (99.9)",
+        "notebook 99 (50.1)",
+        "README.md (command 9)",
+        "faith",
+    ],
+)
+def test_a_reference_to_nothing_is_found(wrong):
+    assert unknown(f"`law_eubo`, {wrong}") == [wrong]
+
+
+def test_commands_name_files_and_verbs_that_exist():
+    verbs = set(re.findall(r"python -m minidrl (\w+)", (ROOT / "README.md").read_text()))
+    for words in claims.RECORDED.values():
+        assert (ROOT / words["config"]).is_file() and (ROOT / words["where"]).is_file()
+        assert re.match(r"python -m minidrl (\w+) ", words["command"])[1] in verbs
+        for name in re.findall(r"\S+\.(?:py|ya?ml|json)", words["command"]):
+            assert (ROOT / name).is_file(), name
+
+
+def test_sources_are_papers_that_the_project_cites():
+    files = [*(ROOT / "minidrl").glob("*.py"), *(ROOT / "notebooks").glob("*.ipynb"), ROOT / "ERRATA.md"]
+    cited = set(re.findall(r"\d{4}\.\d{5}", "\n".join(path.read_text(encoding="utf-8") for path in files)))
+    for claim in ROWS:
+        assert set(re.findall(r"\d{4}\.\d{5}", claim.source)) <= cited, claim.source
+        assert re.search(r"\d{4}\.\d{5}|minidrl", claim.source), claim.text
+
+
+# ---------------------------------------------------------------------------------------------------- recorded numbers
+
+
+def table_line(text: str, label: str) -> list[str]:
+    """The first row of a Markdown text that begins with a label."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return next(cells[1:] for cells in lines if cells[0] == label)
+
+
+def test_recorded_numbers_are_those_of_the_readme():
+    text, countdown, methods = (ROOT / "README.md").read_text(), claims.RECORDED["countdown"], claims.RECORDED["methods"]
+    for label, values in countdown["solved"].items():
+        line = table_line(text, label)
+        assert [float(x) for x in line[:-1]] == values and len(values) == len(countdown["seeds"])
+    for label, values in methods["solved"].items():
+        written = [x.split(" ")[0] for x in table_line(text.partition("| method | learning rate 3e-4 |")[2], label)[:2]]
+        assert written == ["" if x is None else str(x) for x in values.values()], label
+    assert float(table_line(text, "base, temperature 1")[0]) == methods["base"]
+    flat = " ".join(text.split())
+    assert all(words["command"] in flat for words in claims.RECORDED.values())
+    assert f"{methods['puzzles']} held-out puzzles" in flat
+
+
+def test_instability_is_read_as_the_benchmark_writes_it():
+    """BENCHMARKS.md, the rewards at the end to two decimals; the reward before is the same for all."""
+    assert all(run["updates"] == 1000 for run in claims.instability())
+    assert {run["seed"] for run in claims.instability()} == {0, 1, 2}
+    text, start = (ROOT / "BENCHMARKS.md").read_text(), 0.44
+    for label, method in (("grpo, fresh masks", "grpo, fresh masks"), ("stabledrl, fresh masks", "stabledrl")):
+        ends = [float(x) for x in table_line(text, label)[0].split(", ")]
+        assert claims.reward_gained(method).value == pytest.approx(statistics.mean(ends) - start, abs=0.02)
+
+
+# ------------------------------------------------------------------------------------------------------- the document
+
+
+def test_claims_md_is_what_the_generator_writes(results):
+    assert (ROOT / "CLAIMS.md").read_text() == claims.document(results)
+
+
+def test_the_number_of_threads_changes_nothing(results):
+    torch.set_num_threads(2)
+    try:
+        fresh = tiny.script("claims")  # its caches are empty
+        assert fresh.document(fresh.measured(fresh.LEDGER)) == claims.document(results)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_check_sees_a_stale_file_and_writes_nothing(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "measured", lambda ledger: results)
+    path = tmp_path / "CLAIMS.md"
+    check = ["--check", "--out", str(path)]
+    with pytest.raises(SystemExit, match="not current"):
+        claims.main(check)
+    assert not path.exists()
+    claims.main(["--out", str(path)])
+    claims.main(check)
+    stale = path.read_text().replace("does not hold", "holds", 1)
+    path.write_text(stale)
+    with pytest.raises(SystemExit, match="not current"):
+        claims.main(check)
+    assert path.read_text() == stale
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+@pytest.mark.parametrize("claim", RUN, ids=lambda claim: claim.text[:40])
+def test_verdicts_follow_from_the_numbers(claim):
+    sign, bound = claim.criterion.split()
+    good, bad = float(bound) + (1 if ">" in sign else -1), float(bound) - (1 if ">" in sign else -1)
+    low, high = sorted((good, bad))
+    for cases, between in ((True, claims.FAILS), (False, claims.UNDECIDED)):
+        for ends, expected in (((good, good), claims.HOLDS), ((bad, bad), claims.FAILS), ((low, high), between)):
+            found = claims.Found(statistics.mean(ends), *ends, cases)
+            assert claims.row(claim, found)["verdict"] == expected
+    edge = claims.Found(*[float(bound)] * 3, cases=True)
+    assert claims.verdict(edge, claim.criterion) == (claims.HOLDS if "=" in sign else claims.FAILS)
+
+
+def test_opposite_numbers_turn_the_ledger_round(results):
+    """Every number mirrored at its bound: what held does not hold, and what did not decide still does not."""
+
+    def mirrored(claim, found):
+        if found is None:
+            return claim, None
+        bound = float(claim.criterion.split()[1])
+        value, high, low = (2 * bound - x for x in (found.value, found.low, found.high))
+        return claim, replace(found, value=value, low=low, high=high)
+
+    other = {claims.HOLDS: claims.FAILS, claims.FAILS: claims.HOLDS}
+    checked = 0
+    for claim, found in itertools.chain(*results.values()):
+        before, after = claims.row(claim, found)["verdict"], claims.row(*mirrored(claim, found))["verdict"]
+        on_one_side = found is not None and not found.low <= float(claim.criterion.split()[1]) <= found.high
+        checked += on_one_side
+        assert after == other[before] if on_one_side else before not in other or found.cases
+    assert checked > 20
+
+
+def test_no_verdict_is_typed_in():
+    words = {claims.HOLDS, claims.FAILS, claims.UNDECIDED, claims.NOT_RUN}
+    for claim in ROWS:
+        assert words.isdisjoint({claim.source, claim.decided_by, claim.seeds, claim.number, claim.criterion})
+        assert claim.measure is None or claim.decided_by and claim.seeds and claim.criterion.split()[0] in claims.SIGNS
+    assert claims.verdict(None, "") == claims.NOT_RUN
+
+
+def test_what_is_no_number_is_no_verdict():
+    for values in ([math.nan], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="found: got"):
+            claims.cases(values)
+
+
+# ----------------------------------------------------------------------------------------------------------- intervals
+
+
+def test_intervals_cover_what_they_should():
+    """95 of 100, by simulation: seeds of a normal variable, two evaluations of puzzles, a share."""
+    noise, hits, n = random.Random(0), {"runs": 0, "points": 0, "share": 0}, 2000
+    for _ in range(n):
+        found = claims.runs([noise.gauss(3.0, 2.0) for _ in range(3)])
+        hits["runs"] += found.low <= 3 <= found.high
+        a, b = (100 / 512 * sum(noise.random() < p for _ in range(512)) for p in (0.3, 0.2))
+        found = claims.percent_difference(a, b, 512)
+        hits["points"] += found.low <= 10 <= found.high
+        found = claims.share(sum(noise.random() < 0.1 for _ in range(200)), 200)
+        hits["share"] += found.low <= 0.1 <= found.high
+    assert all(0.93 < count / n < 0.975 for count in hits.values()), hits
+
+
+def test_a_share_of_nothing_is_not_above_nothing():
+    assert claims.verdict(claims.share(0, 200), "<= 0") == claims.UNDECIDED
+    assert claims.share(0, 10).high == pytest.approx(0.2775, abs=1e-4)  # Wilson's limit, as tabulated
+
+
+# ------------------------------------------------------------------------------------------- numbers, by another path
+
+
+def printed(number: str, pattern: str) -> list[float]:
+    """Numbers that a notebook has printed."""
+    cells = json.loads(notebooks(number)[0])["cells"]
+    outputs = ["".join(out.get("text", "")) for cell in cells if cell["cell_type"] == "code" for out in cell["outputs"]]
+    return [float(x) for x in re.search(pattern, "\n".join(outputs)).groups()]
+
+
+def test_variances_are_those_of_the_notebooks():
+    small, long = printed("05", r"table, L = 6: ([\d.]+).*256: ([\d.]+)")
+    assert claims.share_of_first(claims.time_and_mask(0)) == pytest.approx(small, abs=0.005)
+    assert claims.share_of_first(claims.time_and_mask_solved(256)) == pytest.approx(long, abs=0.005)
+    draws, quadrature = printed("05", r"256 tokens: (\d+), (\d+)")
+    assert claims.quadrature_error_solved(256) == pytest.approx(quadrature / draws, abs=0.01)
+
+
+def test_variances_are_those_of_the_shipped_plans():
+    """20,000 draws of each plan: three calls by count and by quadrature, two by count and by a pair."""
+    model, rollout = claims.table(1), claims.rollout_of([claims.text_of(1)] * 20_000)
+
+    def std(plan):
+        logp = alg.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]
+        return float(alg.reduce_logp(logp, plan, level="sequence", normalizer=None).std())
+
+    noise = torch.Generator().manual_seed(0)
+    count = {k: std(alg.elbo_count_plan(rollout, noise, num_states=k, domain="keep", strata=False)) for k in (2, 3)}
+    pair = std(alg.complementary_plan(rollout, noise, num_states=2, domain="keep"))
+    words = {"num_nodes": 3, "masks_per_node": 1, "counts": "bernoulli", "domain": "keep"}
+    assert claims.pairs_over_singles(1) == pytest.approx((pair / count[2]) ** 2, rel=0.05)
+    assert claims.quadrature_error(1) == pytest.approx(std(alg.quadrature_plan(rollout, noise, **words)) / count[3], rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_spreading_calls_is_the_law_of_total_variance(seed):
+    time, mask = claims.time_and_mask(seed)
+    assert claims.spread_over_times(seed) == pytest.approx((time + mask / 2) / (time / 2 + mask / 2), rel=1e-9)
+
+
+@pytest.mark.parametrize("length", [8, 256])
+def test_floor_counts_by_arithmetic(length):
+    x, w = numpy.polynomial.legendre.leggauss(3)
+    t = (x + 1) / 2
+    assert claims.lost_by_floor_counts(length) == pytest.approx(1 - float((w / 2 * (t * length // 1) / (t * length)).sum()))
+
+
+def test_the_eubo_by_loops():
+    """Over all masks: sum_i log(sum_M 1[i in M] P(M) (L / |M|) p_i(M)^beta) / beta, against the exact log p."""
+    below, masks = 0, [m for m in oracle.all_subsets(3) if m]
+    for seed in range(40):
+        model, response = claims.table(1000 + seed, 3, 3), list(itertools.product(range(3), repeat=3))[seed % 27]
+        logp = {m: oracle.token_logp(model, response, m) for m in masks}
+        inner = [sum(logp[m][i].exp().item() ** 1.5 / len(m) / math.comb(3, len(m)) for m in masks if i in m) for i in range(3)]
+        below += sum(math.log(x) for x in inner) / 1.5 < oracle.any_order_log_likelihood(model, response).item()
+    assert claims.eubo_below_log_p(models=40).value == below / 40 > 0
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_error_of_the_token_score_by_the_oracle(seed):
+    w = claims.walks(seed, "low_confidence")
+    paths = oracle.trajectories(w.model, "low_confidence", 1.0, 1)
+    mean = oracle.expected_reward(paths, claims.accepted).item()
+    score = oracle.score_expectation(paths, lambda path: oracle.token_score(w.model, path), lambda y: claims.accepted(y) - mean)
+    error = oracle.table_gradient(w.model, score) - w.gradient
+    assert claims.gradient_error(seed, "low_confidence") == pytest.approx(float(error.norm() / w.gradient.norm()), rel=1e-9)
+
+
+def test_the_line_and_the_mask_by_hand():
+    """DRPO's w = 1 - sign(adv) (pi - mu) / delta; at 12.5 its smallest value is that of the widest move on the grid."""
+    pi, mu, adv = claims.tokens_on_a_grid()
+    assert claims.weights("drpo", pi, mu, adv).tolist() == pytest.approx((1 - adv * (pi - mu) / 0.15).tolist(), abs=1e-6)
+    assert claims.smallest_weight("drpo-released").value == pytest.approx(1 - float((pi - mu).abs().max()) / 12.5, abs=1e-6)
+
+
+def test_where_tokens_settle_is_what_the_notebook_says():
+    """The table of notebook 09: start, mu +- delta, no region, PPO, SPO, DPPO, DRPO, DRPO 12.5."""
+    text = "\n".join("".join(cell["source"]) for cell in json.loads(notebooks("09")[0])["cells"])
+    for mu, sign in ((0.02, 1.0), (0.5, 1.0), (0.5, -1.0), (0.95, -1.0)):
+        line = table_line(text, rf"$\mu={mu:.2f}$, $A{'>' if sign > 0 else '<'}0$")
+        target, *_, dppo, drpo, _ = map(float, line)
+        assert claims.settle("dppo-tv", mu, sign) == pytest.approx(abs(dppo - target), abs=0.011)
+        assert claims.settle("drpo", mu, sign) == pytest.approx(abs(drpo - target), abs=0.011)
+
+
+def test_what_the_clip_lets_through_grows_with_the_ratio():
+    """One bad response of ratio e^x is the update, over N; normalised, it is the response alone: weight 1 at most."""
+    g, adv = claims.group_gradients(), claims.GROUP_ADV
+    alone = adv[1].abs() * g[1].norm() / (adv.abs() * g.norm(dim=1)).max()
+    found = claims.step_over_bound("grpo", (20.0,)).value
+    assert found == pytest.approx(float(alone) * math.exp(20) / 4, rel=1e-6)
+    assert claims.step_over_bound("stabledrl", (30.0,)).value < float(alone) + 1
+
+
+@torch.no_grad()
+def test_fresh_masks_by_all_pairs():
+    """Every pair of masks, one for the old value and one for the new."""
+    model, masks, means = claims.table(0, 3, 3), [m for m in oracle.all_subsets(3) if m], []
+    chance = [1 / 3 / math.comb(3, len(m)) for m in masks]
+    for response in itertools.product(range(3), repeat=3):
+        value = [3 / len(m) * sum(oracle.token_logp(model, response, m).values()).item() for m in masks]
+        pairs = itertools.product(zip(chance, value, strict=True), repeat=2)
+        means.append(sum(p * q * math.exp(a - b) for (p, a), (q, b) in pairs))
+    found = claims.mean_ratio_of_fresh_masks()
+    assert (found.value, found.low, found.high) == pytest.approx((statistics.median(means), min(means), max(means)))
