@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import tempfile
 import time
@@ -59,20 +60,19 @@ def fewest_operations(model: denoiser.Denoiser, tokens: torch.Tensor) -> torch.T
     heads, place = c.num_attention_heads, torch.arange(tokens.shape[1])[None]
     cos, sin = (table[:, :, None] for table in model.model.model.rotary_emb(h, place))
     sin = sin * torch.cat([-torch.ones(sin.shape[-1] // 2), torch.ones(sin.shape[-1] // 2)])
+    norm = functools.partial(F.rms_norm, normalized_shape=h.shape[-1:], eps=c.rms_norm_eps)
     for layer in model.model.model.layers:
         a, mlp = layer.self_attn, layer.mlp
         inputs = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
         gates = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        x = F.rms_norm(h, h.shape[-1:], layer.input_layernorm.weight, c.rms_norm_eps)
+        x = norm(h, weight=layer.input_layernorm.weight)
         qk, v = F.linear(x, inputs).unflatten(-1, (3 * heads, -1)).split([2 * heads, heads], 2)
         qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
         q, k, v = (y.transpose(1, 2) for y in (*qk.chunk(2, 2), v))
         h = h + a.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        gate, up = F.linear(F.rms_norm(h, h.shape[-1:], layer.post_attention_layernorm.weight, c.rms_norm_eps), gates).chunk(
-            2, -1
-        )
+        gate, up = F.linear(norm(h, weight=layer.post_attention_layernorm.weight), gates).chunk(2, -1)
         h = h + mlp.down_proj(F.silu(gate) * up)
-    return F.rms_norm(h, h.shape[-1:], model.model.model.norm.weight, c.rms_norm_eps)
+    return norm(h, weight=model.model.model.norm.weight)
 
 
 def forward_rows(learner: trainer.Learner, rate: float, sizes: tuple[int, ...] = (32, 128)) -> list[dict]:
@@ -88,16 +88,13 @@ def forward_rows(learner: trainer.Learner, rate: float, sizes: tuple[int, ...] =
             "fewest": lambda t=tokens: fewest_operations(learner.model, t),
         }
         for name, call in calls.items():
-            took = 256 / size * seconds(call, 30)
-            rows.append(
-                {
-                    "phase": f"forward, {name}, {size} rows",
-                    "ms": 1000 * took,
-                    "floor, ms": 1000 * floor,
-                    "share of floor": floor / took,
-                }
-            )
+            rows.append(table_row(f"forward, {name}, {size} rows", 256 / size * seconds(call, 30), floor))
     return rows
+
+
+def table_row(phase: str, took: float, floor: float) -> dict:
+    """Seconds of a phase against those of its floor."""
+    return {"phase": phase, "ms": 1000 * took, "floor, ms": 1000 * floor, "share of floor": floor / took}
 
 
 def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
@@ -127,13 +124,7 @@ def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
 
     floor = 256 * s.num_steps * forward_flops(learner.model, width) / rate
     took, forwards = seconds(loop, 5), seconds(bare, 5)
-    return {
-        "phase": f"rollout, {order}",
-        "ms": 1000 * took,
-        "bare forwards, ms": 1000 * forwards,
-        "floor, ms": 1000 * floor,
-        "share of floor": floor / took,
-    }
+    return table_row(f"rollout, {order}", took, floor) | {"bare forwards, ms": 1000 * forwards}
 
 
 def step_row(learner: trainer.Learner, rate: float, steps: int) -> dict:
@@ -141,12 +132,7 @@ def step_row(learner: trainer.Learner, rate: float, steps: int) -> dict:
     rows = [learner.step(i) for i in range(steps)][1:]
     floor = statistics.median(needed_flops(learner, r) for r in rows) / rate
     took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
-    return {
-        "phase": f"RL step, {learner.method.name}",
-        "ms": 1000 * took,
-        "floor, ms": 1000 * floor,
-        "share of floor": floor / took,
-    }
+    return table_row(f"RL step, {learner.method.name}", took, floor)
 
 
 def needed_flops(learner: trainer.Learner, row: dict) -> float:
@@ -179,7 +165,6 @@ def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
     learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
     if arguments.random:  # which solves nothing: without rewards there is no update
         object.__setattr__(learner.task, "score", made_up_score)
-    torch.set_num_threads(arguments.threads)
     return learner
 
 
@@ -189,7 +174,7 @@ def made_up_score(puzzle: Any, text: str) -> float:
 
 
 def main() -> None:
-    """Read the command line; make the network."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default="tiny_configs/countdown_cpu.yaml")
     parser.add_argument("--threads", type=int, default=2)
@@ -206,7 +191,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Print the table."""
-    learner = learner_of(arguments)
+    torch.set_num_threads(arguments.threads)
     print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
     if arguments.methods:
         names = [name for name in alg.METHODS if arguments.random or not block_wise(name)]  # the config's base is what it is
@@ -216,10 +201,10 @@ def measure(arguments: argparse.Namespace) -> None:
             rows.append(step_row(learner_of(arguments, method=name, method_options={}), machine_rate(), arguments.steps))
             tqdm.write(f"{name}: {rows[-1]['ms']:.0f} ms, {rows[-1]['share of floor']:.2f} of the floor")
     else:
+        learner = learner_of(arguments)
         rows = forward_rows(learner, machine_rate())
-        rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS] + [
-            step_row(learner, machine_rate(), arguments.steps)
-        ]
+        rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS]
+        rows.append(step_row(learner, machine_rate(), arguments.steps))
     print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
 
 
