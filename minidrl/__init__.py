@@ -1,3 +1,4 @@
-"""Reinforcement learning for masked diffusion language models: every estimator and objective in one readable module."""
+"""Reinforcement learning for masked diffusion language models: every estimator and objective in one
+readable module."""
 
 __version__ = "0.1.0"

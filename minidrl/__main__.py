@@ -1,4 +1,5 @@
-"""The command line: ``python -m minidrl VERB``. One verb is one call; a user's mistake is one line and exit status 2."""
+"""The command line: ``python -m minidrl VERB``. One verb is one call; a user's mistake is one line
+and exit status 2."""
 
 from __future__ import annotations
 
@@ -8,17 +9,16 @@ import json
 import sys
 from pathlib import Path
 
+from minidrl.launch import LocalError, RunError, launched_processes, launched_rank
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a verb; returns the exit status: 0, 1 (a run had to stop) or 2 (the user's settings are wrong)."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    from minidrl import distributed
-    from minidrl.trainer import RunError
-
+    """Run a verb; returns the exit status: 0, 1 (a run had to stop) or 2 (wrong settings)."""
+    arguments, rest = _parser().parse_known_args(argv)
     try:
-        if arguments.verb != "train" and distributed.launched() > 1:
-            raise ValueError(f"{arguments.verb}: got {distributed.launched()} processes; allowed 1, only train shares its work")
+        if arguments.verb != "train" and (processes := launched_processes()) > 1:
+            allowed = "1, only train shares its work"
+            raise ValueError(f"{arguments.verb}: got {processes} processes; allowed {allowed}")
         arguments.run(arguments, _overrides(rest))
     except (ValueError, OSError) as error:
         return _report(error, 2)
@@ -28,9 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(error: Exception, status: int) -> int:
-    from minidrl import distributed
-
-    if distributed.is_first() or isinstance(error, distributed.Alone):  # else the others have the same to say
+    if launched_rank() == 0 or isinstance(error, LocalError):  # else the others say the same
         print(f"minidrl: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
@@ -43,7 +41,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="minidrl", description="Reinforcement learning for masked diffusion language models.", allow_abbrev=False
+        prog="minidrl",
+        description="Reinforcement learning for masked diffusion language models.",
+        allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
 
@@ -54,28 +54,52 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, run, text in (
         ("pretrain", _pretrain, "train the tiny masked diffusion LM itself"),
-        ("train", _train, "reinforcement learning; any setting can be given as --key value or --section.key value"),
+        (
+            "train",
+            _train,
+            "reinforcement learning; any setting can be given as --key value or --section.key value",
+        ),
     ):
         sub = verb(name, run, text)
         sub.add_argument("config")
         sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
-        sub.add_argument("--resume", action="store_true", help="continue from the folder's last checkpoint")
+        sub.add_argument(
+            "--resume", action="store_true", help="continue from the folder's last checkpoint"
+        )
     sub = verb("memory", _memory, "the bytes that a run will need, part by part; nothing is loaded")
     sub.add_argument("config")
     sub.add_argument("--gpus", default="1", help="over which the weights are cut, as by torchrun")
     sub.add_argument("--json", action="store_true")
-    sub = verb("verify", _verify, "does everything work with these weights? seven checks, from loading to an RL step")
+    sub = verb(
+        "verify",
+        _verify,
+        "does everything work with these weights? seven checks, from loading to an RL step",
+    )
     sub.add_argument("model", help="a folder, or the name of a model on the Hub")
-    sub.add_argument("--prompt", help="a question whose answer is known (default: one for the kind of model)")
+    sub.add_argument(
+        "--prompt", help="a question whose answer is known (default: one for the kind of model)"
+    )
     sub.add_argument("--answer", help="the word that the greedy reply must hold")
-    sub.add_argument("--text", help="on which the loss is computed: what the model was trained on, 8 tokens or more")
+    sub.add_argument(
+        "--text",
+        help="on which the loss is computed: what the model was trained on, 8 tokens or more",
+    )
     sub.add_argument("--device", help="default cuda where torch finds a GPU, else cpu")
     sub.add_argument("--dtype", default="stored")
-    sub.add_argument("--out", help="an existing folder with room for a copy of the weights (default: the temporary one)")
+    sub.add_argument(
+        "--out",
+        help="an existing folder with room for a copy of the weights (default: the temporary one)",
+    )
     sub = verb("evaluate", _evaluate, "solved rate of a model folder on held-out puzzles")
     sub.add_argument("model")
-    sub.add_argument("--task", default="countdown")
-    sub.add_argument("--config", default="tiny_configs/countdown_cpu.yaml", help="where difficulty and sampler are read from")
+    sub.add_argument(
+        "--task", help="default: that of the config; python -m minidrl tasks lists them"
+    )
+    sub.add_argument(
+        "--config",
+        default="tiny_configs/countdown_cpu.yaml",
+        help="where difficulty and sampler are read from",
+    )
     sub.add_argument("--n", default="512")
     sub.add_argument("--temperature", default="1.0")
     sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
@@ -85,13 +109,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--methods", required=True, help="comma-separated")
     sub.add_argument("--seeds", default="3", help="number of seeds")
     sub.add_argument("--out", required=True)
-    sub = verb("controls", _controls, "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training")
+    sub = verb(
+        "controls",
+        _controls,
+        "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training",
+    )
     sub.add_argument("runs", nargs="+", help="folders of finished runs")
     for name, run, text in (
-        ("estimators", _estimators, "bias, std and network calls of every likelihood estimator against the exact values"),
+        (
+            "estimators",
+            _estimators,
+            "bias, std and network calls of every likelihood estimator against the exact values",
+        ),
         ("methods", _methods, "every method as a row of its components"),
     ):
         verb(name, run, text).add_argument("--json", action="store_true")
+    verb("tasks", _tasks, "what can be trained on, and how it is judged")
     return parser
 
 
@@ -126,14 +159,16 @@ def _number(name: str, text: str, kind: type):
     except ValueError:
         value = -1
     if value < 0 or (kind is int and value < 1):
-        raise ValueError(f"{name}: got {text!r}; allowed {'integers from 1' if kind is int else 'numbers from 0'}")
+        allowed = "integers from 1" if kind is int else "numbers from 0"
+        raise ValueError(f"{name}: got {text!r}; allowed {allowed}")
     return value
 
 
 def _pretrain(arguments, overrides) -> None:
     from minidrl import config, trainer
 
-    summary = trainer.pretrain(config.load(config.Pretrain, arguments.config, overrides), _out(arguments), arguments.resume)
+    settings = config.load(config.Pretrain, arguments.config, overrides)
+    summary = trainer.pretrain(settings, _out(arguments), arguments.resume)
     print(json.dumps(summary, indent=2))
 
 
@@ -141,105 +176,117 @@ def _train(arguments, overrides) -> None:
     from minidrl import config, distributed, trainer
 
     settings, out = config.load(config.Train, arguments.config, overrides), _out(arguments)
-    with distributed.started(settings.device):
-        summary = trainer.train(settings, out, arguments.resume)
-    if not distributed.is_first():
+    with distributed.process_group(settings.device):
+        s = trainer.train(settings, out, arguments.resume)
+    if not distributed.is_main():
         return
-    before, after = summary["solved_before"], summary["solved_after"]
-    print(
-        f"{summary['method']}, seed {summary['seed']}: {before:.1%} -> {after:.1%} of {summary['evaluated_on']} held-out "
-        f"puzzles at temperature {summary['temperature']:g}, {summary['steps']} steps in {summary['seconds']:.0f} s; "
-        f"curve in {out}/curve.png"
-    )
+    rise = f"{s['solved_before']:.1%} -> {s['solved_after']:.1%}"
+    what = f"of {s['evaluated_on']} held-out puzzles at temperature {s['temperature']:g}"
+    cost = f"{s['steps']} steps in {s['seconds']:.0f} s"
+    print(f"{s['method']}, seed {s['seed']}: {rise} {what}, {cost}; curve in {out}/curve.png")
 
 
 def _memory(arguments, overrides) -> None:
-    from minidrl import config, memory, trainer
+    from minidrl import config, memory
 
     settings = config.load(config.Train, arguments.config, overrides)
-    parts = trainer.predicted_memory(settings, _number("gpus", arguments.gpus, int))
-    print(json.dumps(parts | {"peak": memory.peak(parts)}) if arguments.json else memory.table(parts))
+    parts = memory.predicted_memory(settings, _number("gpus", arguments.gpus, int))
+    whole = parts | {"peak": memory.peak(parts)}
+    print(json.dumps(whole) if arguments.json else memory.table(parts))
 
 
 def _verify(arguments, overrides) -> None:
     import torch
 
-    from minidrl import trainer, verify
+    from minidrl import verify
 
     _no_overrides(overrides)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    words = {name: getattr(arguments, name) for name in ("prompt", "answer", "text", "dtype", "out")}
+    names = ("prompt", "answer", "text", "dtype", "out")
     checks = []
+    words = {name: getattr(arguments, name) for name in names}
     for check in verify.verify(arguments.model, device=device, **words):
         print(check, flush=True)
         checks.append(check)
     failed = [check.name for check in checks if check.status == "FAILED"]
     if failed:
-        raise trainer.RunError(f"verify: {len(failed)} of {len(checks)} checks failed: {', '.join(failed)}")
+        share = f"{len(failed)} of {len(checks)}"
+        raise RunError(f"verify: {share} checks failed: {', '.join(failed)}")
 
 
 def _evaluate(arguments, overrides) -> None:
-    from minidrl import config, denoiser, trainer
+    from minidrl import checkpoints, config, trainer
 
     _no_overrides(overrides)
-    if arguments.task != "countdown":
-        raise ValueError(f"task: got {arguments.task!r}; allowed countdown")
     n, samples = _number("n", arguments.n, int), _number("samples", arguments.samples, int)
-    settings = config.load(config.Train, arguments.config)
-    decoding = dataclasses.replace(settings.sampler, temperature=_number("temperature", arguments.temperature, float))
-    model, tok = denoiser.load(arguments.model)
+    temperature = _number("temperature", arguments.temperature, float)
+    chosen = {"task.name": arguments.task} if arguments.task else {}
+    settings = config.load(config.Train, arguments.config, chosen)
+    decoding = dataclasses.replace(settings.sampler, temperature=temperature)
+    model, tok = checkpoints.load(arguments.model)
     scores = trainer.evaluate(model, tok, settings.task, decoding, n=n, samples=samples)
     if arguments.json:
-        print(json.dumps({"model": arguments.model, "temperature": decoding.temperature} | scores))
+        print(json.dumps({"model": arguments.model, "temperature": temperature} | scores))
     else:
-        print(", ".join(f"{key} {value:.1%}" for key, value in scores.items() if key != "n") + f" on {n} held-out puzzles")
+        shares = ", ".join(f"{key} {value:.1%}" for key, value in scores.items() if key != "n")
+        print(f"{shares} on {n} held-out puzzles")
 
 
 def _compare(arguments, overrides) -> None:
-    from minidrl import config, report, trainer
+    from minidrl import config, rehearsal, report, runs, trainer
 
-    runs = {}
+    planned = {}
     for method in arguments.methods.split(","):
         for seed in range(_number("seeds", arguments.seeds, int)):
-            settings = config.load(config.Train, arguments.config, overrides | {"method": method, "seed": seed})
-            runs[Path(arguments.out) / f"{method}-{seed}"] = settings
-    for settings in runs.values():
-        trainer.method_of(settings)  # a wrong name or option must not surface after hours of other runs
-    for out, settings in runs.items():
+            chosen = overrides | {"method": method, "seed": seed}
+            settings = config.load(config.Train, arguments.config, chosen)
+            planned[Path(arguments.out) / f"{method}-{seed}"] = settings
+    for settings in planned.values():  # a wrong name must not surface after hours of other runs
+        rehearsal.method_of(settings)
+    for out, settings in planned.items():
         if (out / "summary.json").exists():
             config.check_unchanged(settings, out)
         else:
-            trainer.train(settings, out, resume=trainer.has_checkpoint(out))
-    print(report.compare_table(list(runs)))
+            trainer.train(settings, out, resume=runs.has_checkpoint(out))
+    print(report.compare_table(list(planned)))
 
 
 def _controls(arguments, overrides) -> None:
     from minidrl import controls
 
     _no_overrides(overrides)
-    runs = [Path(run) for run in arguments.runs]
-    for run in runs:
-        if not (run / "summary.json").is_file():
-            raise ValueError(f"runs: got {str(run)!r}, which holds no summary.json; allowed folders of finished runs")
-        if not (run / "controls.json").exists():
-            controls.measure(run)
-    print(controls.table(runs))
+    folders = [Path(run) for run in arguments.runs]
+    for folder in folders:
+        if not (folder / "summary.json").is_file():
+            what = f"{str(folder)!r}, which holds no summary.json"
+            raise ValueError(f"runs: got {what}; allowed folders of finished runs")
+        if not (folder / "controls.json").exists():
+            controls.measure(folder)
+    print(controls.table(folders))
 
 
 def _estimators(arguments, overrides) -> None:
-    from minidrl import report
+    from minidrl import estimators
 
     _no_overrides(overrides)
-    rows = report.estimator_rows()
-    print(json.dumps(rows) if arguments.json else report.estimator_table(rows))
+    rows = estimators.estimator_rows()
+    print(json.dumps(rows) if arguments.json else estimators.estimator_table(rows))
 
 
 def _methods(arguments, overrides) -> None:
-    from minidrl import report
+    from minidrl import cards
 
     _no_overrides(overrides)
-    rows = report.method_rows()
-    print(json.dumps(rows) if arguments.json else report.method_table(rows))
+    rows = cards.method_rows()
+    print(json.dumps(rows) if arguments.json else cards.method_table(rows))
+
+
+def _tasks(arguments, overrides) -> None:
+    from minidrl.tasks import TASKS, task_class
+
+    _no_overrides(overrides)
+    for name in TASKS:
+        print(f"{name:<12}{task_class(name).about}")
 
 
 if __name__ == "__main__":

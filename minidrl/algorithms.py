@@ -1,63 +1,75 @@
 """Every likelihood estimator and every RL objective of minidrl, in reading order.
 
-A masked diffusion language model predicts all hidden tokens of a text at once. That makes the two things that policy
-gradients need, the likelihood of a response and the ratio of two likelihoods, expensive or inexact. The papers of the
-field differ in how they estimate them, and in little else. Here each choice is a short pure function, and a paper is a row
-of the table ``METHODS`` at the end of the file:
+A masked diffusion language model predicts all hidden tokens of a text at once. That
+makes the two things that policy gradients need, the likelihood of a response and the
+ratio of two likelihoods, expensive or inexact. The papers of the field differ in how
+they estimate them, and in little else. Here each choice is a short pure function; a
+paper is a row of the table ``METHODS`` in methods.py, which names its choices:
 
-    rollout --plan--> masked states --features--> logp --reduce--> ll --objective(adv, anchor, ref)--> loss per entry
-    reward, plan --credit--> adv                                                  --aggregate-------> loss
+    rollout --plan--> masked states --features--> logp --reduce--> ll
+    reward, plan --credit--> adv
+    ll --objective(adv, anchor, ref)--> loss per entry --aggregate--> loss
 
 Notation (one name for one thing, in every function)
 
-    B = G x N      sequences = prompts x generations, prompt-major (rows g*N .. g*N+N-1 answer prompt g)
+    B = G x N      sequences = prompts x generations, prompt-major: rows g*N .. g*N+N-1
+                   answer prompt g
     P, L, V        prompt positions, response positions, vocabulary
     K              masked states of a plan: the network is called K times a sequence
     hidden         True = the model sees [MASK] there
     keep           True = the token counts: up to and including the first EOS
     t, l           share of hidden positions, number of hidden positions
     n              number of positions an ELBO is about (its domain)
-    logp           log-probability of a token, nats                         (K, B, L)
-    ll             reduced log-likelihood, nats                             (K, B, L) token, (K, B, 1) step, (1, B, 1) sequence
-    anchor         the ll that a ratio is taken against: of the sampler, or of the weights before the first update
+    logp           log-probability of a token, nats                       (K, B, L)
+    ll             reduced log-likelihood, nats: (K, B, L) token, (K, B, 1) step,
+                   (1, B, 1) sequence
+    anchor         the ll that a ratio is taken against: of the sampler (behaviour), or
+                   of the weights before the first update (old)
     ratio          exp(ll - anchor)
-    adv            advantage: one a response (B,), or one a state of the plan (K, B); reward (B,)
-    beta           weight of the KL term; cap, epsilon_low, epsilon_high    clipping
+    adv            advantage, one a response (B,) or one a state (K, B)
+    reward         (B,)
+    beta           weight of the KL term
+    cap, epsilon_low, epsilon_high    clipping
 
-Conventions. Losses are minimised. All randomness of an estimator lives in its ``Plan`` and comes from an explicit
-``torch.Generator`` on the CPU, drawn for the whole global batch; given the plan an estimator is a pure function, so its
-expectation is a finite sum that a test can write down. Quantities that papers disagree on (standard deviation or not,
-length normaliser, side of a clip, form of a KL) are required keywords. Data arguments that carry a gradient are refused:
-there are no stop-gradient flags. Numbers such as (2.3) tag the equations; notebooks and tests use the same tags.
+Conventions. Losses are minimised. All randomness of an estimator lives in its ``Plan``
+and comes from an explicit ``torch.Generator`` on the CPU, drawn for the whole global
+batch; given the plan an estimator is a pure function, so its expectation is a finite
+sum that a test can write down. Quantities that papers disagree on (standard deviation
+or not, length normaliser, side of a clip, form of a KL) are required keywords. Data
+arguments that carry a gradient are refused: there are no stop-gradient flags. Numbers
+such as (2.3) tag the equations; notebooks and tests use the same tags, and ``python -m
+minidrl where 2.3`` finds one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import pad
 
-# ======================================================================================================== 1. What flows
+# ======================================================================== 1. What flows
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a sampler did, in full: the text, and the order in which its tokens appeared.
+    """What a sampler did, in full: the text, and the order in which its tokens
+    appeared.
 
-    ``unmask_step`` reproduces every state of a sampler that never re-masks: before step s the hidden positions are those
-    with ``unmask_step >= s`` and those that were never revealed (-1). ``logp`` are the log-probabilities with which the
-    revealed tokens were really drawn: at the sampling temperature, in the state before their step; 0 where nothing was
-    revealed. ``records`` holds what the method asked the sampler for: ``entropy (B, L)``; completions of every state in one
-    step, greedy or drawn: ``one_step``, ``one_step_sampled (B, T, L)``; the likeliest tokens of each position when it was
-    revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
+    ``unmask_step`` reproduces every state of a sampler that never re-masks: before step
+    s the hidden positions are those with ``unmask_step >= s`` and those that were never
+    revealed (-1). ``logp`` are the log-probabilities with which the revealed tokens
+    were really drawn: at the sampling temperature, in the state before their step; 0
+    where nothing was revealed. ``records`` holds what the method asked the sampler for:
+    ``entropy (B, L)``; completions of every state in one step, greedy or drawn:
+    ``one_step``, ``one_step_sampled (B, T, L)``; the likeliest tokens of each position
+    when it was revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
     """
 
     prompt: Int[Tensor, "B P"]
@@ -78,16 +90,19 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Plan:
-    """The K masked states in which an estimator looks at each sequence, and what it reads off there.
+    """The K masked states in which an estimator looks at each sequence, and what it
+    reads off there.
 
     hidden    what the model does not see, prompt included
     scored    the response positions whose log-probability is read (always hidden ones)
     weight    the estimator's weight of a state, 1/K of an average included
     valid     False = padding of a ragged plan: the network is not called for it
-    step      replay plans: the step of the recorded trajectory whose state this is (what its tokens were drawn from)
+    step      replay plans: the step of the recorded trajectory whose state this
+              is, from which its tokens were drawn
     targets   the tokens whose log-probability is read; None: those of the response
-    block_length   staircase plans: state j M + m reads block m of the M blocks, with the earlier ones visible and the later
-              ones hidden; the M states are one forward of a block-causal network. None: a state is a forward
+    block_length   staircase plans: state j M + m reads block m of the M blocks, with
+              the earlier ones visible and the later ones hidden; the M states are one
+              forward of a block-causal network. None: a state is a forward
     """
 
     hidden: Bool[Tensor, "K B T"]
@@ -100,17 +115,23 @@ class Plan:
 
     @property
     def replay(self) -> bool:
-        """True = the states are those that the sampler saw, so that its own logp can be the anchor."""
+        """True = the states are those that the sampler saw, so that its own logp can be
+        the anchor."""
         return self.step is not None
 
     @property
     def blocks(self) -> int:
         """M: states that share a forward."""
-        return 1 if self.block_length is None else self.scored.shape[-1] // self.block_length
+        return (
+            1
+            if self.block_length is None
+            else self.scored.shape[-1] // self.block_length
+        )
 
     @property
     def needed(self) -> Bool[Tensor, "J B"]:
-        """The forwards that the network must do: of each state, or of each M states of a staircase."""
+        """The forwards that the network must do: of each state, or of each M states of
+        a staircase."""
         return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)
 
     @property
@@ -119,37 +140,87 @@ class Plan:
         return int(self.needed.sum())
 
 
-def _uniform(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
-    # Drawn on the CPU in float64: the same plan on every device, and ties between ranks have probability 0.
+def declares(
+    *,
+    linear: bool = False,
+    reinforce_on_policy: bool = False,
+    needs_advantage: bool = True,
+) -> Callable:
+    """What is known of an objective, or of a function that gives it more to read;
+    tested.
+
+    linear                its loss (or what it adds) is linear in the features: pass 1
+                          of the two-pass backward can be skipped
+    reinforce_on_policy   where ll equals the anchor, whatever its value, the gradient
+                          is that of ``reinforce``, up to a constant: 1/N for weights
+                          that sum to 1 in a group, 2 psi / L for ``regression``
+    needs_advantage       its gradient is 0 wherever adv is 0
+    """
+
+    def mark(function: Callable) -> Callable:
+        function.linear = linear
+        function.reinforce_on_policy = reinforce_on_policy
+        function.needs_advantage = needs_advantage
+        return function
+
+    return mark
+
+
+def _uniform(
+    shape: tuple[int, ...], generator: torch.Generator, device: torch.device
+) -> Tensor:
+    # Drawn on the CPU in float64: the same plan on every device, and ties between ranks
+    # have probability 0.
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(device)
 
 
 def _random_subset(
-    noise: Float[Tensor, "*K L"], domain: Bool[Tensor, "*#K L"], count: Int[Tensor, "*K"]
+    noise: Float[Tensor, "*K L"],
+    domain: Bool[Tensor, "*#K L"],
+    count: Int[Tensor, "*K"],
 ) -> Bool[Tensor, "*K L"]:
-    # The positions of the `count` smallest noises inside the domain: a uniformly random subset of that size.
+    # The positions of the `count` smallest noises inside the domain: a uniformly random
+    # subset of that size.
     rank = noise.masked_fill(~domain, torch.inf).argsort(-1).argsort(-1)
     return (rank < count[..., None]) & domain
 
 
-def _after_visible_prompt(rollout: Rollout, masked: Bool[Tensor, "K B L"]) -> Bool[Tensor, "K B T"]:
+def _after_visible_prompt(
+    rollout: Rollout, masked: Bool[Tensor, "K B L"]
+) -> Bool[Tensor, "K B T"]:
     # The hidden positions of a state whose prompt is all visible.
-    prompt = torch.zeros((*masked.shape[:2], rollout.prompt.shape[1]), dtype=torch.bool, device=masked.device)
+    prompt = torch.zeros(
+        (*masked.shape[:2], rollout.prompt.shape[1]),
+        dtype=torch.bool,
+        device=masked.device,
+    )
     return torch.cat([prompt, masked], -1)
 
 
 def _response_plan(
-    rollout: Rollout, masked: Bool[Tensor, "K B L"], domain: Bool[Tensor, "B L"], weight: Float[Tensor, "K B"]
+    rollout: Rollout,
+    masked: Bool[Tensor, "K B L"],
+    domain: Bool[Tensor, "B L"],
+    weight: Float[Tensor, "K B"],
 ) -> Plan:
-    # Positions outside the domain (after EOS) are hidden in every state and never scored: they carry no information.
+    # Positions outside the domain (after EOS) are hidden in every state and never
+    # scored: they carry no information.
     hidden = _after_visible_prompt(rollout, masked | ~domain)
     return Plan(hidden, masked, weight.to(rollout.logp.dtype), masked.any(-1))
 
 
 def _domain(rollout: Rollout, domain: str) -> Bool[Tensor, "B L"]:
     if domain not in ("keep", "all"):
-        raise ValueError(f"plan.domain: got {domain!r}; allowed keep (up to the first EOS), all (padding after EOS included)")
+        raise _refused(
+            "plan.domain",
+            domain,
+            "keep (up to the first EOS), all (padding after EOS included)",
+        )
     return rollout.keep if domain == "keep" else torch.ones_like(rollout.keep)
+
+
+def _refused(key: str, value: Any, allowed: str) -> ValueError:
+    return ValueError(f"{key}: got {value!r}; allowed {allowed}")
 
 
 def _check_count(name: str, value: int, least: int = 1) -> None:
@@ -157,56 +228,95 @@ def _check_count(name: str, value: int, least: int = 1) -> None:
         raise ValueError(f"{name}: got {value!r}; allowed integers from {least}")
 
 
-# ===================================================================================================== 2. Plans: random masks
+# =============================================================== 2. Plans: random masks
 #
 # The evidence lower bound of a masked diffusion model, in its two equivalent forms:
 #
-#     B = E_{t ~ U(0,1)} E_{mask ~ Bernoulli(t)} [ 1/t sum_{i hidden} logp_i ]              (time form)
-#       = E_{l ~ U{1..n}} E_{mask: l of n}       [ n/l sum_{i hidden} logp_i ]  <=  log p    (count form)
+#     B = E_{t ~ U(0,1)} E_{mask ~ Bernoulli(t)} [ 1/t sum_{i hidden} logp_i ]   (time)
+#       = E_{l ~ U{1..n}} E_{mask: l of n}       [ n/l sum_{i hidden} logp_i ]   (count)
+#      <= log p
 #
-# log p here is the likelihood under the sampler that reveals one uniformly random position at a time. It is not the
-# likelihood under the confidence-ordered samplers that usually produce rollouts. ELBO-based ratios are surrogates.
+# log p here is the likelihood under the sampler that reveals one uniformly random
+# position at a time. It is not the likelihood under the confidence-ordered samplers
+# that usually produce rollouts. ELBO-based ratios are surrogates.
 
 
-def mean_field_plan(rollout: Rollout, generator: torch.Generator, *, p_mask_prompt: float) -> Plan:
-    """(2.1) One state, the whole response hidden: ll = sum_i log p(y_i | everything hidden).
+def mean_field_plan(
+    rollout: Rollout, generator: torch.Generator, *, p_mask_prompt: float
+) -> Plan:
+    """(2.1) One state, the whole response hidden: ll = sum_i log p(y_i | everything
+    hidden).
 
-    Source: diffu-GRPO (d1, arXiv 2504.12216, section 3.1 and code): one network call; prompt tokens are hidden with
-    probability ``p_mask_prompt`` so that several updates on one rollout see different inputs.
-    Bias: with p_mask_prompt = 0 this is the ELBO's integrand at t = 1, no bound on log p in general; it ignores every
-    dependence between the response's tokens.
+    Source: diffu-GRPO (d1, arXiv 2504.12216, section 3.1 and code): one network call;
+    prompt tokens are hidden with probability ``p_mask_prompt`` so that several updates
+    on one rollout see different inputs. Bias: with p_mask_prompt = 0 this is the ELBO's
+    integrand at t = 1, no bound on log p in general; it ignores every dependence
+    between the response's tokens.
     """
     if not 0 <= p_mask_prompt < 1:
-        raise ValueError(f"plan.p_mask_prompt: got {p_mask_prompt}; allowed 0 up to, not including, 1")
-    drop = _uniform(tuple(rollout.prompt.shape), generator, rollout.prompt.device) < p_mask_prompt
-    hidden = torch.cat([drop & rollout.prompt_mask, torch.ones_like(rollout.keep)], -1)[None]
+        raise _refused("plan.p_mask_prompt", p_mask_prompt, "0 up to, not including, 1")
+    drop = (
+        _uniform(tuple(rollout.prompt.shape), generator, rollout.prompt.device)
+        < p_mask_prompt
+    )
+    hidden = torch.cat([drop & rollout.prompt_mask, torch.ones_like(rollout.keep)], -1)[
+        None
+    ]
     scored = rollout.keep[None]
-    return Plan(hidden, scored, torch.ones_like(scored[..., 0], dtype=rollout.logp.dtype), scored.any(-1))
+    return Plan(
+        hidden,
+        scored,
+        torch.ones_like(scored[..., 0], dtype=rollout.logp.dtype),
+        scored.any(-1),
+    )
 
 
-def elbo_time_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str, min_t: float) -> Plan:
-    """(2.2) ELBO in its time form: t ~ U(min_t, 1), each position hidden with probability t, weight 1/t.
+def elbo_time_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    domain: str,
+    min_t: float,
+) -> Plan:
+    """(2.2) ELBO in its time form: t ~ U(min_t, 1), each position hidden with
+    probability t, weight 1/t.
 
     Source: LLaDA (arXiv 2502.09992) and its pre-training code, which uses min_t = 1e-3.
-    Bias: min_t (B - g(0)) to first order, g(0) = n times the mean logp of a single hidden token; unbiased at min_t = 0,
-    where the variance is infinite: a lone hidden token at t -> 0 gets the weight 1/t. Prefer (2.3).
+    Bias: min_t (B - g(0)) to first order, g(0) = n times the mean logp of a single
+    hidden token; unbiased at min_t = 0, where the variance is infinite: a lone hidden
+    token at t -> 0 gets the weight 1/t. Prefer (2.3).
     """
     _check_count("plan.num_states", num_states)
     if not 0 <= min_t < 1:
-        raise ValueError(f"plan.min_t: got {min_t}; allowed 0 up to, not including, 1")
+        raise _refused("plan.min_t", min_t, "0 up to, not including, 1")
     inside = _domain(rollout, domain)
-    t = min_t + (1 - min_t) * _uniform((num_states, inside.shape[0]), generator, inside.device)
-    masked = (_uniform((num_states, *inside.shape), generator, inside.device) < t[..., None]) & inside
+    t = min_t + (1 - min_t) * _uniform(
+        (num_states, inside.shape[0]), generator, inside.device
+    )
+    masked = (
+        _uniform((num_states, *inside.shape), generator, inside.device) < t[..., None]
+    ) & inside
     return _response_plan(rollout, masked, inside, 1 / (num_states * t))
 
 
-def elbo_count_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str, strata: bool) -> Plan:
-    """(2.3) ELBO in its count form: l ~ U{1..n} positions hidden, chosen uniformly, weight n/l.
+def elbo_count_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    domain: str,
+    strata: bool,
+) -> Plan:
+    """(2.3) ELBO in its count form: l ~ U{1..n} positions hidden, chosen uniformly,
+    weight n/l.
 
-    Source: LLaDA, likelihood evaluation. It is (2.2) with t integrated out: same mean, finite and smaller variance.
-    ``strata``: the K counts of a sequence come from K equal strata of (0, 1], one uniform draw in each (floor arithmetic on
-    float64, no rounding to even). Still unbiased, because the strata's mixture is uniform; never a larger variance.
-    Bias: none, for every K. Equals the exact log-likelihood when the model's conditionals come from one joint distribution.
+    Source: LLaDA, likelihood evaluation. It is (2.2) with t integrated out: same mean,
+    finite and smaller variance. ``strata``: the K counts of a sequence come from K
+    equal strata of (0, 1], one uniform draw in each (floor arithmetic on float64, no
+    rounding to even). Still unbiased, because the strata's mixture is uniform; never a
+    larger variance. Bias: none, for every K. Equals the exact log-likelihood when the
+    model's conditionals come from one joint distribution.
     """
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
@@ -215,44 +325,72 @@ def elbo_count_plan(rollout: Rollout, generator: torch.Generator, *, num_states:
     if strata:
         u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
     count = torch.minimum((u * n).floor().long() + 1, n)
-    masked = _random_subset(_uniform((num_states, *inside.shape), generator, inside.device), inside, count)
+    masked = _random_subset(
+        _uniform((num_states, *inside.shape), generator, inside.device), inside, count
+    )
     return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
 
 
-def complementary_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str) -> Plan:
-    """(2.4) ELBO from pairs (mask, complement): l ~ U{0..n}, weights (n+1)/l and (n+1)/(n-l), each pair averaged.
+def complementary_plan(
+    rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str
+) -> Plan:
+    """(2.4) ELBO from pairs (mask, complement): l ~ U{0..n}, weights (n+1)/l and
+    (n+1)/(n-l), each pair averaged.
 
-    Source: ESPO (arXiv 2512.03759, code); the pairing is coupled sampling of DiffuCoder (arXiv 2506.20639). Every token is
-    scored exactly once in a pair. The count must include 0 so that l and n - l have the same law; the weight n+1 repairs
-    the mean. Bias: none. Variance: per token never larger than that of two independent masks; for the sequence's sum there
-    is no such guarantee: it gains where the mean logp moves steadily with the count, and loses on short irregular models.
+    Source: ESPO (arXiv 2512.03759, code); the pairing is coupled sampling of DiffuCoder
+    (arXiv 2506.20639). Every token is scored exactly once in a pair. The count must
+    include 0 so that l and n - l have the same law; the weight n+1 repairs the mean.
+    Bias: none. Variance: per token never larger than that of two independent masks; for
+    the sequence's sum there is no such guarantee: it gains where the mean logp moves
+    steadily with the count, and loses on short irregular models.
     """
     _check_count("plan.num_states", num_states, 2)
     if num_states % 2:
-        raise ValueError(f"plan.num_states: got {num_states}; allowed even numbers (pairs of a mask and its complement)")
+        raise _refused(
+            "plan.num_states",
+            num_states,
+            "even numbers (pairs of a mask and its complement)",
+        )
     inside = _domain(rollout, domain)
     pairs, n = num_states // 2, inside.sum(-1)
-    count = (_uniform((pairs, inside.shape[0]), generator, inside.device) * (n + 1)).floor().long().clamp(max=n)
-    masked = _random_subset(_uniform((pairs, *inside.shape), generator, inside.device), inside, count)
+    count = (
+        (_uniform((pairs, inside.shape[0]), generator, inside.device) * (n + 1))
+        .floor()
+        .long()
+        .clamp(max=n)
+    )
+    masked = _random_subset(
+        _uniform((pairs, *inside.shape), generator, inside.device), inside, count
+    )
     both = torch.stack([masked, inside & ~masked], 1).flatten(0, 1)
-    return _response_plan(rollout, both, inside, (n + 1).double() / (num_states * both.sum(-1).clamp(min=1)))
+    return _response_plan(
+        rollout,
+        both,
+        inside,
+        (n + 1).double() / (num_states * both.sum(-1).clamp(min=1)),
+    )
 
 
-# Where the noise of an ELBO comes from. By the law of total variance, with N times and M masks for each,
+# Where the noise of an ELBO comes from. By the law of total variance, with N times and
+# M masks for each,
 #
 #     Var = Var_t(E[.|t]) / N + E_t(Var(.|t)) / (N M)
 #
-# The first part grows as L^2 with the length, the second as L log L: at 256 positions nearly all noise is that of the time,
-# at 6 positions it is that of the masks. VRPO (arXiv 2505.19223) concludes: given N M, take M = 1. GDPO goes further and draws
-# no time at all: the integral over t is one-dimensional and smooth, which is what quadrature is for. The price is a bias
-# where g(t) is no polynomial of low degree, for example where all the doubt sits at t -> 1 (texts with several modes).
+# The first part grows as L^2 with the length, the second as L log L: at 256 positions
+# nearly all noise is that of the time, at 6 positions it is that of the masks. VRPO
+# (arXiv 2505.19223) concludes: given N M, take M = 1. GDPO goes further and draws no
+# time at all: the integral over t is one-dimensional and smooth, which is what
+# quadrature is for. The price is a bias where g(t) is no polynomial of low degree, for
+# example where all the doubt sits at t -> 1 (texts with several modes).
 
 
 def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """(2.5) Nodes t and weights w of the Gauss-Legendre rule on (0, 1): sum_n w_n g(t_n) = integral of g.
+    """(2.5) Nodes t and weights w of the Gauss-Legendre rule on (0, 1): sum_n w_n
+    g(t_n) = integral of g.
 
-    Exact for polynomials of degree 2N - 1. The ELBO's integrand g(t) is one of degree n - 1 at most, so N >= n/2 nodes
-    integrate it exactly; otherwise the error is g's 2N-th derivative somewhere times N!^4 / ((2N+1) (2N)!^3).
+    Exact for polynomials of degree 2N - 1. The ELBO's integrand g(t) is one of degree n
+    - 1 at most, so N >= n/2 nodes integrate it exactly; otherwise the error is g's
+    2N-th derivative somewhere times N!^4 / ((2N+1) (2N)!^3).
     """
     _check_count("plan.num_nodes", num_nodes)
     x, w = numpy.polynomial.legendre.leggauss(num_nodes)
@@ -263,154 +401,260 @@ COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
 
 def quadrature_plan(
-    rollout: Rollout, generator: torch.Generator, *, num_nodes: int, masks_per_node: int, counts: str, domain: str
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_nodes: int,
+    masks_per_node: int,
+    counts: str,
+    domain: str,
 ) -> Plan:
-    """(2.6) Semi-deterministic Monte Carlo ELBO: times t_n from (2.5), only the masks are random. K = nodes x masks.
+    """(2.6) Semi-deterministic Monte Carlo ELBO: times t_n from (2.5), only the masks
+    are random. K = nodes x masks.
 
-    bernoulli    each position hidden with probability t, weight 1/t: GDPO (arXiv 2510.08554, eq. 5)
-    rounded      k = round(1 + t (n-1)) positions, weight n/k: the count that a hidden position sees on average
-    stochastic   k rounded up or down at random so that its mean is 1 + t (n-1), weight n/k
-    floor        k = floor(t n) positions, weight 1/t: the released code; a node with k = 0 is lost
+    bernoulli    each position hidden with probability t, weight 1/t: GDPO, eq. 5
+    rounded      k = round(1 + t (n-1)) positions, weight n/k: the count that a hidden
+                 position sees on average
+    stochastic   k rounded up or down at random, so that its mean is 1 + t (n-1); n/k
+    floor        k = floor(t n) positions, weight 1/t: the released code; a node with
+                 k = 0 is lost
 
-    Variance: sum of w_n^2 Var(.|t_n) / masks: that of the time is gone. Bias: for bernoulli the quadrature error alone (2.5);
-    with floor a constant logp is estimated as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72 at n = 8 and three nodes.
+    Variance: sum of w_n^2 Var(.|t_n) / masks: that of the time is gone. Bias: for
+    bernoulli the quadrature error alone (2.5); with floor a constant logp is estimated
+    as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72 at n = 8 and three nodes.
     """
     _check_count("plan.masks_per_node", masks_per_node)
     if counts not in COUNTS:
-        raise ValueError(f"plan.counts: got {counts!r}; allowed {', '.join(COUNTS)}")
+        raise _refused("plan.counts", counts, f"{', '.join(COUNTS)}")
     inside = _domain(rollout, domain)
-    t, w = (x.repeat_interleave(masks_per_node)[:, None].to(inside.device) for x in gauss_legendre(num_nodes))
-    noise, n = _uniform((len(t), *inside.shape), generator, inside.device), inside.sum(-1)
+    t, w = (
+        x.repeat_interleave(masks_per_node)[:, None].to(inside.device)
+        for x in gauss_legendre(num_nodes)
+    )
+    noise, n = (
+        _uniform((len(t), *inside.shape), generator, inside.device),
+        inside.sum(-1),
+    )
     if counts == "bernoulli":
-        return _response_plan(rollout, (noise < t[..., None]) & inside, inside, (w / masks_per_node / t).expand(-1, len(n)))
-    up = _uniform((len(t), len(n)), generator, inside.device) if counts == "stochastic" else 0.5
-    count = (t * n).floor() if counts == "floor" else torch.minimum((1 + t * (n - 1) + up).floor(), n)
+        return _response_plan(
+            rollout,
+            (noise < t[..., None]) & inside,
+            inside,
+            (w / masks_per_node / t).expand(-1, len(n)),
+        )
+    up = (
+        _uniform((len(t), len(n)), generator, inside.device)
+        if counts == "stochastic"
+        else 0.5
+    )
+    count = (
+        (t * n).floor()
+        if counts == "floor"
+        else torch.minimum((1 + t * (n - 1) + up).floor(), n)
+    )
     scale = 1 / t if counts == "floor" else n / count
     masked = _random_subset(noise, inside, count.long())
-    return _response_plan(rollout, masked, inside, (w / masks_per_node * scale).expand(-1, len(n)))
+    return _response_plan(
+        rollout, masked, inside, (w / masks_per_node * scale).expand(-1, len(n))
+    )
 
 
-def block_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, block_length: int, p_mask: float) -> Plan:
-    """(2.7) States as a block-wise sampler sees them: 1 .. m of the m tokens of one block hidden, later blocks all hidden.
+def block_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    block_length: int,
+    p_mask: float,
+) -> Plan:
+    """(2.7) States as a block-wise sampler sees them: 1 .. m of the m tokens of one
+    block hidden, later blocks all hidden.
 
-    Prompt and earlier blocks are hidden token by token with probability ``p_mask``; every hidden token up to EOS is scored.
-    The blocks of a response's states are drawn without replacement while they last. Weight n / (K hidden): the mean
-    log-probability of a hidden token, times n. Source: SPG (arXiv 2510.09541), released code of StableDRL.
-    Bias: no bound on log p; it weighs the states by how a block-wise sampler passes through them.
+    Prompt and earlier blocks are hidden token by token with probability ``p_mask``;
+    every hidden token up to EOS is scored. The blocks of a response's states are drawn
+    without replacement while they last. Weight n / (K hidden): the mean log-probability
+    of a hidden token, times n. Source: SPG (arXiv 2510.09541), released code of
+    StableDRL. Bias: no bound on log p; it weighs the states by how a block-wise sampler
+    passes through them.
     """
     _check_count("plan.num_states", num_states)
     _check_count("plan.block_length", block_length)
     if not 0 <= p_mask <= 1:
-        raise ValueError(f"plan.p_mask: got {p_mask}; allowed 0 to 1")
+        raise _refused("plan.p_mask", p_mask, "0 to 1")
     keep, device = rollout.keep, rollout.keep.device
     block = torch.arange(keep.shape[1], device=device) // block_length
-    used = (rollout.lengths[:, None] - 1) // block_length + 1
-    order = _uniform((len(keep), int(block[-1]) + 1), generator, device).masked_fill(block.unique() >= used, torch.inf)
-    chosen = order.argsort(-1).gather(1, torch.arange(num_states, device=device) % used).T[..., None]
+    chosen = _distinct_blocks(rollout, generator, num_states, block_length)
     inside = keep & (block == chosen)
-    count = (_uniform(tuple(inside.shape[:2]), generator, device) * inside.sum(-1)).floor().long() + 1
-    noise, drop = (_uniform((num_states, *keep.shape), generator, device) for _ in range(2))
+    u = _uniform(tuple(inside.shape[:2]), generator, device)
+    count = (u * inside.sum(-1)).floor().long() + 1
+    noise = _uniform((num_states, *keep.shape), generator, device)
+    dropped = _uniform((num_states, *keep.shape), generator, device) < p_mask
     prompt = _uniform((num_states, *rollout.prompt.shape), generator, device) < p_mask
-    scored = keep & (_random_subset(noise, inside, count) | (block > chosen) | ((block < chosen) & (drop < p_mask)))
+    own = _random_subset(noise, inside, count)
+    earlier, later = (block < chosen) & dropped, block > chosen
+    scored = keep & (own | earlier | later)
     weight = rollout.lengths.double() / (num_states * scored.sum(-1))
     hidden = torch.cat([prompt & rollout.prompt_mask, scored | ~keep], -1)
     return Plan(hidden, scored, weight.to(rollout.logp.dtype), scored.any(-1))
 
 
-# A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each factor has an ELBO of its own, in states
-# that hide some of block m and all that follows. Where attention is block-causal, M such states, one a block, are one forward
+def _distinct_blocks(
+    rollout: Rollout, generator: torch.Generator, num_states: int, block_length: int
+) -> Int[Tensor, "K B 1"]:
+    # The block of each state: those that hold kept tokens in a random order, and again
+    # from the first where K is larger.
+    used = (rollout.lengths - 1) // block_length + 1
+    blocks = (rollout.keep.shape[1] - 1) // block_length + 1
+    unused = torch.arange(blocks, device=used.device) >= used[:, None]
+    noise = _uniform((len(used), blocks), generator, used.device)
+    order = noise.masked_fill(unused, torch.inf).argsort(-1)
+    turn = torch.arange(num_states, device=used.device) % used[:, None]
+    return order.gather(1, turn).T[..., None]
+
+
+# A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each
+# factor has an ELBO of its own, in states that hide some of block m and all that
+# follows. Where attention is block-causal, M such states, one a block, are one forward
 # over [prompt; clean response; noisy response]: the staircase mask of denoiser.py.
 
 
-def block_elbo_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str, strata: bool) -> Plan:
-    """(2.8) Sum over the sampler's blocks of the ELBO (2.3) of a block given those before it: num_states M states, M blocks.
+def block_elbo_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    domain: str,
+    strata: bool,
+) -> Plan:
+    """(2.8) Sum over the sampler's blocks of the ELBO (2.3) of a block given those
+    before it: num_states M states, M blocks.
 
-    In each block l ~ U{1..n_m} of its n_m positions are hidden, weight n_m / l, independently of the other blocks. Bias: none
-    towards that sum, which is at most log p of the sampler that finishes block after block, one random position at a time.
-    One block of the whole length is (2.3); blocks of one token are exact: the likelihood from left to right.
-    Source: BD3-LM (arXiv 2503.09573); StableDRL (arXiv 2603.06743).
+    In each block l ~ U{1..n_m} of its n_m positions are hidden, weight n_m / l,
+    independently of the other blocks. Bias: none towards that sum, which is at most log
+    p of the sampler that finishes block after block, one random position at a time. One
+    block of the whole length is (2.3); blocks of one token are exact: the likelihood
+    from left to right. Source: BD3-LM (arXiv 2503.09573); StableDRL (arXiv 2603.06743).
     """
     _check_count("plan.num_states", num_states)
-    inside, block = _domain(rollout, domain), _block_numbers(rollout)
-    own = inside & (block == block.unique()[:, None])[:, None]
+    inside, block = _domain(rollout, domain), block_numbers(rollout)
+    number = block.unique()[:, None, None]  # m = 0 .. M - 1, against rows and positions
+    own, later = inside & (block == number), block > number
     n = own.sum(-1)
     u = _uniform((num_states, *n.shape), generator, n.device)
     if strata:
         u = (torch.arange(num_states, device=u.device)[:, None, None] + u) / num_states
     count = torch.minimum((u * n).floor().long() + 1, n)
-    masked = _random_subset(_uniform((num_states, *own.shape), generator, n.device), own, count).flatten(0, 1)
-    plan = _response_plan(rollout, masked, inside, (n.double() / (num_states * count.clamp(min=1))).flatten(0, 1))
-    later = (block > block.unique()[:, None])[:, None].repeat(num_states, 1, 1).expand_as(masked)
+    noise = _uniform((num_states, *own.shape), generator, n.device)
+    masked = _random_subset(noise, own, count).flatten(0, 1)
+    weight = n.double() / (num_states * count.clamp(min=1))
+    plan = _response_plan(rollout, masked, inside, weight.flatten(0, 1))
+    later = later.repeat(num_states, 1, 1).expand_as(masked)
     hidden = plan.hidden | _after_visible_prompt(rollout, later)
     return replace(plan, hidden=hidden, block_length=rollout.sampler.block_length)
 
 
-def _block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
-    return torch.arange(rollout.response.shape[1], device=rollout.response.device) // rollout.sampler.block_length
+def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
+    return (
+        torch.arange(rollout.response.shape[1], device=rollout.response.device)
+        // rollout.sampler.block_length
+    )
 
 
-# ============================================================================================== 3. Plans: trajectory replay
+# ========================================================== 3. Plans: trajectory replay
 #
-# Denoising is a Markov decision process: the state is the partly hidden text, the action reveals some tokens. For samplers
-# whose choice of positions does not depend on the weights (random or fixed order) the log-probability of a step is
-# exactly the sum of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the exact policy
-# gradient. For confidence-ordered samplers the choice of positions depends on the weights too, and the token-only score
-# of the released code of EGSPO, d2 and TraceRL is biased: notebook 03. The missing factor is the feature (4.2).
+# Denoising is a Markov decision process: the state is the partly hidden text, the
+# action reveals some tokens. For samplers whose choice of positions does not depend on
+# the weights (random or fixed order) the log-probability of a step is exactly the sum
+# of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the
+# exact policy gradient. For confidence-ordered samplers the choice of positions depends
+# on the weights too, and the token-only score of the released code of EGSPO, d2 and
+# TraceRL is biased: notebook 03. The missing factor is the feature (4.2).
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
-    # Once every kept token is revealed the reward is decided. Whether that is so can be seen in the state before the step,
-    # so later steps have a score of conditional mean zero: leaving them out is exact and saves variance and calls.
+    # Once every kept token is revealed the reward is decided. Whether that is so can be
+    # seen in the state before the step, so later steps have a score of conditional mean
+    # zero: leaving them out is exact and saves variance and calls.
     return rollout.unmask_step.masked_fill(~rollout.keep, -1).max(-1).values
 
 
-def _record(rollout: Rollout, name: str) -> Tensor:
+def record(rollout: Rollout, name: str) -> Tensor:
     if name not in rollout.records:
-        raise ValueError(f"records: the rollout holds no record {name!r}; the method must ask the sampler for it (needs)")
+        allowed = "those that the method asks the sampler for (needs)"
+        raise _refused("records", name, allowed)
     return rollout.records[name]
 
 
-def _num_steps(rollout: Rollout) -> int:
-    return rollout.sampler.num_steps if rollout.sampler is not None else int(rollout.unmask_step.max()) + 1
+def num_steps(rollout: Rollout) -> int:
+    return (
+        rollout.sampler.num_steps
+        if rollout.sampler is not None
+        else int(rollout.unmask_step.max()) + 1
+    )
 
 
 def _check_num_states(rollout: Rollout, num_states: int) -> None:
     _check_count("plan.num_states", num_states)
-    if num_states > _num_steps(rollout):
-        raise ValueError(f"plan.num_states: got {num_states}; allowed up to the {_num_steps(rollout)} steps of the sampler")
+    if num_states > num_steps(rollout):
+        raise _refused(
+            "plan.num_states",
+            num_states,
+            f"up to the {num_steps(rollout)} steps of the sampler",
+        )
 
 
 def _step_entropy(rollout: Rollout, num_steps: int) -> Float[Tensor, "T B"]:
     # Summed over the tokens of a step, nats.
     step = rollout.unmask_step.clamp(min=0)
-    entropy = _record(rollout, "entropy").masked_fill(rollout.unmask_step < 0, 0)
-    return torch.zeros(num_steps, step.shape[0], dtype=entropy.dtype, device=step.device).scatter_add_(0, step.T, entropy.T)
+    entropy = record(rollout, "entropy").masked_fill(rollout.unmask_step < 0, 0)
+    return torch.zeros(
+        num_steps, step.shape[0], dtype=entropy.dtype, device=step.device
+    ).scatter_add_(0, step.T, entropy.T)
 
 
 def _choose(
     valid: Bool[Tensor, "T B"], num_states: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, "K B"], Float[Tensor, " B"]]:
-    # num_states of each row's valid steps without replacement, and the factor (how many there were) / (how many were taken).
-    noise = _uniform(tuple(valid.shape), generator, valid.device).masked_fill(~valid, torch.inf)
+    # num_states of each row's valid steps without replacement, and the factor (how many
+    # there were) / (how many were taken).
+    noise = _uniform(tuple(valid.shape), generator, valid.device).masked_fill(
+        ~valid, torch.inf
+    )
     available = valid.sum(0)
-    return noise.argsort(0)[:num_states].sort(0).values, available.double() / available.clamp(min=1, max=num_states)
+    return noise.argsort(0)[:num_states].sort(
+        0
+    ).values, available.double() / available.clamp(min=1, max=num_states)
 
 
-def replay_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int | None, min_entropy: float) -> Plan:
-    """(3.1) The states of the recorded trajectory; each scores the tokens that its step revealed.
+def replay_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int | None,
+    min_entropy: float,
+) -> Plan:
+    """(3.1) The states of the recorded trajectory; each scores the tokens that its step
+    revealed.
 
-    ``num_states`` None: every step up to the one that decides the reward, weight 1. An integer k < T: k steps of each
-    trajectory, uniformly without replacement, weight T/k; unbiased, at k/T of the cost.
-    ``min_entropy`` > 0 (nats, summed over the step's tokens; needs the record ``entropy``) leaves out the steps whose
-    action was all but certain. What is lost is at most 2 max|A| sum of their entropies (per unit of logit gradient), and
-    what remains is unbiased where the positions to reveal are known before the draw (random or fixed order).
-    Source: policy gradients on the denoising process, e.g. d2, TraceRL, EGSPO. Bias: see above.
+    ``num_states`` None: every step up to the one that decides the reward, weight 1. An
+    integer k < T: k steps of each trajectory, uniformly without replacement, weight
+    T/k; unbiased, at k/T of the cost. ``min_entropy`` > 0 (nats, summed over the step's
+    tokens; needs the record ``entropy``) leaves out the steps whose action was all but
+    certain. What is lost is at most 2 max|A| sum of their entropies (per unit of logit
+    gradient), and what remains is unbiased where the positions to reveal are known
+    before the draw (random or fixed order). Source: policy gradients on the denoising
+    process, e.g. d2, TraceRL, EGSPO. Bias: see above.
     """
     last = _last_deciding_step(rollout)
-    steps = torch.arange(int(last.max()) + 1, device=last.device)[:, None].expand(-1, last.shape[0])
+    steps = torch.arange(int(last.max()) + 1, device=last.device)[:, None].expand(
+        -1, last.shape[0]
+    )
     valid = steps <= last
     if min_entropy > 0:
-        valid = valid & (_step_entropy(rollout, int(rollout.unmask_step.max()) + 1)[: steps.shape[0]] >= min_entropy)
+        valid = valid & (
+            _step_entropy(rollout, int(rollout.unmask_step.max()) + 1)[: steps.shape[0]]
+            >= min_entropy
+        )
     scale = torch.ones_like(last, dtype=rollout.logp.dtype)
     if num_states is not None:
         _check_num_states(rollout, num_states)
@@ -419,283 +663,378 @@ def replay_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int
     return _replay_states(rollout, steps, valid, scale.to(rollout.logp.dtype))
 
 
-def _replay_states(rollout: Rollout, steps: Int[Tensor, "K B"], valid: Bool[Tensor, "K B"], scale: Float[Tensor, " B"]) -> Plan:
+def _replay_states(
+    rollout: Rollout,
+    steps: Int[Tensor, "K B"],
+    valid: Bool[Tensor, "K B"],
+    scale: Float[Tensor, " B"],
+) -> Plan:
     unmask = rollout.unmask_step[None]
     scored = (unmask == steps[..., None]) & valid[..., None]
     masked = (unmask >= steps[..., None]) | (unmask < 0)
-    return Plan(_after_visible_prompt(rollout, masked), scored, scale.expand(steps.shape), valid, step=steps)
+    return Plan(
+        _after_visible_prompt(rollout, masked),
+        scored,
+        scale.expand(steps.shape),
+        valid,
+        step=steps,
+    )
 
 
-# Most steps of a confidence-ordered sampler reveal tokens that were all but certain. They cost as many calls as the others and
-# teach nothing: E|grad log p| of a categorical is at most twice its entropy (nats, per unit of logit gradient).
+# Most steps of a confidence-ordered sampler reveal tokens that were all but certain.
+# They cost as many calls as the others and teach nothing: E|grad log p| of a
+# categorical is at most twice its entropy (nats, per unit of logit gradient).
 
 
-def entropy_plan(rollout: Rollout, generator: torch.Generator, *, num_states: int, shared: bool, weight: str) -> Plan:
-    """(3.2) The K steps of the trajectory whose actions were most uncertain, in decreasing order of entropy.
+def entropy_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    shared: bool,
+    weight: str,
+) -> Plan:
+    """(3.2) The K steps of the trajectory whose actions were most uncertain, in
+    decreasing order of entropy.
 
-    Leaving out a fixed set of steps costs at most 2 G max|A| sum of their expected entropies (nats), G the largest gradient
-    of a logit: so keep the most uncertain ones. But each trajectory here has its own K steps, and which ones depends on its
-    actions: such a selection is biased even where that bound holds. ``shared``: the steps of highest mean entropy in
-    the batch, the same for all responses, which is all but fixed. Needs the record ``entropy``.
-    ``weight`` of a state: sum = 1; mean = 1/K; token_mean = 1/(K tokens of the step).
-    Source: EGSPO (arXiv 2603.12554); the released code selects per trajectory and averages. No rescaling by T/K.
+    Leaving out a fixed set of steps costs at most 2 G max|A| sum of their expected
+    entropies (nats), G the largest gradient of a logit: so keep the most uncertain
+    ones. But each trajectory here has its own K steps, and which ones depends on its
+    actions: such a selection is biased even where that bound holds. ``shared``: the
+    steps of highest mean entropy in the batch, the same for all responses, which is all
+    but fixed. Needs the record ``entropy``. ``weight`` of a state: sum = 1; mean = 1/K;
+    token_mean = 1/(K tokens of the step). Source: EGSPO (arXiv 2603.12554); the
+    released code selects per trajectory and averages. No rescaling by T/K.
     """
     _check_num_states(rollout, num_states)
     if weight not in ("sum", "mean", "token_mean"):
-        raise ValueError(f"plan.weight: got {weight!r}; allowed sum, mean, token_mean")
+        raise _refused("plan.weight", weight, "sum, mean, token_mean")
     last = _last_deciding_step(rollout)
-    entropy = _step_entropy(rollout, _num_steps(rollout))
+    entropy = _step_entropy(rollout, num_steps(rollout))
     decided = torch.arange(len(entropy), device=last.device)[:, None] > last
     if shared:
-        entropy = (entropy.masked_fill(decided, 0).sum(1, keepdim=True) / len(last)).expand_as(entropy)
-    order = entropy.masked_fill(decided, -torch.inf).argsort(dim=0, descending=True, stable=True)[:num_states]
-    plan = _replay_states(rollout, order, ~decided.gather(0, order), torch.ones_like(last, dtype=rollout.logp.dtype))
+        entropy = (
+            entropy.masked_fill(decided, 0).sum(1, keepdim=True) / len(last)
+        ).expand_as(entropy)
+    order = entropy.masked_fill(decided, -torch.inf).argsort(
+        dim=0, descending=True, stable=True
+    )[:num_states]
+    plan = _replay_states(
+        rollout,
+        order,
+        ~decided.gather(0, order),
+        torch.ones_like(last, dtype=rollout.logp.dtype),
+    )
     tokens = plan.scored.sum(-1).clamp(min=1) if weight == "token_mean" else 1
-    return plan if weight == "sum" else replace(plan, weight=plan.weight / (num_states * tokens))
+    return (
+        plan
+        if weight == "sum"
+        else replace(plan, weight=plan.weight / (num_states * tokens))
+    )
 
 
-# The opposite economy: keep all tokens, look at fewer states. Between one state (mean field) and T states (exact) lies
-# every compromise; its error is what the tokens of a segment tell about each other.
+# The opposite economy: keep all tokens, look at fewer states. Between one state (mean
+# field) and T states (exact) lies every compromise; its error is what the tokens of a
+# segment tell about each other.
 
 
 def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> Plan:
-    """(3.3) The trajectory with every ``merge`` consecutive steps taken for one: fewer network calls, a coarser likelihood.
+    """(3.3) The trajectory with every ``merge`` consecutive steps taken for one: fewer
+    network calls, a coarser likelihood.
 
-    A segment's tokens are all scored in the state before its first step. merge = 1 is (3.1), merge = T the mean field (2.1) of
-    the revealed tokens. Not a replay: the sampler drew the later tokens of a segment knowing the earlier ones.
-    Source: TraceRL (arXiv 2509.06949, shrinkage), d2 (arXiv 2509.21474, StepMerge).
+    A segment's tokens are all scored in the state before its first step. merge = 1 is
+    (3.1), merge = T the mean field (2.1) of the revealed tokens. Not a replay: the
+    sampler drew the later tokens of a segment knowing the earlier ones. Source: TraceRL
+    (arXiv 2509.06949, shrinkage), d2 (arXiv 2509.21474, StepMerge).
     """
     _check_count("plan.merge", merge)
-    merged = replace(rollout, unmask_step=torch.div(rollout.unmask_step, merge, rounding_mode="floor"), sampler=None)
-    return replace(replay_plan(merged, generator, num_states=None, min_entropy=0.0), step=None)
+    merged = replace(
+        rollout,
+        unmask_step=torch.div(rollout.unmask_step, merge, rounding_mode="floor"),
+        sampler=None,
+    )
+    return replace(
+        replay_plan(merged, generator, num_states=None, min_entropy=0.0), step=None
+    )
 
 
 def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
-    """(3.4) The states of the trajectory, each asked for its own completion: all hidden positions, targets from ``one_step``.
+    """(3.4) The states of the trajectory, each asked for its own completion: all hidden
+    positions, targets from ``one_step``.
 
-    Weight L / (number of hidden positions). What is scored was predicted, not revealed: no behaviour anchor exists for it.
-    Source: MDPO (arXiv 2508.13148).
+    Weight L / (number of hidden positions). What is scored was predicted, not revealed:
+    no behaviour anchor exists for it. Source: MDPO (arXiv 2508.13148).
     """
     plan = replay_plan(rollout, generator, num_states=None, min_entropy=0.0)
     scored = plan.hidden[..., rollout.prompt.shape[1] :] & plan.valid[..., None]
-    targets = _record(rollout, "one_step").transpose(0, 1)[: len(scored)]
-    return replace(plan, scored=scored, targets=targets, weight=scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight))
+    targets = record(rollout, "one_step").transpose(0, 1)[: len(scored)]
+    return replace(
+        plan,
+        scored=scored,
+        targets=targets,
+        weight=scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight),
+    )
 
 
 def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
-    """(3.5) The states of (3.1) of a block-wise trajectory as a staircase: the j-th steps of all blocks share a forward.
+    """(3.5) The states of (3.1) of a block-wise trajectory as a staircase: the j-th
+    steps of all blocks share a forward.
 
-    As many forwards as a block has steps, instead of one a step of the response; the same log-probabilities. Source: TraceRL
-    (arXiv 2509.06949, sliced training of block models), DiPO (arXiv 2512.22234). Bias: as (3.1).
+    As many forwards as a block has steps, instead of one a step of the response; the
+    same log-probabilities. Source: TraceRL (arXiv 2509.06949, sliced training of block
+    models), DiPO (arXiv 2512.22234). Bias: as (3.1).
     """
-    last, total = _last_deciding_step(rollout), _num_steps(rollout)
-    by_block = torch.arange(total, device=last.device).unflatten(0, (int(_block_numbers(rollout)[-1]) + 1, -1))
+    last, total = _last_deciding_step(rollout), num_steps(rollout)
+    by_block = torch.arange(total, device=last.device).unflatten(
+        0, (int(block_numbers(rollout)[-1]) + 1, -1)
+    )
     steps = by_block.T.reshape(total, 1).expand(-1, len(last))
-    plan = _replay_states(rollout, steps, steps <= last, torch.ones_like(last, dtype=rollout.logp.dtype))
+    plan = _replay_states(
+        rollout, steps, steps <= last, torch.ones_like(last, dtype=rollout.logp.dtype)
+    )
     return replace(plan, block_length=rollout.sampler.block_length)
 
 
-# ============================================================================================================ 4. Features
+# ========================================================================== 4. Features
 #
-# A loss touches the network only through small per-token tensors, its features. Everything after this section is algebra
-# on them, and the trainer's two-pass backward needs to know nothing but them. That is why memory does not grow with the
-# number of states: the features of all states fit anywhere, the network's activations exist for one micro-batch at a time.
+# A loss touches the network only through small per-token tensors, its features.
+# Everything after this section is algebra on them, and the trainer's two-pass backward
+# needs to know nothing but them. That is why memory does not grow with the number of
+# states: the features of all states fit anywhere, the network's activations exist for
+# one micro-batch at a time.
 #
-# The logits of a state are needed at its scored positions only. With 126k tokens and 256 positions those of one sequence take
-# 130 MB in float32: hidden states are selected before the vocabulary head, never after it, and go through it in parts.
-
-FEATURES = ("logp", "entropy", "order_logp", "topk_logp", "kl_ref")
-HEAD_NUMBERS = 1 << 24  # logits that exist at a time: 67 MB in float32, the rows of 132 positions of LLaDA
-States = Int[Tensor, " S"]  # flat numbers k*B + b of a plan's states
+# The logits of a state are needed at its scored positions only. With 126k tokens and
+# 256 positions those of one sequence take 130 MB in float32: hidden states are selected
+# before the vocabulary head, never after it, and go through it in parts.
 
 
-def plan_inputs(rollout: Rollout, plan: Plan, states: States, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Network inputs (tokens, attention mask), both (S, P+L), of the flat state numbers k*B + b."""
-    row = states % rollout.response.shape[0]
-    text = torch.cat([rollout.prompt, rollout.response], 1)[row]
-    tokens = text.masked_fill(plan.hidden.flatten(0, 1)[states], mask_token_id)
-    return tokens, torch.cat([rollout.prompt_mask, torch.ones_like(rollout.keep)], 1)[row]
+def token_features(
+    logits: Float[Tensor, "R V"],
+    target: Int[Tensor, " R"],
+    *,
+    temperature: float,
+    names: tuple[str, ...],
+    topk_ids: Int[Tensor, "R M"] | None = None,
+    reference_logits: Float[Tensor, "R V"] | None = None,
+) -> dict[str, Float[Tensor, "R *M"]]:
+    """(4.1) logp = log softmax(z / temperature)[target] and its kin, of R hidden
+    positions.
 
+    entropy      of softmax(z / temperature)
+    topk_logp    log-probabilities of the M tokens ``topk_ids``                  (R, M)
+    kl_ref       KL(policy || reference), exact over the vocabulary
+    confidence   log softmax(z)[target] at temperature 1, detached: what (4.2) needs
 
-def state_features(
-    model: Any, rollout: Rollout, plan: Plan, states: States, *, temperature: float, names: tuple = ("logp",), reference=None
-) -> dict[str, Float[Tensor, "S L *M"]]:
-    """(4.1) logp_i = log softmax(z_i / temperature)[target_i] and its kin, at the scored positions of S states; 0 elsewhere.
-
-    entropy      of softmax(z_i / temperature)
-    topk_logp    log-probabilities of the M tokens of the record ``topk_ids``                                  (S, L, M)
-    kl_ref       KL(policy || reference) of the token's distribution, exact over the vocabulary
-    order_logp   log-probability that the step chose these positions (4.2), in equal shares on its tokens
-
-    The vocabulary head is applied where it is needed only, to some rows at a time. S flat state numbers k*B + b, in any order
-    (of a staircase: a forward's M states in a row, as `state_chunks` gives them). How S is cut changes nothing. Units: nats.
+    ``names`` says which of them; logp is always there. z: the network's logits, float32
+    at least; [MASK] has -inf. Units: nats. Source: LLaDA (arXiv 2502.09992): the logit
+    at a hidden position predicts the token that belongs there.
     """
-    row, scored = states % rollout.response.shape[0], plan.scored.flatten(0, 1)[states]
-    targets = rollout.response[row] if plan.targets is None else plan.targets.flatten(0, 1)[states]
-    h, most = _encode(model, rollout, plan, states), len(states) * int(plan.scored.sum(-1).amax())
-    rows = {"h": _at(h, scored, plan), "target": targets[scored]}
-    if "topk_logp" in names:
-        rows["topk_ids"] = _record(rollout, "topk_ids")[row][scored]
-    if "kl_ref" in names:
-        with torch.no_grad():
-            rows["their_h"] = _at(_encode(reference, rollout, plan, states), scored, plan)
-    values = _in_parts(model, most, partial(_read, model, reference, names, temperature), rows)
-    if "order_logp" in names:
-        passed, confidence = _candidates(rollout, plan, states) & ~scored, _spread(values.pop("confidence"), scored)
-        most, rows = len(states) * rollout.sampler.block_length, {"h": _at(h, passed, plan)}
-        read = partial(_in_parts, model, most, partial(_passed_over, model, temperature))
-        values["order_logp"] = order_logp(lambda limits: read(rows | limits)["log_f"], confidence, scored, passed)[scored]
-    return {name: _spread(values[name], scored) for name in names}
-
-
-def _encode(model: Any, rollout: Rollout, plan: Plan, states: States) -> Float[Tensor, "J L D"]:
-    if plan.block_length is not None:
-        return _staircase(model, rollout, plan, states)
-    tokens, attention_mask = plan_inputs(rollout, plan, states, model.mask_token_id)
-    return model.encode(tokens, attention_mask)[:, rollout.prompt.shape[1] :]
-
-
-def _at(h: Float[Tensor, "J L D"], where: Bool[Tensor, "S L"], plan: Plan) -> Float[Tensor, "R D"]:
-    return h[where.unflatten(0, (-1, plan.blocks)).any(1)]  # a staircase's forward has each block at that block's own state
-
-
-def _in_parts(model: Any, most: int, read: Callable[..., dict[str, Tensor]], rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    # At most ``most`` rows, known of the whole plan: where processes share weights, all must call the head equally often.
-    # With a graph, the logits of a part are computed again on the way back, so that those of one part exist at a time.
-    count = max(1, math.ceil(most * model.vocab_size / HEAD_NUMBERS))
-    if count > 1 and torch.is_grad_enabled():
-        read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
-    parts = zip(*(column.tensor_split(count) for column in rows.values()), strict=True)
-    values = [read(**dict(zip(rows, part, strict=True))) for part in parts]
-    return {name: torch.cat([value[name] for value in values]) for name in values[0]}
-
-
-def _read(model: Any, reference: Any, names: tuple, temperature: float, *, h, target, topk_ids=None, their_h=None) -> dict:
-    logits = model.head(h)
-    read = (logits / temperature).log_softmax(-1)
-    values = {"logp": read.gather(-1, target[:, None])[:, 0]}
+    log_p = (logits / temperature).log_softmax(-1)
+    values = {"logp": log_p.gather(-1, target[:, None])[:, 0]}
     if "entropy" in names:
-        values["entropy"] = -_expectation(read, read)
+        values["entropy"] = -_expectation(log_p, log_p)
     if "topk_logp" in names:
-        values["topk_logp"] = read.gather(-1, topk_ids)
+        values["topk_logp"] = log_p.gather(-1, topk_ids)
     if "kl_ref" in names:
-        with torch.no_grad():
-            theirs = (reference.head(their_h) / temperature).log_softmax(-1)
-        values["kl_ref"] = _expectation(read, read - theirs)
-    if "order_logp" in names:
-        values["confidence"] = _confidence(logits).gather(-1, target[:, None])[:, 0].detach()
+        log_ref = (reference_logits.detach() / temperature).log_softmax(-1)
+        values["kl_ref"] = _expectation(log_p, log_p - log_ref)
+    if "confidence" in names:
+        values["confidence"] = (
+            token_confidence(logits).gather(-1, target[:, None])[:, 0].detach()
+        )
     return values
 
 
-def _staircase(model: Any, rollout: Rollout, plan: Plan, states: States) -> Float[Tensor, "J L D"]:
-    hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :].unflatten(0, (-1, plan.blocks))
-    hidden = hidden.gather(1, _block_numbers(rollout).expand(len(hidden), 1, -1))[:, 0]
-    row = states[:: plan.blocks] % len(rollout.response)
-    prompt, prompt_mask, clean = rollout.prompt[row], rollout.prompt_mask[row], rollout.response[row]
-    noisy = clean.masked_fill(hidden, model.mask_token_id)
-    return model.encode_staircase(prompt, prompt_mask, clean, noisy, block_length=plan.block_length, clean_stream="block")
-
-
-def _expectation(log_probs: Float[Tensor, "R V"], value: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
-    # sum_v p_v value_v. [MASK] has p = 0 and logp = -inf: its term is 0, and must not turn the gradient into nan.
+def _expectation(
+    log_probs: Float[Tensor, "R V"], value: Float[Tensor, "R V"]
+) -> Float[Tensor, " R"]:
+    # sum_v p_v value_v. [MASK] has p = 0 and logp = -inf: its term is 0, and must not
+    # turn the gradient into nan.
     return (log_probs.exp() * value.masked_fill(log_probs == -torch.inf, 0)).sum(-1)
 
 
-def _spread(values: Float[Tensor, R * M], where: Bool[Tensor, "S L"]) -> Float[Tensor, "S L *M"]:
-    out = values.new_zeros((*where.shape, *values.shape[1:]))
-    return out.masked_scatter(where.reshape(*where.shape, *(1 for _ in values.shape[1:])), values)
-
-
-def _candidates(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S L"]:
-    # Where the step might have revealed a token: hidden positions of the current block, if the order looks at confidences.
-    hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :]
-    if rollout.sampler.order != "low_confidence":
-        return torch.zeros_like(hidden)
-    block, scored = _block_numbers(rollout), plan.scored.flatten(0, 1)[states]
-    return hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)
-
-
-def _confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
     return (logits - logits.logsumexp(-1, keepdim=True)).float()
 
 
-def order_logp(
-    read: Callable[[dict], Tensor], confidence: Float[Tensor, "S L"], scored: Bool[Tensor, "S L"], passed: Bool[Tensor, "S L"]
-) -> Float[Tensor, "S L"]:
-    """(4.2) log-probability that the low-confidence sampler chose the scored positions, given the tokens drawn there.
+# A confidence-ordered sampler makes two draws in a step: a token for every hidden
+# position of the block, and with them the positions that are revealed. The score of the
+# tokens alone leaves the second out. It needs no model of its own: which positions win
+# is a function of the tokens that were proposed, and those that lost are summed out,
+# one by one.
 
-    A candidate j was passed over because its own proposal was less confident than every chosen token:
-    log prod_j F_j,  F_j = sum of p_j(v) over the tokens v whose confidence is below the lowest chosen one. p at the sampling
-    temperature, confidence at temperature 1 as float32 logarithm; on ties the lower position wins, as in the sampler.
-    ``confidence``: of the chosen tokens. ``read`` gives log F (R,) of the R candidates ``passed`` over, under their limits.
-    With (4.1) it makes the exact kernel of the sampler: its score is the policy gradient wherever J is differentiable. J jumps
-    where two confidences cross; there F_j may become 0, and log F_j is then that of the smallest number, with gradient 0.
-    Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with centred rewards, a noisier gradient.
+
+def confidence_to_beat(
+    confidence: Float[Tensor, "S L"],
+    scored: Bool[Tensor, "S L"],
+    passed: Bool[Tensor, "S L"],
+) -> tuple[Float[Tensor, "R 1"], Bool[Tensor, "R 1"]]:
+    """What each of the R candidates ``passed`` over stayed below: (the lowest chosen
+    confidence, whether a tie also loses).
+
+    ``confidence``: of the chosen tokens, at the positions ``scored``. On ties the lower
+    position wins, as in the sampler.
     """
-    chosen, position = confidence.masked_fill(~scored, torch.inf), torch.arange(scored.shape[1], device=scored.device)
+    chosen = confidence.masked_fill(~scored, torch.inf)
     lowest = chosen.amin(-1, keepdim=True)
+    position = torch.arange(scored.shape[1], device=scored.device)
     last = position.where(chosen == lowest, -1).amax(-1, keepdim=True)
     state, place = passed.nonzero(as_tuple=True)
-    log_f = read({"limit": lowest[state], "later": place[:, None] > last[state]})
+    return lowest[state], place[:, None] > last[state]
+
+
+def log_passed_over(
+    logits: Float[Tensor, "R V"],
+    limit: Float[Tensor, "R 1"],
+    later: Bool[Tensor, "R 1"],
+    *,
+    temperature: float,
+) -> Float[Tensor, " R"]:
+    """log F_j of (4.2): F_j = sum of p_j(v) over the tokens v whose confidence is below
+    ``limit`` (or equal, if ``later``).
+
+    p at the sampling temperature, confidence at temperature 1 as float32 logarithm.
+    Where F_j is 0, the logarithm of the smallest number, with gradient 0.
+    """
+    mine, log_p = token_confidence(logits), (logits / temperature).log_softmax(-1)
+    below = (mine < limit) | ((mine == limit) & later)
+    probability = (log_p.exp() * below).sum(-1)
+    return probability.clamp(min=torch.finfo(probability.dtype).tiny).log()
+
+
+def order_logp(
+    log_f: Float[Tensor, " R"], scored: Bool[Tensor, "S L"], passed: Bool[Tensor, "S L"]
+) -> Float[Tensor, "S L"]:
+    """(4.2) log-probability that the low-confidence sampler chose the scored positions,
+    given the tokens drawn there.
+
+    A candidate j was passed over because its own proposal was less confident than every
+    chosen token: log prod_j F_j over the candidates of a state, in equal shares on its
+    scored tokens. ``log_f``: of the R candidates ``passed`` over, in order. With (4.1)
+    it makes the exact kernel of the sampler: its score is the policy gradient wherever
+    J is differentiable. J jumps where two confidences cross; there F_j may become 0.
+    Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with
+    centred rewards, a noisier gradient. Source: minidrl's own. Relatives: DCoLT (arXiv
+    2505.10446), a Plackett-Luce order term from a learned head; Mask-Aware Policy
+    Gradients (arXiv 2607.15200), a softmax over maximal logits: neither is the law of
+    this sampler.
+    """
+    state, _ = passed.nonzero(as_tuple=True)
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
     return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
 
 
-def _passed_over(model: Any, temperature: float, *, h: Tensor, limit: Tensor, later: Tensor) -> dict[str, Float[Tensor, " R"]]:
-    logits = model.head(h)
-    mine, log_probs = _confidence(logits), (logits / temperature).log_softmax(-1)
-    probability = (log_probs.exp() * ((mine < limit) | ((mine == limit) & later))).sum(-1)
-    return {"log_f": probability.clamp(min=torch.finfo(probability.dtype).tiny).log()}
+# A block-causal network reads the states of all M blocks of a response in one forward
+# over [prompt; clean response; noisy response], if a mask keeps each noisy block from
+# seeing its own answer.
 
 
-def state_chunks(plan: Plan, size: int) -> Iterator[Int[Tensor, " S"]]:
-    """The plan's flat state numbers that need the network, in pieces of at most ``size`` forwards."""
-    forward, row = plan.needed.nonzero(as_tuple=True)
-    states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)
-    for part in (states * plan.valid.shape[1] + row[:, None]).split(size) if len(row) else ():
-        yield part.flatten()
+def block_causal(
+    block: Int[Tensor, "#N T"], attention_mask: Bool[Tensor, "N T"] | None
+) -> Bool[Tensor, "#N 1 T T"]:
+    """[n, 0, q, k] True: q sees k, a real token of q's own block or of an earlier one;
+    ``block`` numbers the tokens' blocks."""
+    visible = block[:, None, :] <= block[:, :, None]
+    return (
+        visible if attention_mask is None else visible & attention_mask[:, None, :]
+    )[:, None]
 
 
-@torch.no_grad()
-def features(
-    model: Any, rollout: Rollout, plan: Plan, *, temperature: float, names: tuple[str, ...] = ("logp",), size: int = 256, **more
-) -> dict[str, Float[Tensor, "K B L *M"]]:
-    """All features of a plan, without a graph: what anchors, references and the first of two passes need."""
-    shape = plan.scored.shape
-    out: dict[str, Tensor] = {}
-    for states in state_chunks(plan, size):
-        for name, value in state_features(model, rollout, plan, states, temperature=temperature, names=names, **more).items():
-            flat = out.setdefault(name, value.new_zeros((shape[0] * shape[1], *value.shape[1:])))
-            flat[states] = value
-    return {name: out.get(name, rollout.logp.new_zeros(shape).flatten(0, 1)).unflatten(0, shape[:2]) for name in names}
+def staircase_mask(
+    prompt_mask: Bool[Tensor, "N P"], length: int, block_length: int, *, clean: str
+) -> Bool[Tensor, "N 1 T T"]:
+    """(4.3) Staircase attention. [n, 0, q, k] True: q sees k, in [prompt; clean
+    response; noisy response]. b counts blocks.
+
+        clean q,  clean k     b_k <= b_q (clean "block"), or k <= q (clean "causal")
+        noisy q,  clean k     b_k < b_q: the stairs. With <= a noisy block would read
+                              its own answer
+        noisy q,  noisy k     b_k == b_q
+        clean q,  noisy k     never
+
+    The prompt sees itself from both sides, and nothing else; all of the response sees
+    it. Padding of the prompt is seen by no one; the rows of padding are of no use, and
+    finite. Rows without padding have P^2 + 2 L P + L (L + block_length) pairs (clean
+    "block"). What the clean stream sees has to be what it saw when the sampler computed
+    its cache.
+
+    Source: BD3-LM, arXiv 2503.09573 ([noisy; clean] there; the order is immaterial
+    where positions are right) and the code of TraceRL, arXiv 2509.06949, which cuts the
+    prompt into blocks too, have the stream "block". Accounts of StableDRL, arXiv
+    2603.06743, have "causal"; the paper itself was not read, and its released code has
+    no staircase. Raises ValueError when the blocks do not divide the response, and for
+    an unknown clean stream.
+    """
+    if block_length < 1 or length % block_length:
+        raise _refused(
+            "block_length", block_length, f"divisors of the response's length {length}"
+        )
+    if clean not in ("block", "causal"):
+        raise ValueError(f"clean stream: got {clean!r}; allowed 'block', 'causal'")
+    prompt_length, device = prompt_mask.shape[1], prompt_mask.device
+    place = torch.arange(-prompt_length, length, device=device).clamp(
+        min=-1
+    )  # the prompt is one block, the one before 0
+    block = place.div(block_length, rounding_mode="floor")
+    rank, noisy = block if clean == "block" else place, block[prompt_length:]
+    context = rank[None, :] <= rank[:, None]
+    stairs = block[None, :] < noisy[:, None]
+    diagonal = noisy[None, :] == noisy[:, None]
+    upper = torch.cat([context, context.new_zeros(len(block), length)], 1)
+    pattern = torch.cat([upper, torch.cat([stairs, diagonal], 1)])
+    return (pattern & pad(prompt_mask, (0, 2 * length), value=True)[:, None, :])[
+        :, None
+    ]
 
 
-# ========================================================================================================== 5. Reductions
+def staircase_positions(
+    prompt_mask: Bool[Tensor, "N P"], length: int
+) -> Int[Tensor, "N T"]:
+    """Positions for ``staircase_mask``: real tokens are counted, and noisy token i
+    stands where clean token i stands."""
+    prompt = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
+    response = prompt_mask.sum(-1, keepdim=True) + torch.arange(
+        length, device=prompt_mask.device
+    )
+    return torch.cat([prompt, response, response], 1)
+
+
+# ======================================================================== 5. Reductions
 #
-# "The ratio" of a paper is one number a token, a step or a sequence. The choice decides what a clip can see: a token ratio
-# clips single words, a sequence ratio keeps or drops a whole response. For a step or a sequence the log-probabilities are
-# summed first, so noise adds up as well; the length normaliser exists to keep the exponent small.
+# "The ratio" of a paper is one number a token, a step or a sequence. The choice decides
+# what a clip can see: a token ratio clips single words, a sequence ratio keeps or drops
+# a whole response. For a step or a sequence the log-probabilities are summed first, so
+# noise adds up as well; the length normaliser exists to keep the exponent small.
 
 LEVELS = ("token", "step", "pair", "sequence")
-Entries = Float[Tensor, "*s"]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
+Entries = Float[
+    Tensor, "*s"
+]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
 Advantage = Float[Tensor, "*K B"]
 
 
 def reduce_logp(
-    logp: Float[Tensor, "K B L"], plan: Plan, *, level: str, normalizer: Float[Tensor, "*K B"] | None
+    logp: Float[Tensor, "K B L"],
+    plan: Plan,
+    *,
+    level: str,
+    normalizer: Float[Tensor, "*K B"] | None,
 ) -> Float[Tensor, "K2 B L2"]:
-    """(5.1) From token log-probabilities to the log-likelihoods whose ratio the objective uses.
+    """(5.1) From token log-probabilities to the log-likelihoods whose ratio the
+    objective uses.
 
-    token      ll[k,b,i] = logp[k,b,i]                    one ratio a token         (K, B, L)
-    step       ll[k,b]   = sum_i logp[k,b,i]              one ratio a denoising step (K, B, 1)
-    pair       ll[j,b]   = the ELBO estimate of states 2j and 2j + 1 alone, see (2.4)          (K/2, B, 1)
-    sequence   ll[b]     = sum_k weight[k,b] sum_i logp   one ratio a response      (1, B, 1); the ELBO of sections 2
+    token      ll[k,b,i] = logp[k,b,i]                   a ratio a token     (K, B, L)
+    step       ll[k,b]   = sum_i logp[k,b,i]             a denoising step    (K, B, 1)
+    pair       ll[j,b]   = the ELBO estimate of states
+                           2j, 2j + 1 alone, see (2.4)   a mask pair       (K/2, B, 1)
+    sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
 
-    ``normalizer`` (B,) or (K, B) divides ll: None for the log-likelihood itself, the length for the geometric mean per token
-    that GSPO-style ratios use. It changes a ratio by the power 1/length, so it is never implied.
+    ``normalizer`` (B,) or (K, B) divides ll: None for the log-likelihood itself, the
+    length for the geometric mean per token that GSPO-style ratios use. It changes a
+    ratio by the power 1/length, so it is never implied.
     """
     if level not in LEVELS:
-        raise ValueError(f"reduction: got {level!r}; allowed {', '.join(LEVELS)}")
+        raise _refused("reduction", level, f"{', '.join(LEVELS)}")
     ll = logp * plan.scored
     if level != "token":
         ll = ll.sum(-1, keepdim=True)
@@ -705,101 +1044,156 @@ def reduce_logp(
     return ll if normalizer is None else ll / normalizer[..., None]
 
 
-def entries(plan: Plan, level: str) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
-    """Which entries of ll exist, and the weight with which each enters a sum (a sequence has absorbed its weights)."""
+def entries(
+    plan: Plan, level: str
+) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
+    """Which entries of ll exist, and the weight with which each enters a sum (a
+    sequence has absorbed its weights)."""
     if level in ("pair", "sequence"):
         pairs = len(plan.scored) // 2 if level == "pair" else 1
         present = plan.scored.any(-1, keepdim=True).unflatten(0, (pairs, -1)).any(1)
         return present, torch.ones_like(present, dtype=plan.weight.dtype)
-    return plan.scored if level == "token" else plan.scored.any(-1, keepdim=True), plan.weight[..., None]
+    return plan.scored if level == "token" else plan.scored.any(
+        -1, keepdim=True
+    ), plan.weight[..., None]
 
 
-# What should be lowered for a bad answer? Lowering a lower bound does not lower the likelihood below it. SPG therefore
-# raises the ELBO of good answers and lowers an upper bound of bad ones. The bound it derives (from a Renyi divergence) drops
-# constants, so that the result is called an evidence upper bound and is none; what remains is a soft maximum over states:
-# the gradient goes to the states in which the token was likely. beta -> 0 gives back the mean, a large beta the maximum.
+# What should be lowered for a bad answer? Lowering a lower bound does not lower the
+# likelihood below it. SPG therefore raises the ELBO of good answers and lowers an upper
+# bound of bad ones. The bound it derives (from a Renyi divergence) drops constants, so
+# that the result is called an evidence upper bound and is none; what remains is a soft
+# maximum over states: the gradient goes to the states in which the token was likely.
+# beta -> 0 gives back the mean, a large beta the maximum.
 
 
-def eubo(logp: Float[Tensor, "K B L"], plan: Plan, *, beta: float) -> Float[Tensor, "1 B 1"]:
-    """(5.2) ll_b = n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta over the h positions hidden in some state.
+def eubo(
+    logp: Float[Tensor, "K B L"], plan: Plan, *, beta: float
+) -> Float[Tensor, "1 B 1"]:
+    """(5.2) ll_b = n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta over
+    the h positions hidden in some state.
 
-    Source: SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as in the plans of section 2. Bias: it is no upper
-    bound. The inequality behind it holds up to a constant, and a mean of K states inside the logarithm is biased down
-    (Jensen): it may lie below the ELBO of the same states. A surrogate that pushes rare tokens of bad answers harder.
+    Source: SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as in the
+    plans of section 2. Bias: it is no upper bound. The inequality behind it holds up to
+    a constant, and a mean of K states inside the logarithm is biased down (Jensen): it
+    may lie below the ELBO of the same states. A surrogate that pushes rare tokens of
+    bad answers harder.
     """
     seen = plan.scored.any(0)
-    terms = (beta * logp + plan.weight[..., None].log()).masked_fill(~plan.scored, -torch.inf)
-    mean = terms.masked_fill(~seen, 0).logsumexp(0).masked_fill(~seen, 0).sum(-1) / beta / seen.sum(-1).clamp(min=1)
+    terms = (beta * logp + plan.weight[..., None].log()).masked_fill(
+        ~plan.scored, -torch.inf
+    )
+    mean = (
+        terms.masked_fill(~seen, 0).logsumexp(0).masked_fill(~seen, 0).sum(-1)
+        / beta
+        / seen.sum(-1).clamp(min=1)
+    )
     n = (plan.weight * plan.scored.sum(-1)).sum(0)  # sum_k n/(K l_k) l_k
     return (n * mean)[None, :, None]
 
 
+@declares()
 def sandwich(
-    ll: Entries, adv: Entries, feature: dict, plan: Plan, rollout, normalizer: Tensor, *, eubo_beta: float, omega: float
+    ll: Entries,
+    adv: Entries,
+    feature: dict,
+    plan: Plan,
+    rollout,
+    normalizer: Tensor,
+    *,
+    eubo_beta: float,
+    omega: float,
 ) -> dict[str, Tensor]:
-    """(5.3) score = ELBO where adv > 0, omega EUBO + (1 - omega) ELBO elsewhere: what the gradient flows through.
+    """(5.3) score = ELBO where adv > 0, omega EUBO + (1 - omega) ELBO elsewhere: what
+    the gradient flows through.
 
-    A lower bound is safe to raise and, so the argument goes, an upper bound is what to lower (but see (5.2)). The EUBO gets
-    ll's normaliser. Source: SPG; StableDRL, which keeps the plain ELBO in its ratio. omega = 0: the ELBO for all.
+    A lower bound is safe to raise and, so the argument goes, an upper bound is what to
+    lower (but see (5.2)). The EUBO gets ll's normaliser. Source: SPG; StableDRL, which
+    keeps the plain ELBO in its ratio. omega = 0: the ELBO for all.
     """
     upper = eubo(feature["logp"], plan, beta=eubo_beta) / normalizer[:, None]
     return {"score": torch.where(adv > 0, ll, omega * upper + (1 - omega) * ll)}
 
 
-# ============================================================================================================== 6. Credit
+# ============================================================================ 6. Credit
 #
-# Without a value network the only baseline at hand is the other responses to the same prompt. Centring on the group's mean
-# is not only variance reduction here: where the score of a trajectory is biased (confidence-ordered samplers, section 3),
-# a constant added to all rewards would leak into the gradient, and centring removes most of it.
+# Without a value network the only baseline at hand is the other responses to the same
+# prompt. Centring on the group's mean is not only variance reduction here: where the
+# score of a trajectory is biased (confidence-ordered samplers, section 3), a constant
+# added to all rewards would leak into the gradient, and centring removes most of it.
 
 
 def _groups(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, "G N"]:
     if reward.requires_grad:
         raise ValueError("reward: carries a gradient; rewards are data, detach them")
     if num_generations < 1 or reward.shape[0] % num_generations:
-        raise ValueError(f"num_generations: got {num_generations}; allowed divisors of the {reward.shape[0]} sequences")
+        raise _refused(
+            "num_generations",
+            num_generations,
+            f"divisors of the {reward.shape[0]} sequences",
+        )
     return reward.unflatten(0, (-1, num_generations))
 
 
-def group_mean(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, " B"]:
+def group_mean(
+    reward: Float[Tensor, " B"], num_generations: int
+) -> Float[Tensor, " B"]:
     """(6.1) adv = reward - mean of its prompt's group, no standard deviation.
 
-    Source: Dr. GRPO (arXiv 2503.20783); d1, GDPO, StableDRL (code). Gradient: (N-1)/N of the leave-one-out one, because the
-    mean contains the sample itself.
+    Source: Dr. GRPO (arXiv 2503.20783); d1, GDPO, StableDRL (code). Gradient: (N-1)/N
+    of the leave-one-out one, because the mean contains the sample itself.
     """
     group = _groups(reward, num_generations)
     return (group - group.mean(1, keepdim=True)).flatten()
 
 
-def group_z_score(reward: Float[Tensor, " B"], num_generations: int, *, ddof: int, eps: float) -> Float[Tensor, " B"]:
-    """(6.2) adv = (reward - group mean) / (group std + eps), std with N - ddof in the denominator.
+def group_z_score(
+    reward: Float[Tensor, " B"], num_generations: int, *, ddof: int, eps: float
+) -> Float[Tensor, " B"]:
+    """(6.2) adv = (reward - group mean) / (group std + eps), std with N - ddof in the
+    denominator.
 
-    Source: GRPO (arXiv 2402.03300). A group of equal rewards has advantage 0. Papers and code disagree on ``ddof`` (torch's
-    default is 1) and ``eps``: both are required. A group of one has no std: ddof must be below N.
+    Source: GRPO (arXiv 2402.03300). A group of equal rewards has advantage 0. Papers
+    and code disagree on ``ddof`` (torch's default is 1) and ``eps``: both are required.
+    A group of one has no std: ddof must be below N.
     """
     group = _groups(reward, num_generations)
     if not 0 <= ddof < num_generations:
-        raise ValueError(f"credit.ddof: got {ddof}; allowed 0 up to num_generations - 1 = {num_generations - 1}")
-    return ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True, correction=ddof) + eps)).flatten()
+        raise _refused(
+            "credit.ddof", ddof, f"0 up to num_generations - 1 = {num_generations - 1}"
+        )
+    return (
+        (group - group.mean(1, keepdim=True))
+        / (group.std(1, keepdim=True, correction=ddof) + eps)
+    ).flatten()
 
 
-def leave_one_out(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, " B"]:
+def leave_one_out(
+    reward: Float[Tensor, " B"], num_generations: int
+) -> Float[Tensor, " B"]:
     """(6.3) adv = reward - mean of the other N - 1 rewards of its group.
 
-    Source: RLOO (arXiv 2402.14740). The baseline is independent of the sample, so the policy gradient stays unbiased.
-    Equals N/(N-1) times ``group_mean``.
+    Source: RLOO (arXiv 2402.14740). The baseline is independent of the sample, so the
+    policy gradient stays unbiased. Equals N/(N-1) times ``group_mean``.
     """
     group = _groups(reward, num_generations)
     if num_generations < 2:
-        raise ValueError(f"num_generations: got {num_generations}; allowed from 2 for leave-one-out, which needs others")
-    return (num_generations / (num_generations - 1) * (group - group.mean(1, keepdim=True))).flatten()
+        raise _refused(
+            "num_generations",
+            num_generations,
+            "from 2 for leave-one-out, which needs others",
+        )
+    return (
+        num_generations / (num_generations - 1) * (group - group.mean(1, keepdim=True))
+    ).flatten()
 
 
-# One reward for the whole trajectory credits every step alike, although many of them changed nothing. The network offers an
-# estimate of what a state was worth before its step: the argmax of all hidden positions at once, which the rollout's forward
-# has computed anyway. It is exact at the last step if the completion is drawn instead of maximised; the greedy one is off by at
-# most (range of rewards) (1 - probability of the greedy completion). It is a baseline, not a critic: differences of
-# consecutive values would telescope, these do not.
+# One reward for the whole trajectory credits every step alike, although many of them
+# changed nothing. The network offers an estimate of what a state was worth before its
+# step: the argmax of all hidden positions at once, which the rollout's forward has
+# computed anyway. It is exact at the last step if the completion is drawn instead of
+# maximised; the greedy one is off by at most (range of rewards) (1 - probability of the
+# greedy completion). It is a baseline, not a critic: differences of consecutive values
+# would telescope, these do not.
 
 SCHEDULES = ("constant", "linear")
 
@@ -816,27 +1210,40 @@ def stepwise_advantage(
     normalize: bool,
     center: str,
 ) -> Float[Tensor, "K B"]:
-    """(6.4) adv_k = R_k - mean of R_k over the group,  R_k = ((1 + lam_k) reward - lam_k step_reward_k) / (1 + lam_k).
+    """(6.4) adv_k = R_k - mean of R_k over the group,  R_k = ((1 + lam_k) reward -
+    lam_k step_reward_k) / (1 + lam_k).
 
-    ``step_reward`` is the reward of the text that the state before step k would become in one step: an estimate of the state's
-    value at no network call. It is a control variate with coefficient lam/(1 + lam): exact samplers stay unbiased for any lam.
-    ``normalize`` false leaves the division out: the gradient counts 1 + lam times. ``schedule`` linear: lam_k = lam time,
-    time = step / T. Groups are centred rank by rank (members may stand at different steps there), over the valid ones.
-    ``center`` reward: only the reward is centred, lam (reward - step_reward) is not. lam = 0: ``group_mean`` in every row.
-    Source: EGSPO-SA (arXiv 2603.12554). Linear and normalised, a constant in all rewards leaves a trace where steps differ.
+    ``step_reward`` is the reward of the text that the state before step k would become
+    in one step: an estimate of the state's value at no network call. It is a control
+    variate with coefficient lam/(1 + lam): exact samplers stay unbiased for any lam.
+    ``normalize`` false leaves the division out: the gradient counts 1 + lam times.
+    ``schedule`` linear: lam_k = lam time, time = step / T. Groups are centred rank by
+    rank (members may stand at different steps there), over the valid ones. ``center``
+    reward: only the reward is centred, lam (reward - step_reward) is not. lam = 0:
+    ``group_mean`` in every row. Source: EGSPO-SA (arXiv 2603.12554). Linear and
+    normalised, a constant in all rewards leaves a trace where steps differ.
     """
-    for key, value, allowed in (("schedule", schedule, SCHEDULES), ("center", center, ("rank", "reward"))):
+    for key, value, allowed in (
+        ("schedule", schedule, SCHEDULES),
+        ("center", center, ("rank", "reward")),
+    ):
         if value not in allowed:
-            raise ValueError(f"credit.{key}: got {value!r}; allowed {', '.join(allowed)}")
+            raise ValueError(
+                f"credit.{key}: got {value!r}; allowed {', '.join(allowed)}"
+            )
     if lam < 0:
-        raise ValueError(f"credit.lam: got {lam}; allowed from 0")
-    lams = lam * time if schedule == "linear" else torch.full_like(time, lam)
-    gain, total = lams * (reward - step_reward), 1 + lams if normalize else torch.ones_like(lams)
-    centred = reward.expand_as(gain) + gain if center == "rank" else reward.expand_as(gain)
-    present = valid.unflatten(1, (-1, num_generations))
-    group = (centred / total).unflatten(1, (-1, num_generations))
-    mean = (group * present).sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
-    return (group - mean).flatten(1, 2) + (0 if center == "rank" else gain / total)
+        raise _refused("credit.lam", lam, "from 0")
+    lam_k = lam * time if schedule == "linear" else torch.full_like(time, lam)
+    total = 1 + lam_k if normalize else torch.ones_like(lam_k)
+    R_k = ((1 + lam_k) * reward - lam_k * step_reward) / total
+    base = (
+        R_k if center == "rank" else reward / total
+    )  # what the group's mean is taken of
+    group, present = (x.unflatten(1, (-1, num_generations)) for x in (base, valid))
+    mean = (group * present).sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(
+        min=1
+    )
+    return R_k - mean.expand_as(group).flatten(1, 2)
 
 
 def progress_advantage(
@@ -849,76 +1256,134 @@ def progress_advantage(
     num_states: int,
     eps: float,
 ) -> Float[Tensor, "K B"]:
-    """(6.5) A_k = (r_k - r_{k-1} + 1) + mean of the later rewards, z-scored over the group state by state; the others are 0.
+    """(6.5) A_k = (r_k - r_{k-1} + 1) + mean of the later rewards, z-scored over the
+    group state by state; the others are 0.
 
-    r_k: reward of the completion of state k in one step, the last of the later ones the final reward. Only the ``num_states``
-    states of a group with the largest sum of |A| keep theirs: without a KL term no other costs the update a call.
-    Source: MDPO (arXiv 2508.13148), code.
+    r_k: reward of the completion of state k in one step, the last of the later ones the
+    final reward. Only the ``num_states`` states of a group with the largest sum of |A|
+    keep theirs: without a KL term no other costs the update a call. Source: MDPO (arXiv
+    2508.13148), code.
     """
-    after = torch.cat([step_reward * valid, reward[None]])
-    later = after.flip(0).cumsum(0).flip(0)[1:] / (1 + (valid.flip(0).cumsum(0).flip(0) - valid.long())).to(reward.dtype)
-    value = (step_reward.diff(dim=0, prepend=torch.zeros_like(step_reward[:1])) + 1 + later).unflatten(1, (-1, num_generations))
-    present = valid.unflatten(1, (-1, num_generations))
+    rewards = torch.cat(
+        [step_reward * valid, reward[None]]
+    )  # r_1 .. r_K, and the final one
+    later = _from_here_on(rewards)[1:]
+    remaining = 1 + _from_here_on(valid.to(reward.dtype)) - valid.to(reward.dtype)
+    before = torch.cat([torch.zeros_like(step_reward[:1]), step_reward[:-1]])
+    value = (step_reward - before) + 1 + later / remaining
+    value, present = (x.unflatten(1, (-1, num_generations)) for x in (value, valid))
     count = present.sum(2, keepdim=True).clamp(min=1)
     gap = (value - (value * present).sum(2, keepdim=True) / count) * present
-    score = gap / ((gap.square().sum(2, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + eps)
-    rank = score.abs().sum(2, keepdim=True).argsort(dim=0, descending=True, stable=True).argsort(0)
+    variance = gap.square().sum(2, keepdim=True) / (count - 1).clamp(min=1)
+    score = gap / (variance.sqrt() + eps)
+    told = score.abs().sum(2, keepdim=True)  # how much a state tells about its group
+    rank = told.argsort(dim=0, descending=True, stable=True).argsort(0)
     return (score * (rank < num_states)).flatten(1, 2)
 
 
-# ======================================================================================================== 7. Ratios and KL
+def _from_here_on(x: Float[Tensor, "K B"]) -> Float[Tensor, "K B"]:
+    # The sum over a state and all later ones.
+    return x.flip(0).cumsum(0).flip(0)
+
+
+# ===================================================================== 7. Ratios and KL
 #
-# A ratio of exact likelihoods turns samples of an old policy into samples of the new one. For a diffusion model three things
-# can stand in the denominator: the sampler's own log-probability of each revealed token (behaviour), the old weights' estimate
-# on the same masks (old, shared), or on other masks (old, independent). Only the first is what importance sampling means; the
-# second measures how far the weights moved; the third is the second times the exponential of Monte-Carlo noise. With noise of
-# standard deviation s in each of the two, a ratio at equal weights has mean exp(s^2), variance exp(2 s^2) (exp(2 s^2) - 1).
+# A ratio of exact likelihoods turns samples of an old policy into samples of the new
+# one. For a diffusion model three things can stand in the denominator: the sampler's
+# own log-probability of each revealed token (behaviour), the old weights' estimate on
+# the same masks (old, shared), or on other masks (old, independent). Only the first is
+# what importance sampling means; the second measures how far the weights moved; the
+# third is the second times the exponential of Monte-Carlo noise. With noise of standard
+# deviation s in each of the two, a ratio at equal weights has mean exp(s^2), variance
+# exp(2 s^2) (exp(2 s^2) - 1).
 
 
-def log_ratio(ll: Float[Tensor, "*s"], anchor: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+def log_ratio(
+    ll: Float[Tensor, "*s"], anchor: Float[Tensor, "*s"]
+) -> Float[Tensor, "*s"]:
     """(7.1) log ratio = ll - anchor, nats. The anchor is data.
 
-    Equals 0 where both come from the same weights, plan and precision. With fresh masks for the anchor it is noise even
-    then: the ratio's mean exceeds 1 (Jensen) and its tail is log-normal. That is no importance weight of anything.
+    Equals 0 where both come from the same weights, plan and precision. With fresh masks
+    for the anchor it is noise even then: the ratio's mean exceeds 1 (Jensen) and its
+    tail is log-normal. That is no importance weight of anything.
     """
     if anchor.requires_grad:
-        raise ValueError("anchor: carries a gradient; the old log-likelihoods are data, detach them")
+        raise ValueError(
+            "anchor: carries a gradient; the old log-likelihoods are data, detach them"
+        )
     return ll - anchor
 
 
-def kl_term(ll: Float[Tensor, "*s"], ref: Float[Tensor, "*s"], *, form: str) -> Float[Tensor, "*s"]:
-    """(7.2) A penalty whose mean over samples of the policy estimates KL(policy || reference). u = ll - ref.
+def kl_term(
+    ll: Float[Tensor, "*s"], ref: Float[Tensor, "*s"], *, form: str
+) -> Float[Tensor, "*s"]:
+    """(7.2) A penalty whose mean over samples of the policy estimates KL(policy ||
+    reference). u = ll - ref.
 
-    k1   u                      value unbiased; gradient of the loss has mean 0 (useless as a loss)
-    k2   u^2 / 2                value biased;   gradient is that of KL(policy || reference)
-    k3   exp(-u) - 1 + u        value unbiased and >= 0; gradient is that of KL(reference || policy), the other direction
+    k1   u                 value unbiased; the gradient's mean is 0: useless as a loss
+    k2   u^2 / 2           value biased; gradient that of KL(policy || reference)
+    k3   exp(-u) - 1 + u   value unbiased and >= 0; gradient that of the other
+                           direction, KL(reference || policy)
 
-    Source: Schulman's note on KL estimators (2020); k3 in GRPO, k2 in ESPO. The gradients are tested by enumeration.
+    Source: Schulman's note on KL estimators (2020); k3 in GRPO, k2 in ESPO. The
+    gradients are tested by enumeration.
     """
     if ref.requires_grad:
-        raise ValueError("ref: carries a gradient; the reference log-likelihoods are data, detach them")
+        raise ValueError(
+            "ref: carries a gradient; reference values are data, detach them"
+        )
     u = ll - ref
     if form not in ("k1", "k2", "k3"):
-        raise ValueError(f"kl.form: got {form!r}; allowed k1, k2, k3")
-    return u if form == "k1" else u.square() / 2 if form == "k2" else torch.expm1(-u) + u
+        raise _refused("kl.form", form, "k1, k2, k3")
+    return (
+        u if form == "k1" else u.square() / 2 if form == "k2" else torch.expm1(-u) + u
+    )
 
 
-# ========================================================================================================== 8. Objectives
+# ======================================================================== 8. Objectives
 #
-# Each returns a loss per entry of ll. Judge it by its gradient: the value of a surrogate means nothing. At ratio 1 all of them
-# have the gradient of ``reinforce`` (self-normalised weights: divided by the group size). On a single on-policy update every
-# clip is inert, so methods differ only through reuse of a rollout, noise in the ratio, and credit.
+# Each returns a loss per entry of ll, and which entries its clip or mask cut. Judge it
+# by its gradient: the value of a surrogate means nothing. On a single on-policy update
+# every clip is inert, so methods differ only through reuse of a rollout, noise in the
+# ratio, and credit.
 #
-# What multiplies -adv grad ll, at ratio r (pi and mu: the token's probability now and in the sampler; s: the sign of adv):
+# What multiplies -adv grad ll, at ratio r (pi and mu: the token's probability now and
+# in the sampler; s: the sign of adv):
 #
-#     reinforce               1
-#     truncated_is            min(r, cap)                                   never 0: every sample keeps teaching
-#     ppo_clip                r, but 0 for s (r - 1) > epsilon              ratio, hard edge, one side; s < 0: no bound
-#     dual_clip               the same, and 0 for s < 0, r > bound          closes that side
-#     dppo                    r, but 0 for s (pi - mu) > delta (tv)         probability, hard edge, one side
-#     spo                     r (1 - s (r - 1) / epsilon)                   ratio, a line that turns back beyond the edge
-#     drpo                    r (1 - s (pi - mu) / delta)                   probability, a line that turns back
-#     self_normalized_clip    min(r, cap) / sum over the group              N times this on policy: 1
+#     reinforce              1
+#     truncated_is           min(r, cap)                        never 0
+#     ppo_clip               r, but 0 for s (r - 1) > epsilon   ratio, hard edge
+#     dual_clip              the same; 0 for s < 0, r > bound   closes the other side
+#     dppo                   r, but 0 for s (pi - mu) > delta   probability, hard edge
+#     spo                    r (1 - s (r - 1) / epsilon)        ratio, turns back
+#     drpo                   r (1 - s (pi - mu) / delta)        probability, turns back
+#     self_normalized_clip   min(r, cap) / sum over the group   N times it: 1 on policy
+
+
+class Surrogate(NamedTuple):
+    """What an objective returns, each of the shape of ll.
+
+    loss     to be weighted and added up by (9.1)
+    cut      True where clip or mask act: the gradient is 0, a weight stops at its cap,
+             or a penalty turns it back
+    bypass   True where adv < 0 and the ratio is above a clip that lets it through, with
+             a coefficient that grows with the ratio
+    """
+
+    loss: Entries
+    cut: Bool[Tensor, "*s"]
+    bypass: Bool[Tensor, "*s"]
+
+
+def _surrogate(
+    loss: Entries,
+    cut: Bool[Tensor, "*s"] | None = None,
+    bypass: Bool[Tensor, "*s"] | None = None,
+) -> Surrogate:
+    never = torch.zeros_like(loss, dtype=torch.bool)
+    return Surrogate(
+        loss, never if cut is None else cut, never if bypass is None else bypass
+    )
 
 
 def _check_above(name: str, value: float, least: float) -> None:
@@ -926,92 +1391,163 @@ def _check_above(name: str, value: float, least: float) -> None:
         raise ValueError(f"objective.{name}: got {value}; allowed above {least}")
 
 
-def reinforce(ll: Entries, anchor: None, adv: Entries, num_generations: int, *, score: Entries | None = None) -> Entries:
-    """(8.1) loss = -adv ll, or -adv score where the row scores something else (5.3). Gradient: -adv grad ll.
+@declares(linear=True, reinforce_on_policy=True)
+def reinforce(
+    ll: Entries,
+    anchor: Entries | None,
+    adv: Entries,
+    num_generations: int,
+    *,
+    score: Entries | None = None,
+) -> Surrogate:
+    """(8.1) loss = -adv ll, or -adv score where the row scores something else (5.3).
 
-    Source: REINFORCE (Williams, 1992). Exact for on-policy samples when ll is the log-probability of what was sampled.
-    Linear in ll: its coefficients do not depend on the current weights, so the two-pass backward skips its first pass.
+    Gradient: -adv grad ll. The score-function estimator of the policy gradient.
+    Source: REINFORCE (Williams, 1992). Exact for on-policy samples when ll is the
+    log-probability of what was sampled. Linear in ll: its coefficients do not depend on
+    the current weights, so the two-pass backward skips its first pass.
     """
-    return -adv * (ll if score is None else score)
+    return _surrogate(-adv * (ll if score is None else score))
 
 
+@declares(reinforce_on_policy=True)
 def ppo_clip(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float
-) -> Entries:
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> Surrogate:
     """(8.2) loss = -min(ratio adv, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) adv).
 
-    Gradient: -adv ratio grad ll, and 0 where adv > 0 and ratio > 1 + epsilon_high, or adv < 0 and ratio < 1 - epsilon_low.
-    The clip is conditional: with adv < 0 a large ratio passes, and its coefficient is unbounded.
-    Source: PPO (arXiv 1707.06347); GRPO (arXiv 2402.03300); unequal sides: DAPO (arXiv 2503.14476).
-    Equals ``reinforce`` in gradient at ratio 1. With sequence reduction and normalizer = length it is GSPO (arXiv 2507.18071).
+    Gradient: -adv ratio grad ll, and 0 where adv > 0 and ratio > 1 + epsilon_high, or
+    adv < 0 and ratio < 1 - epsilon_low. The clip is conditional: with adv < 0 a large
+    ratio passes, and its coefficient is unbounded. Source: PPO's clipped surrogate
+    (arXiv 1707.06347); GRPO (arXiv 2402.03300); unequal sides: clip-higher, decoupled
+    clip of DAPO (arXiv 2503.14476). Equals ``reinforce`` in gradient at ratio 1. With
+    sequence reduction and normalizer = length it is GSPO (arXiv 2507.18071).
     """
     ratio = log_ratio(ll, anchor).exp()
-    return -torch.minimum(ratio * adv, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * adv)
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
+    cut = ((adv > 0) & above) | ((adv < 0) & below)
+    return _surrogate(
+        -torch.minimum(ratio * adv, clipped * adv), cut, (adv < 0) & above
+    )
 
 
-def self_normalized_weights(log_ratios: Entries, num_generations: int, *, log_cap: float) -> Entries:
-    """(8.3) w_j = min(ratio_j, cap) / sum over the prompt's group of min(ratio_i, cap), in log space.
+def self_normalized_weights(
+    log_ratios: Entries, num_generations: int, *, log_cap: float
+) -> Entries:
+    """(8.3) w_j = min(ratio_j, cap) / sum over the prompt's group of min(ratio_i, cap).
 
-    Source: StableDRL (arXiv 2603.06743): clip whatever the sign of the advantage, then normalise. The released code takes
-    the softmax over the rows of one call, which mixes prompts when a call holds several; here it never leaves the group.
-    Shapes: sequence level (1, B, 1). Special cases: all ratios equal, or all above the cap: w = 1/N.
+    Self-normalised importance sampling (SNIS) with clipped weights, in log space.
+    Source: StableDRL (arXiv 2603.06743): unconditional clipping, whatever the sign of
+    the advantage, then self-normalisation. The released code takes the softmax over the
+    rows of one call, which mixes prompts when a call holds several; here it never
+    leaves the group. Shapes: sequence level (1, B, 1). Special cases: all ratios equal,
+    or all above the cap: w = 1/N.
     """
     capped = log_ratios.clamp(max=log_cap).unflatten(1, (-1, num_generations))
     return capped.softmax(2).flatten(1, 2)
 
 
+@declares(reinforce_on_policy=True)
 def self_normalized_clip(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, cap: float, score: Entries | None = None
-) -> Entries:
-    """(8.4) loss = -w adv score, w the detached weights (8.3), score = ll or (5.3); to be summed over a group, not averaged.
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    cap: float,
+    score: Entries | None = None,
+) -> Surrogate:
+    """(8.4) loss = -w adv score, w the detached weights (8.3), score = ll or (5.3).
 
-    Gradient: -w adv grad score: inside the convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
-    whatever the ratios. Clipped samples still learn (PPO gives them 0). No gradient flows through ratio or normaliser.
-    Source: StableDRL: the paper's clip to [1 - eps, 1 + eps] at eps = 5 is the cap 6, because a ratio is positive; the
-    released code caps at 5. cap = inf: self-normalised importance sampling, where one outlier takes all the weight.
-    Sequence level only. Bounds magnitude, not concentration: one weight may still go to 1.
+    To be summed over a group, not averaged. Gradient: -w adv grad score: inside the
+    convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
+    whatever the ratios. Clipped samples still learn (PPO gives them 0). No gradient
+    flows through ratio or normaliser. Source: StableDRL, unconditional clipping and
+    self-normalisation: the paper's clip to [1 - eps, 1 + eps] at eps = 5 is the cap 6,
+    because a ratio is positive; the released code caps at 5. cap = inf: self-normalised
+    importance sampling, where one outlier takes all the weight. Sequence level only.
+    Bounds magnitude, not concentration: one weight may still go to 1.
     """
     _check_above("cap", cap, 0)
-    weights = self_normalized_weights(log_ratio(ll.detach(), anchor), num_generations, log_cap=math.log(cap))
-    return -weights * adv * (ll if score is None else score)
+    log_ratios, log_cap = log_ratio(ll.detach(), anchor), math.log(cap)
+    weights = self_normalized_weights(log_ratios, num_generations, log_cap=log_cap)
+    loss = -weights * adv * (ll if score is None else score)
+    return _surrogate(loss, log_ratios > log_cap)
 
 
+@declares(reinforce_on_policy=True)
 def truncated_is(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, floor: float, cap: float, score: Entries | None = None
-) -> Entries:
-    """(8.5) loss = -w adv score, w = clip(ratio, floor, cap) detached. Gradient: -w adv grad score; never 0, bounded by cap.
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    floor: float,
+    cap: float,
+    score: Entries | None = None,
+) -> Surrogate:
+    """(8.5) loss = -w adv score, w = clip(ratio, floor, cap) detached.
 
-    Truncated importance sampling (TIS: floor 0, cap 2 to 5); CISPO (arXiv 2506.13585, cap 1 + epsilon_high; verl's code has the
-    floor 1 - epsilon_low as well); StableDRL's clip without its normaliser. cap = inf, floor = 0: the gradient of ratio adv.
+    Gradient: -w adv grad score; never 0, bounded by cap. Truncated importance sampling
+    (TIS: floor 0, cap 2 to 5); CISPO (arXiv 2506.13585, cap 1 + epsilon_high; verl's
+    code has the floor 1 - epsilon_low as well); StableDRL's clip without its
+    normaliser. cap = inf, floor = 0: the gradient of ratio adv.
     """
     if not 0 <= floor < cap:
-        raise ValueError(f"objective: got floor {floor}, cap {cap}; allowed 0 <= floor < cap")
-    weights = log_ratio(ll.detach(), anchor).exp().clamp(floor, cap)
-    return -weights * adv * (ll if score is None else score)
+        raise ValueError(
+            f"objective: got floor {floor}, cap {cap}; allowed 0 <= floor < cap"
+        )
+    ratio = log_ratio(ll.detach(), anchor).exp()
+    loss = -ratio.clamp(floor, cap) * adv * (ll if score is None else score)
+    return _surrogate(loss, (ratio > cap) | (ratio < floor))
 
 
+@declares(reinforce_on_policy=True)
 def dual_clip(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float, bound: float
-) -> Entries:
-    """(8.6) PPO's loss (8.2), where adv < 0 at most -bound adv: gradient 0 there beyond ratio = bound > 1.
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    bound: float,
+) -> Surrogate:
+    """(8.6) PPO's loss (8.2), where adv < 0 at most -bound adv.
 
-    It closes the bypass of the conditional clip. Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
+    Gradient 0 there beyond ratio = bound > 1: it closes the bypass of the conditional
+    clip. Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
     """
     _check_above("bound", bound, 1)
-    loss = ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    return torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)
+    clips = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    loss, cut, bypass = ppo_clip(ll, anchor, adv, num_generations, **clips)
+    beyond = (adv < 0) & (log_ratio(ll, anchor).exp() > bound)
+    loss = torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)
+    return _surrogate(loss, cut | beyond, bypass & ~beyond)
 
 
-# Trust regions by divergence. mu = exp(anchor) is the probability with which the sampler drew the token, pi = exp(ll) the
-# present one. A ratio clip allows a shift |pi - mu| of epsilon mu: next to nothing for a rare token, far too much for a
-# likely one. A bound on the divergence allows every token the same shift. These objectives need true token probabilities
-# of the sampler: replay plans, token level, the sampling temperature, behaviour anchors.
+# Trust regions by divergence. mu = exp(anchor) is the probability with which the
+# sampler drew the token, pi = exp(ll) the present one. A ratio clip allows a shift |pi
+# - mu| of epsilon mu: next to nothing for a rare token, far too much for a likely one.
+# A bound on the divergence allows every token the same shift. These objectives need
+# true token probabilities of the sampler: replay plans, token level, the sampling
+# temperature, behaviour anchors.
 
 
-def _divergence(mu: Float[Tensor, "*s M"], pi: Float[Tensor, "*s M"], form: str) -> Float[Tensor, "*s"]:
-    # Of two distributions over the last axis. Probabilities of 0, which certain tokens leave for the rest, stay finite.
+def _divergence(
+    mu: Float[Tensor, "*s M"], pi: Float[Tensor, "*s M"], form: str
+) -> Float[Tensor, "*s"]:
+    # Of two distributions over the last axis. Probabilities of 0, which certain tokens
+    # leave for the rest, stay finite.
     if form not in ("tv", "kl"):
-        raise ValueError(f"form: got {form!r}; allowed tv, kl")
+        raise _refused("form", form, "tv, kl")
     if form == "tv":
         return (pi - mu).abs().sum(-1) / 2
     tiny = torch.finfo(pi.dtype).tiny
@@ -1019,109 +1555,191 @@ def _divergence(mu: Float[Tensor, "*s M"], pi: Float[Tensor, "*s M"], form: str)
 
 
 def binary_divergence(ll: Entries, anchor: Entries, *, form: str) -> Entries:
-    """(8.7) Divergence of the two-point distributions (mu, 1 - mu) and (pi, 1 - pi), the token against all others; detached.
+    """(8.7) Divergence of (mu, 1 - mu) and (pi, 1 - pi): the token against all others.
 
-    tv   |pi - mu|
-    kl   mu log(mu/pi) + (1 - mu) log((1 - mu)/(1 - pi)), nats
-    Both are at most the divergence of the full distributions (data processing); tv <= sqrt(kl / 2) (Pinsker).
-    Source: DPPO (arXiv 2602.04879, eq. 13 and 15).
+    tv   |pi - mu|, binary total variation
+    kl   mu log(mu/pi) + (1 - mu) log((1 - mu)/(1 - pi)), binary KL, nats
+    Detached. Both are at most the divergence of the full distributions (data
+    processing); tv <= sqrt(kl / 2) (Pinsker). Source: DPPO (arXiv 2602.04879, eq. 13
+    and 15), Binary-TV and Binary-KL.
     """
-    pi, mu = (torch.stack([x.exp(), -torch.expm1(x)], -1) for x in (ll.detach(), anchor))
-    return _divergence(mu, pi, form)
+    token = torch.stack([ll.detach().exp(), -torch.expm1(ll.detach())], -1)
+    drawn = torch.stack([anchor.exp(), -torch.expm1(anchor)], -1)
+    return _divergence(drawn, token, form)
 
 
+@declares()
 def topk_divergence(
-    ll: Entries, adv: Entries, feature: dict, plan: Plan, rollout: Rollout, normalizer: Tensor, *, form: str
+    ll: Entries,
+    adv: Entries,
+    feature: dict,
+    plan: Plan,
+    rollout: Rollout,
+    normalizer: Tensor,
+    *,
+    form: str,
 ) -> dict[str, Tensor]:
-    """(8.8) Divergence over the sampler's M likeliest tokens, the drawn token, and one bucket for all others; detached.
+    """(8.8) Divergence over the sampler's M likeliest tokens, the drawn one, and the
+    rest.
 
     tv   sum |pi_a - mu_a| / 2          kl   sum mu_a log(mu_a / pi_a), nats
-    Between (8.7) and the full divergence. Where the drawn token is not among the M it is an item of its own (the released
-    code puts it in place of the M-th). Needs the records ``topk_ids``, ``topk_logp``. Source: DPPO, eq. 14 and 16.
+    Detached. Between (8.7) and the full divergence. Where the drawn token is not among
+    the M it is an item of its own (the released code puts it in place of the M-th).
+    Needs the records ``topk_ids``, ``topk_logp``. Source: DPPO (arXiv 2602.04879), eq.
+    14 and 16: Top-K TV and Top-K KL.
     """
-    drawn = (_record(rollout, "topk_ids") == rollout.response[..., None]).any(-1)
-    own = (~drawn).expand(ll.shape)[..., None]
-    mu = torch.cat([_record(rollout, "topk_logp").expand_as(feature["topk_logp"]), rollout.logp.expand_as(ll)[..., None]], -1)
-    pi = torch.cat([feature["topk_logp"], feature["logp"][..., None]], -1).detach()
-    kept = torch.cat([torch.ones_like(own).expand_as(feature["topk_logp"]), own], -1)
-    mu, pi = (torch.cat([x.exp() * kept, 1 - (x.exp() * kept).sum(-1, keepdim=True)], -1).clamp(min=0) for x in (mu, pi))
+    listed = (record(rollout, "topk_ids") == rollout.response[..., None]).any(-1)
+    drawn = (~listed).expand(ll.shape)[..., None]  # counts on its own where not listed
+    log_mu = record(rollout, "topk_logp").expand_as(feature["topk_logp"])
+    mu = _with_rest(log_mu, rollout.logp.expand_as(ll), drawn)
+    pi = _with_rest(feature["topk_logp"].detach(), feature["logp"].detach(), drawn)
     return {"divergence": _divergence(mu, pi, form)}
 
 
-def trust_mask(log_ratios: Entries, adv: Entries, outside: Bool[Tensor, "*s"]) -> Bool[Tensor, "*s"]:
-    """(8.9) False where the policy is outside its trust region and the update would carry it further away.
+def _with_rest(
+    topk_logp: Float[Tensor, "K B L M"],
+    logp: Float[Tensor, "K B L"],
+    own: Bool[Tensor, "K B L 1"],
+) -> Float[Tensor, "K B L M2"]:
+    # Probabilities of the M tokens, of the drawn one (0 where it is among them), of the
+    # rest.
+    p = torch.cat([topk_logp.exp(), logp[..., None].exp() * own], -1)
+    return torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1).clamp(min=0)
 
-    That is adv > 0 with ratio > 1, or adv < 0 with ratio < 1; the way back is never barred. PPO's clip is the case
-    outside = |ratio - 1| > epsilon.
+
+def trust_mask(
+    log_ratios: Entries, adv: Entries, outside: Bool[Tensor, "*s"]
+) -> Bool[Tensor, "*s"]:
+    """(8.9) False where the policy is outside its trust region and would move further
+    away.
+
+    That is adv > 0 with ratio > 1, or adv < 0 with ratio < 1; the way back is never
+    barred. With ``outside`` from (8.7) it is DPPO's Binary-TV mask or Binary-KL mask,
+    from (8.8) its Top-K mask. PPO's clip is the case outside = |ratio - 1| > epsilon.
     """
     return ~(outside & (torch.sign(adv) * log_ratios > 0))
 
 
+@declares(reinforce_on_policy=True)
 def dppo(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float, form: str, divergence: Any = None
-) -> Entries:
-    """(8.10) loss = -ratio adv M, M the detached mask (8.9) with outside = divergence > delta. Gradient: -adv ratio M grad ll.
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    delta: float,
+    form: str | None,
+    divergence: Entries | None = None,
+) -> Surrogate:
+    """(8.10) loss = -ratio adv M, M the detached mask (8.9) with outside = divergence >
+    delta.
 
-    The divergence is (8.7) of this form, or (8.8) where the row supplies it. With form tv it has PPO's gradient with
-    epsilon = delta / mu for each token. Source: DPPO (arXiv 2602.04879, eq. 12).
+    Gradient: -adv ratio M grad ll. The divergence is (8.7) of this form; or (8.8) where
+    the row supplies it, and form is then None. With form tv it has PPO's gradient with
+    epsilon = delta / mu for each token. Source: DPPO, Divergence PPO (arXiv 2602.04879,
+    eq. 12): the trust region as a mask.
     """
     _check_above("delta", delta, 0)
+    if divergence is None:
+        divergence = binary_divergence(ll, anchor, form=form)
+    elif form is not None:
+        raise _refused("objective.form", form, "None: the row has extra.form")
     u = log_ratio(ll, anchor)
-    divergence = binary_divergence(ll, anchor, form=form) if divergence is None else divergence
-    return -u.exp() * adv * trust_mask(u.detach(), adv, divergence > delta)
+    inside = trust_mask(u.detach(), adv, divergence > delta)
+    return _surrogate(-u.exp() * adv * inside, ~inside)
 
 
+@declares(reinforce_on_policy=True)
 def dppo_released(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float, form: str, cap: float
-) -> Entries:
-    """(8.11) loss = -w adv ll, w = min(ratio, cap) M detached: another value than (8.10), the same gradient below the cap.
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    delta: float,
+    form: str,
+    cap: float,
+) -> Surrogate:
+    """(8.11) loss = -w adv ll, w = min(ratio, cap) M detached.
 
+    Another value than (8.10), the same gradient below the cap.
     Source: verl (dppo_tv, dppo_kl), cap 20.
     """
     _check_above("delta", delta, 0)
     u = log_ratio(ll.detach(), anchor)
     inside = trust_mask(u, adv, binary_divergence(ll, anchor, form=form) > delta)
-    return -(u.exp().clamp(max=cap) * inside) * adv * ll
+    weights = u.exp().clamp(max=cap) * inside
+    return _surrogate(-weights * adv * ll, ~inside | (u.exp() > cap))
 
 
-def spo(ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon: float) -> Entries:
+@declares(reinforce_on_policy=True)
+def spo(
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon: float
+) -> Surrogate:
     """(8.12) loss = -(ratio adv - |adv| (ratio - 1)^2 / (2 epsilon)).
 
-    Gradient: -adv ratio w grad ll, w = 1 - sign(adv) (ratio - 1) / epsilon: a straight line in the ratio, 0 at
-    1 + sign(adv) epsilon, corrective beyond. Unbounded: w = -494 for a token that went from 0.0001 to 0.01 (epsilon 0.2).
-    Source: SPO, simple policy optimization (arXiv 2401.16025). Penalises, in expectation, the chi-square divergence.
+    Gradient: -adv ratio w grad ll, w = 1 - sign(adv) (ratio - 1) / epsilon: a straight
+    line in the ratio, 0 at 1 + sign(adv) epsilon, corrective beyond. Unbounded: w =
+    -494 for a token that went from 0.0001 to 0.01 (epsilon 0.2). Source: SPO, simple
+    policy optimization (arXiv 2401.16025). Penalises, in expectation, the chi-square
+    divergence.
     """
     _check_above("epsilon", epsilon, 0)
     ratio = log_ratio(ll, anchor).exp()
-    return -(ratio * adv - adv.abs() * (ratio - 1).square() / (2 * epsilon))
+    penalty = adv.abs() * (ratio - 1).square() / (2 * epsilon)
+    return _surrogate(-(ratio * adv - penalty), torch.sign(adv) * (ratio - 1) > epsilon)
 
 
-def drpo(ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float) -> Entries:
-    """(8.13) loss = -(ratio adv - |adv| mu (ratio - 1)^2 / (2 delta)): SPO with epsilon = delta / mu for each token.
+@declares(reinforce_on_policy=True)
+def drpo(
+    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, delta: float
+) -> Surrogate:
+    """(8.13) loss = -(ratio adv - |adv| mu (ratio - 1)^2 / (2 delta)).
 
-    Gradient: -adv ratio w grad ll, w = 1 - sign(adv) (pi - mu) / delta: a straight line in pi, 1 on policy, 0 at the boundary
-    mu + sign(adv) delta of DPPO-tv, corrective beyond. |w - 1| <= 1/delta; the coefficient ratio w has no bound (1/mu).
-    The boundary is a probability only if mu <= 1 - delta (adv > 0) or mu >= delta (adv < 0): never for delta >= 1. At the
-    published delta = 12.5, w stays within 0.92 and 1.08 and nothing is ever turned back.
-    Source: DRPO (arXiv 2606.09821, eq. 8 and 9). Penalises, in expectation, the squared distance of the distributions.
+    SPO with epsilon = delta / mu for each token. Gradient: -adv ratio w grad ll, w = 1
+    - sign(adv) (pi - mu) / delta: a straight line in pi, 1 on policy, 0 at the boundary
+    mu + sign(adv) delta of DPPO-tv, corrective beyond. |w - 1| <= 1/delta; the
+    coefficient ratio w has no bound (1/mu). The boundary is a probability only if mu <=
+    1 - delta (adv > 0) or mu >= delta (adv < 0): never for delta >= 1. At delta = 12.5,
+    that of the authors' code, w stays within 0.92 and 1.08 and nothing is ever turned
+    back. Source: DRPO, Divergence Regularized Policy Optimization (arXiv 2606.09821,
+    eq. 8 and 9): a smooth, advantage-weighted quadratic regularizer in place of the
+    mask. Penalises, in expectation, the squared distance of the distributions.
     """
     _check_above("delta", delta, 0)
-    ratio = log_ratio(ll, anchor).exp()
-    return -(ratio * adv - adv.abs() * anchor.exp() * (ratio - 1).square() / (2 * delta))
+    ratio, mu, pi = log_ratio(ll, anchor).exp(), anchor.exp(), ll.detach().exp()
+    penalty = adv.abs() * mu * (ratio - 1).square() / (2 * delta)
+    return _surrogate(-(ratio * adv - penalty), torch.sign(adv) * (pi - mu) > delta)
 
 
+@declares()
 def confident_clip(
-    ll: Entries, anchor: Entries, adv: Entries, num_generations: int, *, epsilon_low: float, epsilon_high: float
-) -> Entries:
-    """(8.14) PPO's loss (8.2), each token weighted by exp(anchor), its probability under the old weights. Source: MDPO."""
-    return anchor.exp() * ppo_clip(ll, anchor, adv, num_generations, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+) -> Surrogate:
+    """(8.14) PPO's loss (8.2), each token weighted by exp(anchor): its old probability.
+
+    Source: MDPO (arXiv 2508.13148), confidence weighting of the predicted tokens.
+    """
+    clips = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
+    loss, cut, bypass = ppo_clip(ll, anchor, adv, num_generations, **clips)
+    return Surrogate(anchor.exp() * loss, cut, bypass)
 
 
-def response_length(ll, adv, feature, plan: Plan, rollout: Rollout, normalizer) -> dict[str, int]:
+@declares(linear=True)
+def response_length(
+    ll, adv, feature, plan: Plan, rollout: Rollout, normalizer
+) -> dict[str, int]:
     """The padded length L, for objectives that need it."""
     return {"length": rollout.keep.shape[1]}
 
 
+@declares(reinforce_on_policy=True, needs_advantage=False)
 def regression(
     ll: Entries,
     anchor: Entries,
@@ -1131,38 +1749,54 @@ def regression(
     psi: float,
     epsilon_low: float,
     epsilon_high: float,
-    length: int = 1,
-) -> Entries:
-    """(8.15) loss = (clip(ll - anchor, log(1 - epsilon_low), log(1 + epsilon_high)) / L - psi adv)^2, one for each mask pair.
+    length: int,
+) -> Surrogate:
+    """(8.15) loss = (clip(u, log(1 - epsilon_low), log(1 + epsilon_high)) / L - psi
+    adv)^2.
 
-    The target psi adv is the log-ratio per position that the best KL-regularised policy would have. Gradient on policy:
-    -2 psi adv grad ll / L; 0 where the log-ratio of the whole response is beyond the clip, although it is divided by L later.
-    Source: GDSD (arXiv 2605.29398), code.
+    u = ll - anchor of one mask pair. The target psi adv is the log-ratio per position
+    that the best KL-regularised policy would have. Gradient on policy: -2 psi adv grad
+    ll / L; 0 where the log-ratio of the whole response is beyond the clip, although it
+    is divided by L later. Source: GDSD (arXiv 2605.29398), code.
     """
-    change = log_ratio(ll, anchor).clamp(math.log(1 - epsilon_low), math.log(1 + epsilon_high))
-    return (change / length - psi * adv).square()
+    u = log_ratio(ll, anchor)
+    low, high = math.log(1 - epsilon_low), math.log(1 + epsilon_high)
+    loss = (u.clamp(low, high) / length - psi * adv).square()
+    return _surrogate(loss, (u < low) | (u > high))
 
 
-# ========================================================================================================= 9. Aggregation
+# ======================================================================= 9. Aggregation
 #
-# How losses per entry become one number decides how much a long response counts. Papers differ, and so does the released code
-# of one paper from its text. A normaliser over the micro-batch (common in code) makes the same rollouts give another objective
-# when the batch is split differently; none of these do.
+# How losses per entry become one number decides how much a long response counts. Papers
+# differ, and so does the released code of one paper from its text. A normaliser over
+# the micro-batch (common in code) makes the same rollouts give another objective when
+# the batch is split differently; none of these do.
 
-AGGREGATIONS = ("sequence_mean", "sequence_mean_token_mean", "token_mean", "fixed_length", "length_weighted", "group_sum")
+AGGREGATIONS = (
+    "sequence_mean",
+    "sequence_mean_token_mean",
+    "token_mean",
+    "fixed_length",
+    "length_weighted",
+    "group_sum",
+)
 
 
-def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, level: str, how: str) -> Float[Tensor, ""]:
-    """(9.1) One number from the loss per entry. S_b = weighted sum over the entries of sequence b, n_b its kept tokens.
+def aggregate(
+    loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, level: str, how: str
+) -> Float[Tensor, ""]:
+    """(9.1) One number from the loss per entry. S_b = weighted sum over the entries of
+    sequence b, n_b its kept tokens.
 
-    sequence_mean               mean_b S_b                  each response counts once, as a sum over its entries
-    sequence_mean_token_mean    mean_b S_b / n_b            GRPO; long responses weigh less per token
-    token_mean                  sum_b S_b / sum_b n_b       DAPO, d1's code; long responses weigh more
-    fixed_length                mean_b S_b / L              Dr. GRPO; no length bias
-    length_weighted             sum_b n_b S_b / sum_b n_b   SPG; for an S_b that is a mean over tokens
-    group_sum                   sum_b S_b / G               self-normalised weights already sum to 1 in a group
+    sequence_mean              mean_b S_b                  each response counts once
+    sequence_mean_token_mean   mean_b S_b / n_b            GRPO; long ones weigh less
+    token_mean                 sum_b S_b / sum_b n_b       DAPO, d1's code
+    fixed_length               mean_b S_b / L              Dr. GRPO; no length bias
+    length_weighted            sum_b n_b S_b / sum_b n_b   SPG; S_b a mean over tokens
+    group_sum                  sum_b S_b / G               weights sum to 1 in a group
 
-    Every normaliser is that of the global batch: it never depends on how the batch was split for memory.
+    Every normaliser is that of the global batch: it never depends on how the batch was
+    split for memory.
     """
     present, weight = entries(plan, level)
     total = (loss * weight * present).sum((0, 2))
@@ -1175,325 +1809,24 @@ def aggregate(loss: Float[Tensor, "K B L"], plan: Plan, rollout: Rollout, *, lev
         "group_sum": total.sum() / (total.shape[0] / rollout.num_generations),
     }
     if how not in means:
-        raise ValueError(f"aggregation: got {how!r}; allowed {', '.join(AGGREGATIONS)}")
+        raise _refused("aggregation", how, f"{', '.join(AGGREGATIONS)}")
     return means[how]
 
 
-# ============================================================================================================ 10. Methods
-#
-# To read a row: which states are looked at (plan, refresh), what the ratio is taken of and against (reduction, normalizer,
-# anchor), what is done with it (objective), how rewards become advantages (credit), and how it is summed (aggregation).
-# To write one: give these words. If a paper needs a function that is not above, it is one new function and one new row.
-#
-# A bare name is the paper's formula. ``-released`` is the official code, quirks included, held to its own numbers by the tests;
-# what neither says is written under ``differs``. Numbers (clips, temperatures of weights, K) are the published ones where they
-# make sense for a model of any size, and can be replaced by a run's ``method_options``.
-
-
-class KL(NamedTuple):
-    """A KL penalty: form (7.2) or "exact" (the feature kl_ref), and its weight.
-
-    ``of``: the ll of the ratio, or the log_likelihood without its normaliser. ``target``: the model that the run started from
-    (reference), or the anchor (old).
-    """
-
-    form: str
-    beta: float
-    of: str = "ratio"
-    target: str = "reference"
-
-
-# The words that a row may use where it makes a choice by name. ``normalizer`` divides ll: by nothing, by the tokens that count,
-# by the padded length L (which some released code does; short answers then get ratios nearer to 1), by the tokens of the step.
-CHOICES = {
-    "reduction": LEVELS,
-    "normalizer": ("none", "kept_length", "padded_length", "step_tokens"),
-    "anchor": ("behaviour", "old", "none"),
-    "refresh": ("fixed", "paired", "independent"),
-    "temperature": ("one", "sampling"),
-    "step_value": ("none", "greedy", "sampled"),
-    "aggregation": AGGREGATIONS,
-}
-
-
-@dataclass(frozen=True)
-class Method:
-    """A paper as a row: which of the choices above it makes. No method has code of its own outside this table.
-
-    refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all scored by the old weights
-                  first. independent: a new plan an update, the old value kept from its own plan (the ratio is then noise).
-    anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the first update. none.
-    temperature   one: scored at temperature 1. sampling: at the sampler's temperature, as behaviour anchors require.
-    step_value    what a state is worth before its step: nothing of the kind, or the reward of its completion in one step.
-    extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout, normalizer) to its keywords.
-    features      what the network is asked for (4.1); order_logp is added to logp before anything is reduced.
-    needs         what the sampler must record during the rollout.
-
-    The trainer executes a row in this order: rollout (needs), plan, credit, anchor, features, loss, update; with refresh other
-    than fixed the plan is drawn anew for each of the updates on a rollout. It reads these fields and knows no row by name.
-    """
-
-    name: str
-    title: str
-    source: str
-    differs: str
-    plan: partial
-    credit: partial
-    objective: partial
-    reduction: str
-    aggregation: str
-    anchor: str
-    refresh: str = "fixed"
-    normalizer: str = "none"
-    temperature: str = "one"
-    step_value: str = "none"
-    extra: partial | None = None
-    kl: KL | None = None
-    features: tuple[str, ...] = ("logp",)
-    needs: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        for key, allowed in CHOICES.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{key}: got {getattr(self, key)!r} for {self.name}; allowed {', '.join(allowed)}")
-
-    @property
-    def linear(self) -> bool:
-        """True when the loss is linear in the features: pass 1 of the two-pass backward can be skipped."""
-        return self.objective.func is reinforce and self.kl is None and self.extra is None
-
-
-def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
-    """What divides the method's ll; ones where nothing does."""
-    lengths = {
-        "none": torch.ones_like(rollout.lengths),
-        "kept_length": rollout.lengths,
-        "padded_length": torch.full_like(rollout.lengths, rollout.keep.shape[1]),
-        "step_tokens": plan.scored.sum(-1).clamp(min=1),
-    }
-    return lengths[method.normalizer].to(rollout.logp.dtype)
-
-
-def reduced(method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]) -> Float[Tensor, "K2 B L2"]:
-    """The method's ll: ``reduce_logp`` of logp, and of order_logp where the row asks for it, with its level and normaliser."""
-    logp = feature["logp"] + feature["order_logp"] if "order_logp" in method.features else feature["logp"]
-    return reduce_logp(logp, plan, level=method.reduction, normalizer=normalizer(method, plan, rollout).to(logp.dtype))
-
-
-def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
-    """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which it was drawn."""
-    if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
-        allowed = "replay plans scored at the sampling temperature, without order_logp (which the sampler does not record)"
-        raise ValueError(f"anchor: {method.name} asks for behaviour; allowed only for {allowed}")
-    return reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
-
-
-def kl_target(method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]) -> Float[Tensor, "K2 B L2"]:
-    """The ll that the KL term compares: of the policy or of the reference, whichever these features are of."""
-    return reduced(method if method.kl.of == "ratio" else replace(method, normalizer="none"), plan, rollout, feature)
-
-
-def advantages(
-    method: Method, plan: Plan, rollout: Rollout, reward: Float[Tensor, " B"], step_reward: Float[Tensor, "K B"] | None = None
-) -> Float[Tensor, "*K B"]:
-    """The row's credit: (B,), or (K, B) where each state of the plan has a value of its own (``step_value``)."""
-    if method.step_value == "none":
-        return method.credit(reward, rollout.num_generations)
-    time = plan.step.to(reward.dtype) / _num_steps(rollout)
-    return method.credit(reward, rollout.num_generations, step_reward, plan.valid, time)
-
-
-def method_loss(
-    method: Method, plan: Plan, rollout: Rollout, feature: dict, adv: Advantage, anchor: Entries | None, ref: Entries | None
+def total_loss(
+    surrogate: Entries,
+    penalty: Entries | None,
+    plan: Plan,
+    rollout: Rollout,
+    *,
+    beta: float,
+    level: str,
+    how: str,
 ) -> Float[Tensor, ""]:
-    """(10.1) loss = aggregate(objective(ll, anchor, adv) + beta kl(ll, ref)), for any row of ``METHODS``."""
-    ll = reduced(method, plan, rollout, feature)
-    adv = adv.to(ll.dtype)[..., None].expand_as(ll)
-    scale = normalizer(method, plan, rollout).to(ll.dtype)
-    extra = method.extra(ll, adv, feature, plan, rollout, scale) if method.extra else {}
-    loss = method.objective(ll, anchor, adv, rollout.num_generations, **extra)
-    if method.kl is not None and method.kl.form == "exact":
-        loss = loss + method.kl.beta * reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=scale)
-    elif method.kl is not None:
-        ref = anchor if method.kl.target == "old" else ref
-        loss = loss + method.kl.beta * kl_term(kl_target(method, plan, rollout, feature), ref, form=method.kl.form)
-    return aggregate(loss, plan, rollout, level=method.reduction, how=method.aggregation)
+    """(10.1) loss = aggregate(surrogate + beta penalty), for any row of the table.
 
-
-_MEAN = partial(group_mean)
-_Z_SCORE = partial(group_z_score, ddof=1, eps=1e-4)
-_CLIP = partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.2)
-_ALL_STEPS = partial(replay_plan, num_states=None, min_entropy=0.0)
-_BLOCKS = partial(block_plan, num_states=2, block_length=32, p_mask=0.15)
-_STEP_VALUES = partial(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank")
-
-# A row is read as a line of a table, so it is set as one. ``replace`` says: as that row, except for what follows.
-# fmt: off
-
-# The recorded trajectory, with the sampler's own probabilities.
-_REINFORCE = Method(name="reinforce", title="exact policy gradient of the denoising trajectory",
-    source="Williams 1992, on the denoising process; baseline of Dr. GRPO (arXiv 2503.20783)",
-    differs="token-only score: exact for random and fixed orders, biased for confidence order", plan=_ALL_STEPS,
-    credit=_MEAN, objective=partial(reinforce), reduction="step", aggregation="sequence_mean", anchor="none",
-    temperature="sampling", needs=("entropy",))
-_REPLAY_GRPO = replace(_REINFORCE, name="replay-grpo", title="PPO clip on every step of the recorded trajectory",
-    source="per-step ratios of d2 (arXiv 2509.21474) and TraceRL (arXiv 2509.06949); clip and z-score of GRPO",
-    differs="anchored on the sampler's own log-probabilities; token-only score as in reinforce", credit=_Z_SCORE,
-    objective=_CLIP, aggregation="fixed_length", anchor="behaviour")
-_REPLAY_UNIFORM = replace(_REINFORCE, name="replay-uniform",
-    title="some steps of each trajectory, drawn uniformly, weighted by T/K",
-    source="unbiased subsampling of steps, as in AGRPO (arXiv 2510.04019) without its clip; control of egspo",
-    differs="otherwise as reinforce", plan=partial(replay_plan, num_states=4, min_entropy=0.0))
-# Likelihoods estimated from random masks: an ELBO a sequence, or one look at the whole response (mean field).
-_GRPO = Method(name="grpo", title="GRPO with one ELBO ratio a sequence",
-    source="GRPO (arXiv 2402.03300) on the count-form ELBO; per-token geometric mean as in GSPO (arXiv 2507.18071)",
-    differs="the likelihood is an ELBO; old and new share their masks; no KL term",
-    plan=partial(elbo_count_plan, num_states=4, domain="keep", strata=True), credit=_Z_SCORE, objective=_CLIP,
-    reduction="sequence", aggregation="sequence_mean", anchor="old", normalizer="kept_length")
-_DIFFU_GRPO = Method(name="diffu-grpo", title="one-step mean field, token ratios, prompt masking",
-    source="d1 (arXiv 2504.12216), section 3 and eq. 4",
-    differs="the released code averages over all tokens of a micro-batch; this is the paper's per-sequence mean",
-    plan=partial(mean_field_plan, p_mask_prompt=0.15), credit=_MEAN,
-    objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), reduction="token",
-    aggregation="sequence_mean_token_mean", anchor="old", refresh="paired", kl=KL("k3", 0.04))
-_DIFFU_GRPO_RELEASED = replace(_DIFFU_GRPO, name="diffu-grpo-released", source="d1's code (dllm-reasoning/d1)",
-    differs="mean over all tokens; here of the global batch, there of the micro-batch", aggregation="token_mean")
-_GDPO = replace(_GRPO, name="gdpo", title="semi-deterministic Monte Carlo ELBO, one ratio a sequence",
-    source="GDPO (arXiv 2510.08554), eq. 5 and 6",
-    differs="ratio of whole-sequence ELBOs, loss divided by the length; no KL term (the released beta is 0)",
-    plan=partial(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"), credit=_MEAN,
-    objective=partial(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean", normalizer="none")
-_GDPO_RELEASED = replace(_GDPO, name="gdpo-released", source="GDPO's code (KevinRojas1499/GDPO)",
-    differs="floor(t L) hidden with weight 1/t, padding scored, ratio to the power 1/L, old and new masks not shared",
-    plan=partial(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"), aggregation="sequence_mean",
-    normalizer="padded_length", refresh="independent")
-
-# Weights instead of ratios. The published code draws new masks for every update and keeps the old value of its own masks
-# (``refresh`` independent), so that the weights are noise on the first update; ``fixed`` shares the masks, and they are equal.
-_STABLEDRL = Method(name="stabledrl", title="unconditional clip and self-normalised weights, sandwich surrogate",
-    source="StableDRL (arXiv 2603.06743), eps = 5; surrogate of SPG (arXiv 2510.09541)",
-    differs="ELBO by count; weights never mix prompts", plan=partial(elbo_count_plan, num_states=2, domain="keep", strata=True),
-    credit=_MEAN, objective=partial(self_normalized_clip, cap=6.0), reduction="sequence", aggregation="group_sum", anchor="old",
-    refresh="independent", extra=partial(sandwich, eubo_beta=1.5, omega=0.5))
-_STABLEDRL_RELEASED = replace(_STABLEDRL, name="stabledrl-released", source="StableDRL's code (JianyuanZhong/StableDRL)",
-    differs="cap 5 on the ratio of token means over block-wise masks; there the softmax spans the rows of a call",
-    plan=_BLOCKS, objective=partial(self_normalized_clip, cap=5.0), normalizer="kept_length")
-_STABLEDRL_ELBO = replace(_STABLEDRL, name="stabledrl-elbo",
-    title="unconditional clip and self-normalised weights, on the plain ELBO", source="StableDRL (arXiv 2603.06743), eps = 5",
-    differs="score surrogate is the plain ELBO, not the sandwich of ELBO and EUBO; ratio of per-token means",
-    normalizer="kept_length", extra=None)
-_CLIP_ONLY = replace(_STABLEDRL, name="clip-only", title="ablation of stabledrl: weights clipped, not normalised",
-    differs="divided by N instead of the sum of the group's weights", objective=partial(truncated_is, floor=0.0, cap=6.0),
-    aggregation="sequence_mean")
-_SELF_NORM_ONLY = replace(_STABLEDRL, name="self-norm-only", title="ablation of stabledrl: weights normalised, not clipped",
-    differs="no cap", objective=partial(self_normalized_clip, cap=math.inf))
-_SPG = replace(_STABLEDRL_RELEASED, name="spg", title="sandwiched policy gradient: no ratio at all",
-    source="SPG (arXiv 2510.09541) and its code (facebookresearch/SPG)",
-    differs="as released: token means, sequences weighted by their length", objective=partial(reinforce),
-    aggregation="length_weighted", anchor="none", refresh="fixed")
-
-# Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans whose blocks share a forward.
-_STABLEDRL_BLOCK = replace(_STABLEDRL, name="stabledrl-block", title="stabledrl on the ELBO of every block, all in one forward",
-    source="StableDRL (arXiv 2603.06743), staircase attention: known from accounts, its released code has none",
-    differs="clean stream block-causal, as the sampler's cache; otherwise as stabledrl",
-    plan=partial(block_elbo_plan, num_states=2, domain="keep", strata=True))
-_TRACE_BLOCK = replace(_REPLAY_GRPO, name="trace-block", title="PPO clip on every step of a block-wise trajectory",
-    source="TraceRL (arXiv 2509.06949) on block models without its value network; DiPO (arXiv 2512.22234)",
-    differs="one ratio a step, anchored on the sampler's own log-probabilities; no KL term", plan=partial(block_replay_plan))
-
-# Some steps of the trajectory, and what a state was worth before its step. The score of the revealed tokens leaves out that the
-# sampler chose their positions by confidence; egspo-exact does not (4.2).
-_EGSPO = replace(_REINFORCE, name="egspo", title="PPO clip on the most uncertain steps of each trajectory",
-    source="EGSPO (arXiv 2603.12554)",
-    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL term",
-    plan=partial(entropy_plan, num_states=4, shared=False, weight="sum"),
-    objective=partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), anchor="behaviour")
-_EGSPO_SA = replace(_EGSPO, name="egspo-sa", title="egspo with stepwise advantages from one-step completions",
-    credit=_STEP_VALUES, step_value="greedy", needs=("entropy", "one_step"))
-_EGSPO_EXACT = replace(_EGSPO, name="egspo-exact", title="egspo with the exact kernel of the low-confidence sampler",
-    source="EGSPO (arXiv 2603.12554); the position factor (4.2) is minidrl's",
-    differs="score of tokens and positions, against the old weights; otherwise as egspo", anchor="old",
-    features=("logp", "order_logp"))
-_EGSPO_RELEASED = replace(_EGSPO, name="egspo-released", source="EGSPO's code (vishnutez/egspo-dllm-rl)",
-    differs="scored at temperature 1, mean over ranks and tokens of a step, KL; deciding steps only; old values in float32",
-    plan=partial(entropy_plan, num_states=8, shared=False, weight="token_mean"), anchor="old", temperature="one",
-    kl=KL("k3", 0.04))
-_EGSPO_SA_RELEASED = replace(_EGSPO_RELEASED, name="egspo-sa-released", title=_EGSPO_SA.title, credit=_STEP_VALUES,
-    step_value="greedy", needs=("entropy", "one_step"))
-
-# Trust regions: one ratio a revealed token, anchored on what the sampler saw. Their native setting is left-to-right order
-# (``sampler.order``), where every token has an exact probability; elsewhere they inherit the bias of the token-only score.
-# On the first update of an on-policy rollout all of them have the gradient of reinforce: what differs is reuse and mismatch.
-# What ``differs`` says of _PPO holds for all of these that do not say otherwise.
-_PPO = replace(_REINFORCE, name="ppo", title="one clipped ratio a revealed token",
-    source="PPO (arXiv 1707.06347), mean-centred rewards for a value network",
-    differs="the token's probability in the state in which the sampler drew it; exact for left-to-right order",
-    objective=_CLIP, reduction="token", aggregation="fixed_length", anchor="behaviour")
-
-_TOKEN_ROWS = (
-    _PPO,
-    replace(_PPO, name="ppo-released", source="verl's vanilla policy loss", differs="dual clip at 3, token mean",
-        objective=partial(dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="token_mean"),
-    replace(_PPO, name="clip-higher", title="PPO with a wider clip above", source="DAPO (arXiv 2503.14476)",
-        objective=partial(ppo_clip, epsilon_low=0.2, epsilon_high=0.28), aggregation="token_mean"),
-    replace(_PPO, name="gspo", title="one ratio a sequence, geometric mean over its revealed tokens",
-        source="GSPO (arXiv 2507.18071)",
-        differs="the likelihood of the recorded trajectory in the place of the sequence's",
-        objective=partial(ppo_clip, epsilon_low=3e-4, epsilon_high=4e-4), reduction="sequence", aggregation="sequence_mean",
-        normalizer="kept_length"),
-    replace(_PPO, name="cispo", title="clipped importance weights, no gradient lost", source="CISPO (arXiv 2506.13585)",
-        objective=partial(truncated_is, floor=0.0, cap=5.0), aggregation="token_mean"),
-    replace(_PPO, name="cispo-released", source="verl's cispo", differs="the weight has a floor as well",
-        objective=partial(truncated_is, floor=0.8, cap=1.28), aggregation="token_mean"),
-    replace(_PPO, name="tis", title="truncated importance sampling",
-        source="the correction for a sampler that is not the trained policy; cap as in verl",
-        objective=partial(truncated_is, floor=0.0, cap=2.0)),
-    replace(_PPO, name="spo", title="quadratic penalty on the ratio", source="SPO (arXiv 2401.16025)",
-        objective=partial(spo, epsilon=0.2)),
-    replace(_PPO, name="dppo-tv", title="mask by the token's shift of probability",
-        source="DPPO (arXiv 2602.04879), eq. 12 and 13", objective=partial(dppo, delta=0.15, form="tv")),
-    replace(_PPO, name="dppo-kl", title="mask by the token's binary KL divergence",
-        source="DPPO (arXiv 2602.04879), eq. 12 and 15", objective=partial(dppo, delta=0.05, form="kl")),
-    replace(_PPO, name="dppo-topk", title="mask by the divergence over the likeliest tokens",
-        source="DPPO (arXiv 2602.04879), eq. 12, 14 and 16", objective=partial(dppo, delta=0.15, form="tv"),
-        extra=partial(topk_divergence, form="tv"), features=("logp", "topk_logp"), needs=("entropy", "topk")),
-    replace(_PPO, name="dppo-tv-released", title="mask by the token's shift of probability", source="verl's dppo_tv",
-        differs="truncated, detached weight times logp; token mean",
-        objective=partial(dppo_released, delta=0.15, form="tv", cap=20.0), aggregation="token_mean"),
-    replace(_PPO, name="dppo-kl-released", title="mask by the token's binary KL divergence", source="verl's dppo_kl",
-        differs="truncated, detached weight times logp; token mean",
-        objective=partial(dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean"),
-    replace(_PPO, name="drpo", title="quadratic penalty on the token's shift of probability",
-        source="DRPO (arXiv 2606.09821), eq. 8",
-        differs="delta inside (0, 1), where its boundary exists; the published value is drpo-released",
-        objective=partial(drpo, delta=0.15)),
-    replace(_PPO, name="drpo-released", source="Tencent-Hunyuan/UniRL, delta = 12.5",
-        differs="at this delta no token can reach the boundary; the code clamps the log ratio to 20",
-        objective=partial(drpo, delta=12.5)),
-)
-
-# Three papers from outside the families above. What they needed: a reduction (pair), targets of a plan, one to three functions.
-_ZOO = (
-    replace(_REPLAY_GRPO, name="tracerl", title="PPO clip on tokens of the recorded trajectory, steps merged",
-        source="TraceRL (arXiv 2509.06949), without its value network", differs="mean over a response's tokens; merge 2, not 8",
-        plan=partial(merged_plan, merge=2), reduction="token", aggregation="sequence_mean_token_mean", anchor="old",
-        kl=KL("k3", 0.01, target="old")),
-    replace(_REPLAY_GRPO, name="mdpo", title="every intermediate completion verified, the most telling states trained on",
-        source="MDPO (arXiv 2508.13148) and its code (autonomousvision/mdpo)",
-        differs="mean over responses and positions; without its inference-time re-masking", plan=partial(prediction_plan),
-        credit=partial(progress_advantage, num_states=4, eps=1e-4), step_value="greedy", reduction="token", anchor="old",
-        objective=partial(confident_clip, epsilon_low=0.2, epsilon_high=0.2), temperature="one", kl=KL("k2", 0.02),
-        needs=("entropy", "one_step")),
-    replace(_GRPO, name="gdsd", title="regression of each mask pair's log-ratio on the advantage",
-        source="GDSD (arXiv 2605.29398), ELBO weights (its TLC variant) and its code (GaryBall/GDSD)",
-        differs="no logit centring, which changes neither value nor gradient; no KL term",
-        plan=partial(complementary_plan, num_states=4, domain="all"), credit=partial(leave_one_out), reduction="pair",
-        objective=partial(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), extra=partial(response_length),
-        normalizer="none"),
-)
-_ROWS = (_REINFORCE, _REPLAY_GRPO, _REPLAY_UNIFORM, _GRPO, _DIFFU_GRPO, _DIFFU_GRPO_RELEASED, _GDPO, _GDPO_RELEASED,
-    _STABLEDRL, _STABLEDRL_RELEASED, _STABLEDRL_ELBO, _CLIP_ONLY, _SELF_NORM_ONLY, _SPG, _STABLEDRL_BLOCK, _TRACE_BLOCK,
-    _EGSPO, _EGSPO_SA, _EGSPO_EXACT, _EGSPO_RELEASED, _EGSPO_SA_RELEASED, *_TOKEN_ROWS, *_ZOO)
-# fmt: on
-
-METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
+    surrogate: the loss of an objective of section 8; penalty: (7.2) or the exact KL of
+    (4.1) reduced by (5.1), None without one. The rows are in minidrl/methods.py.
+    """
+    loss = surrogate if penalty is None else surrogate + beta * penalty
+    return aggregate(loss, plan, rollout, level=level, how=how)

@@ -1,4 +1,4 @@
-"""Run settings: typed, nested, checked. A YAML file and ``--any.key value`` on the command line fill the same fields."""
+"""Run settings: typed, nested, checked; from a YAML file and from ``--any.key value``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from minidrl import algorithms as alg
+from minidrl.launch import launched_rank
+from minidrl.methods import METHODS, has_option
 from minidrl.sampler import Sampler
-from minidrl.tasks.countdown import Countdown
+from minidrl.tasks import DEFAULT, Task, task_class
 
 
 def _one_of(key: str, value: Any, *allowed: str) -> None:
@@ -44,12 +45,14 @@ class Network:
     intermediate_size: int = 256
 
     def __post_init__(self):
-        _at_least(self, "network.", hidden_size=1, num_hidden_layers=1, num_attention_heads=1, intermediate_size=1)
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        _at_least(self, "network.", **dict.fromkeys(names, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW. ``warmup`` updates rise linearly to ``learning_rate``; ``schedule`` constant or cosine (to a tenth) follows."""
+    """AdamW. ``warmup`` updates rise linearly to ``learning_rate``; ``schedule`` constant or cosine
+    (to a tenth) follows."""
 
     learning_rate: float = 3e-4
     beta1: float = 0.9
@@ -62,20 +65,19 @@ class Optimizer:
     def __post_init__(self):
         _one_of("optimizer.schedule", self.schedule, "constant", "cosine")
         if not 0 < self.learning_rate < math.inf or self.max_grad_norm <= 0:
-            raise ValueError(
-                f"optimizer: got learning_rate {self.learning_rate}, max_grad_norm {self.max_grad_norm}; allowed above 0, "
-                "learning_rate finite"
-            )
+            got = f"learning_rate {self.learning_rate}, max_grad_norm {self.max_grad_norm}"
+            raise ValueError(f"optimizer: got {got}; allowed above 0, learning_rate finite")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}: got {getattr(self, name)}; allowed 0 up to, not including, 1")
+                allowed = "0 up to, not including, 1"
+                raise ValueError(f"optimizer.{name}: got {getattr(self, name)}; allowed {allowed}")
         _at_least(self, "optimizer.", weight_decay=0, warmup=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Held-out evaluation: ``n`` puzzles at ``temperature`` (1 = the policy that is trained), every ``every`` updates (0: only
-    before and after)."""
+    """Held-out evaluation: ``n`` puzzles at ``temperature`` (1 = the policy that is trained), every
+    ``every`` updates (0: only before and after)."""
 
     n: int = 512
     temperature: float = 1.0
@@ -87,42 +89,48 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters on the linear layers named by ``target_modules``, instead of training all weights; ``rank`` 0: none.
+    """Low-rank adapters on the linear layers named by ``target_modules``, instead of training all
+    weights; ``rank`` 0: none.
 
-    ``alpha`` over ``rank`` is their scale. The reference policy is the network with its adapters off; checkpoints are adapter
-    folders in the format of peft. There is no dropout.
+    ``alpha`` over ``rank`` is their scale. The reference policy is the network with its adapters
+    off; checkpoints are adapter folders in the format of peft. There is no dropout.
     """
 
     rank: int = 0
     alpha: float = 64.0
     target_modules: list = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        default_factory=lambda: [
+            f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+        ]
     )
 
     def __post_init__(self):
         _at_least(self, "lora.", rank=0)
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"lora.alpha: got {self.alpha}; allowed finite numbers above 0")
-        if not self.target_modules or not all(isinstance(name, str) for name in self.target_modules):
-            raise ValueError(f"lora.target_modules: got {self.target_modules!r}; allowed names of linear layers, at least one")
+        names = self.target_modules
+        if not names or not all(isinstance(name, str) for name in names):
+            allowed = "names of linear layers, at least one"
+            raise ValueError(f"lora.target_modules: got {names!r}; allowed {allowed}")
+
+
+def _default_task() -> Task:
+    return task_class(DEFAULT)()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain:
-    """Supervised training of the tiny masked diffusion LM itself, on demonstrations of mixed quality.
+    """Supervised training of the tiny masked diffusion LM itself, on the task's demonstrations.
 
-    ``hit_share`` of the demonstrations aim at the target, ``late_hit_share`` of them in the second half of the training;
-    the others are true calculations that end anywhere. ``stop_after`` ends the training before its schedule of ``steps``
-    has run out (0: not): reinforcement learning needs a base that can still learn. ``matmul_precision`` as in ``Train``.
+    ``stop_after`` ends the training before its schedule of ``steps`` has run out (0: not):
+    reinforcement learning needs a base that can still learn. ``matmul_precision`` as in ``Train``.
     """
 
-    task: Countdown = field(default_factory=Countdown)
+    task: Task = field(default_factory=_default_task)
     network: Network = field(default_factory=Network)
     optimizer: Optimizer = field(default_factory=Optimizer)
     sampler: Sampler
     evaluate: Evaluation = field(default_factory=Evaluation)
-    hit_share: float = 0.2
-    late_hit_share: float = 0.2
     steps: int = 1000
     stop_after: int = 0
     batch_size: int = 128
@@ -134,28 +142,31 @@ class Pretrain:
     compile: bool = False
 
     def __post_init__(self):
-        for name in ("hit_share", "late_hit_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}; allowed 0 to 1")
+        if not hasattr(self.task, "demonstrations"):
+            raise ValueError(f"task.name: got {self.task.name!r}, which has no demonstrations")
         _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0)
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
+    """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations
+    updates on it.
 
-    ``filter_groups`` leaves out the prompts whose responses all earned the same, so that means are over the others.
-    Three ways to be off-policy on purpose: ``num_iterations`` above 1 (stale rollouts), ``rollout_dtype`` bfloat16 (the
-    sampler's weights and activations are rounded, the trained ones are not), and ``sampler.cache`` prefix or dual (the sampler
-    reads keys and values that are out of date; the metric ``rollout_kl`` says how far that takes it, in nats a token).
+    ``filter_groups`` leaves out the prompts whose responses all earned the same, so that means are
+    over the others. Three ways to be off-policy on purpose: ``num_iterations`` above 1 (stale
+    rollouts), ``rollout_dtype`` bfloat16 (the sampler's weights and activations are rounded, the
+    trained ones are not), and ``sampler.cache`` prefix or dual (the sampler reads keys and values
+    that are out of date; the metric ``rollout_kl`` says how far that takes it, in nats a token).
 
-    Memory (``python -m minidrl memory CONFIG`` adds it up): ``dtype`` of the network, float32, bfloat16 or as stored;
-    ``quantize``: the weights of the linear layers in 4 bits, below adapters only; ``gradient_checkpointing``: the activations
-    of a layer are computed again in the backward pass; ``micro_batch`` sequences go through the network at a time.
+    Memory (``python -m minidrl memory CONFIG`` adds it up): ``dtype`` of the network, float32,
+    bfloat16 or as stored; ``quantize``: the weights of the linear layers in 4 bits, below adapters
+    only; ``gradient_checkpointing``: the activations of a layer are computed again in the backward
+    pass; ``micro_batch`` sequences go through the network at a time.
 
-    Speed: ``matmul_precision``, in the words of torch.set_float32_matmul_precision, is that of float32 products. With high a
-    GPU may round their factors to 10 bits after the point (TensorFloat-32); without, float32 runs beside its tensor cores.
+    Speed: ``matmul_precision``, in the words of torch.set_float32_matmul_precision, is that of
+    float32 products. With high a GPU may round their factors to 10 bits after the point
+    (TensorFloat-32); without, float32 runs beside its tensor cores.
     """
 
     model: str = ""
@@ -163,7 +174,7 @@ class Train:
     quantize: bool = False
     lora: Lora = field(default_factory=Lora)
     gradient_checkpointing: bool = False
-    task: Countdown = field(default_factory=Countdown)
+    task: Task = field(default_factory=_default_task)
     sampler: Sampler
     optimizer: Optimizer = field(default_factory=Optimizer)
     evaluate: Evaluation = field(default_factory=Evaluation)
@@ -185,45 +196,74 @@ class Train:
     tensorboard: bool = False
 
     def __post_init__(self):
-        _at_least(self, "", steps=1, num_prompts=1, num_generations=1, num_iterations=1, micro_batch=1)
+        _at_least(
+            self, "", steps=1, num_prompts=1, num_generations=1, num_iterations=1, micro_batch=1
+        )
         _at_least(self, "", save_every=0, threads=0)
         _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
         _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
-            allowed = "with lora.rank from 1 and without a rollout_dtype: 4 bits cannot be trained, nor rounded again"
+            allowed = "with lora.rank from 1 and without a rollout_dtype"
+            allowed += ": 4 bits cannot be trained, nor rounded again"
             raise ValueError(f"quantize: got True; allowed {allowed}")
         if self.gradient_checkpointing and self.compile:
-            raise ValueError("gradient_checkpointing: got True with compile; allowed one of the two")
+            raise ValueError(
+                "gradient_checkpointing: got True with compile; allowed one of the two"
+            )
         if self.filter_groups and self.num_generations == 1:
-            raise ValueError("filter_groups: got True with num_generations 1; allowed from 2 (a group of one would always go)")
+            allowed = "from 2 (a group of one would always go)"
+            raise ValueError(f"filter_groups: got True with num_generations 1; allowed {allowed}")
 
 
-def load(kind: type, path: str | Path, overrides: dict[str, str] | None = None) -> Any:
-    """The settings of a YAML file with command-line overrides on top. Paths in the file are relative to the file.
+def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) -> Any:
+    """The settings of a YAML file, with overrides on top. Paths in the file are relative to it.
 
+    Where the overrides name another method than the file, the file's ``method_options`` that this
+    method does not have are left out, and a line on stderr says which.
     Raises ValueError, in one line that names the key, the value and what is allowed.
     """
-    path = Path(path)
+    path, overrides = Path(path), overrides or {}
+    data = _read(path)
+    if isinstance(data.get("model"), str):
+        data["model"] = _model(path.parent, data["model"])
+    if "method" in overrides and "method_options" not in overrides:
+        _leave_out_options(data, overrides["method"])
+    for key, value in overrides.items():
+        _set(data, key, _parsed(key, value) if isinstance(value, str) else value)
+    return from_dict(kind, data)
+
+
+def _read(path: Path) -> dict:
     if not path.is_file():
-        raise ValueError(f"config: got {str(path)!r}, which is no file; the configs that ship are in tiny_configs/")
+        shipped = "the configs that ship are in tiny_configs/"
+        raise ValueError(f"config: got {str(path)!r}, which is no file; {shipped}")
     try:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"config: {path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"config: {path} holds {type(data).__name__}; allowed a mapping of keys to values")
-    if isinstance(data.get("model"), str):
-        data["model"] = _model(path.parent, data["model"])
-    for key, value in (overrides or {}).items():
-        _set(data, key, _parsed(key, value) if isinstance(value, str) else value)
-    return from_dict(kind, data)
+        what = f"{path} holds {type(data).__name__}"
+        raise ValueError(f"config: {what}; allowed a mapping of keys to values")
+    return data
+
+
+def _leave_out_options(data: dict, name: Any) -> None:
+    # Those that the file has for its own method, and that the method ``name`` does not have.
+    own, options = data.get("method", Train.method), data.get("method_options")
+    if name == own or name not in METHODS or not isinstance(options, dict):
+        return
+    left = [key for key in options if not has_option(METHODS[name], key)]
+    data["method_options"] = {key: value for key, value in options.items() if key not in left}
+    if left and launched_rank() == 0:
+        said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
+        print(f"minidrl: method_options: {said}", file=sys.stderr)
 
 
 def _model(parent: Path, name: str) -> str:
-    """A path relative to the config as an absolute one; what can only be the name of a model on the Hub as it is."""
-    is_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
-    return name if is_hub_name else str((parent / name).resolve())
+    # A path relative to the config, as an absolute one; what can only be a name on the Hub as it is.
+    known = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
+    return name if known else str((parent / name).resolve())
 
 
 def _parsed(key: str, text: str) -> Any:
@@ -234,7 +274,8 @@ def _parsed(key: str, text: str) -> Any:
 
 
 def _set(data: dict, key: str, value: Any) -> None:
-    *parents, last = key.split(".") if not key.startswith("method_options.") else ("method_options", key.split(".", 1)[1])
+    options = key.startswith("method_options.")  # whose own keys have points
+    *parents, last = key.split(".", 1) if options else key.split(".")
     for parent in parents:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
@@ -243,7 +284,7 @@ def _set(data: dict, key: str, value: Any) -> None:
 
 
 def from_dict(kind: type, data: dict, where: str = "") -> Any:
-    """A settings dataclass from plain data; unknown keys and values of the wrong type are refused."""
+    """A settings dataclass from plain data; refuses unknown keys and values of the wrong type."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
     for key in data:
@@ -251,22 +292,24 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
             near = difflib.get_close_matches(str(key), fields, 1)
             hint = f" (did you mean {where}{near[0]}?)" if near else ""
             raise ValueError(f"{where}{key}: unknown key{hint}; allowed {', '.join(fields)}")
-    required = [name for name, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
-    for key in required:
-        if key not in data:
-            raise ValueError(f"{where}{key}: missing; it has no default")
-    return kind(**{key: _convert(hints[key], value, f"{where}{key}") for key, value in data.items()})
+    for name, f in fields.items():
+        if f.default is f.default_factory is dataclasses.MISSING and name not in data:
+            raise ValueError(f"{where}{name}: missing; it has no default")
+    return kind(**{key: _convert(hints[key], data[key], f"{where}{key}") for key in data})
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
     if isinstance(hint, types.UnionType):
         return None if value is None else _convert(typing.get_args(hint)[0], value, key)
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"{key}: got {value!r}; allowed a section with keys {', '.join(f.name for f in dataclasses.fields(hint))}"
-            )
+    if hint is Task and isinstance(value, dict):
+        settings = {name: setting for name, setting in value.items() if name != "name"}
+        return from_dict(task_class(value.get("name", DEFAULT)), settings, f"{key}.")
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return from_dict(hint, value, f"{key}.")
+    if dataclasses.is_dataclass(hint) or hint is Task:
+        kind = task_class(DEFAULT) if hint is Task else hint
+        names = ", ".join(f.name for f in dataclasses.fields(kind))
+        raise ValueError(f"{key}: got {value!r}; allowed a section with keys {names}")
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)  # YAML reads 3e-4 as a string
@@ -281,7 +324,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 
 def to_dict(settings: Any) -> dict:
     """Plain data, as written to a run's config.yaml."""
-    return dataclasses.asdict(settings)
+    data = dataclasses.asdict(settings)
+    return data | {"task": {"name": settings.task.name} | data["task"]}
 
 
 def of_run(kind: type, folder: Path) -> Any:
@@ -290,113 +334,13 @@ def of_run(kind: type, folder: Path) -> Any:
 
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
-    """ValueError if a key outside ``free`` differs from the config.yaml with which the run in ``folder`` was started."""
-    started = to_dict(of_run(type(settings), folder))  # a key that is newer than the run had its default
+    """ValueError if a key outside ``free`` differs from the config.yaml with which the run in
+    ``folder`` was started."""
+    started = to_dict(
+        of_run(type(settings), folder)
+    )  # a key that is newer than the run had its default
     for key, value in to_dict(settings).items():
         if key not in free and started[key] != value:
-            raise ValueError(f"{key}: got {value!r}; allowed {started[key]!r}, with which the run in {folder} was started")
-
-
-# ------------------------------------------------------------------------------------------------------- method options
-
-_PARTS = ("plan", "credit", "objective", "extra")
-_WORDS = ("aggregation", "refresh", "normalizer", "reduction")
-_CREDITS = {"group_mean": {}, "leave_one_out": {}, "group_z_score": {"ddof": 1, "eps": 1e-4}}
-_KL_WORDS = {"form": ("k1", "k2", "k3", "exact"), "of": ("ratio", "log_likelihood"), "target": ("reference", "old")}
-# Below these (or on them) an option has no meaning, and the objective would not always say so.
-_ABOVE = dict.fromkeys(("delta", "epsilon", "epsilon_low", "epsilon_high", "cap", "eubo_beta"), 0) | {"bound": 1}
-
-
-def with_options(method: alg.Method, options: dict[str, Any]) -> alg.Method:
-    """The row with some of its numbers replaced: {"plan.num_states": 4, "objective.epsilon_high": 0.3, "kl.beta": 0.0}.
-
-    Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by name (reduction, normalizer,
-    refresh, aggregation, and credit: group_mean, leave_one_out, group_z_score; where states have values of their own,
-    step_value: greedy, sampled). ``kl.beta`` 0 removes the KL term, and with it the reference model; ``kl.form`` and
-    ``kl.beta`` together give a row the term that it lacks.
-    Raises ValueError for a key that the method does not have, and for a value of another kind than the present one.
-    """
-    penalty = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
-    for key in sorted((key for key in options if not key.startswith("kl.")), key=lambda key: "." in key):
-        value, (part, _, name) = options[key], key.partition(".")
-        component = getattr(method, part) if part in _PARTS else None
-        if key == "credit":
-            method = dataclasses.replace(method, credit=_credit(method, value))
-        elif key == "step_value" and method.step_value != "none":
-            method = _with_step_value(method, value)
-        elif key in _WORDS:
-            method = dataclasses.replace(method, **{part: value})
-        elif component is not None and name in component.keywords:
-            _check_like(key, value, component.keywords[name])
-            method = dataclasses.replace(method, **{part: partial(component.func, **{**component.keywords, name: value})})
-        else:
-            raise ValueError(f"method_options.{key}: no such option of {method.name}; allowed {', '.join(_options(method))}")
-    return _with_kl(method, penalty) if penalty else method
-
-
-def _credit(method: alg.Method, name: Any) -> partial:
-    if method.step_value != "none":
-        now = method.credit.func.__name__
-        raise ValueError(
-            f"method_options.credit: got {name!r}; allowed {now}, {method.name} gives each state a value of its own"
-        )
-    if name not in tuple(_CREDITS):  # a list cannot be looked up
-        raise ValueError(f"method_options.credit: got {name!r}; allowed {', '.join(_CREDITS)}")
-    return partial(getattr(alg, name), **_CREDITS[name])
-
-
-def _with_step_value(method: alg.Method, value: Any) -> alg.Method:
-    """The row with values from greedy or from sampled completions, and the record that they are read from."""
-    if value not in ("greedy", "sampled"):
-        raise ValueError(f"method_options.step_value: got {value!r}; allowed greedy, sampled")
-    needs = (*method.needs, "one_step_sampled") if value == "sampled" else method.needs
-    return dataclasses.replace(method, step_value=value, needs=needs)
-
-
-def _with_kl(method: alg.Method, given: dict[str, Any]) -> alg.Method:
-    """The row with another KL term, a new one, or none (beta 0)."""
-    for name, value in given.items():
-        if name not in alg.KL._fields:
             raise ValueError(
-                f"method_options.kl.{name}: no such option of {method.name}; allowed {', '.join(_options(method))}"
+                f"{key}: got {value!r}; allowed {started[key]!r}, with which the run in {folder} was started"
             )
-        if name in _KL_WORDS and value not in _KL_WORDS[name]:
-            raise ValueError(f"method_options.kl.{name}: got {value!r}; allowed {', '.join(_KL_WORDS[name])}")
-        if name == "beta" and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf):
-            raise ValueError(f"method_options.kl.beta: got {value!r}; allowed numbers from 0")
-    if method.kl is None and not {"form", "beta"} <= given.keys():
-        name, value = next(iter(given.items()))
-        raise ValueError(
-            f"method_options.kl.{name}: got {value!r}; allowed with kl.form and kl.beta both, {method.name} has no KL term"
-        )
-    kl = alg.KL(**{**(method.kl._asdict() if method.kl else {}), **given})
-    features = tuple(name for name in method.features if name != "kl_ref")
-    if kl.beta == 0:
-        return dataclasses.replace(method, kl=None, features=features)
-    _check_kl(method, kl)
-    return dataclasses.replace(method, kl=kl, features=features + (("kl_ref",) if kl.form == "exact" else ()))
-
-
-def _check_kl(method: alg.Method, kl: alg.KL) -> None:
-    # The old policy is present as the ll of the ratio only: not as a network, not under another normaliser.
-    if kl.of != "ratio" and (kl.form == "exact" or kl.target == "old"):
-        raise ValueError(f"method_options.kl.of: got {kl.of!r} with form {kl.form}, target {kl.target}; allowed ratio")
-    if kl.target == "old" and (kl.form == "exact" or method.anchor == "none"):
-        raise ValueError(f"method_options.kl.target: got 'old' with form {kl.form}, anchor {method.anchor}; allowed reference")
-
-
-def _check_like(key: str, value: Any, present: Any) -> None:
-    # An option keeps its kind: a number stays a number, a word a word. The number of states may be None, which is every step.
-    kinds = (str,) if isinstance(present, str) else (bool,) if isinstance(present, bool) else (int, float)
-    kinds += (type(None),) if key == "plan.num_states" else ()
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")
-    low = _ABOVE.get(key.partition(".")[2])
-    if low is not None and not value > low:
-        raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
-
-
-def _options(method: alg.Method) -> list[str]:
-    words = [f"{p}.{name}" for p in _PARTS if getattr(method, p) for name in getattr(method, p).keywords]
-    credit = ["credit"] if method.step_value == "none" else ["step_value"]
-    return words + [f"kl.{name}" for name in alg.KL._fields] + credit + list(_WORDS)

@@ -1,4 +1,5 @@
-"""What a rise of the solved rate is to be compared with: the controls of an RL run, on the same held-out puzzles.
+"""What a rise of the solved rate is to be compared with: the controls of an RL run, on the same
+held-out puzzles.
 
 base, best temperature    the policy may only have become sharper: does it beat the base at its best temperature?
 greedy before and after   what the network knows, without the luck of sampling
@@ -15,29 +16,36 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minidrl import config, denoiser, report, sampler, trainer
+from minidrl import checkpoints, config, report, sampler, trainer
 
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
-def solved(model, tok, settings: config.Train, temperature: float, samples: int = 1, **changes) -> dict:
-    """Held-out scores at a temperature; with samples > 1 also pass@samples. ``changes``: other sampler settings."""
+def solved(
+    model, tok, settings: config.Train, temperature: float, samples: int = 1, **changes
+) -> dict:
+    """Held-out scores at a temperature; with samples > 1 also pass@samples. ``changes``: other
+    sampler settings."""
     decoding = dataclasses.replace(settings.sampler, temperature=temperature, **changes)
-    return trainer.evaluate(model, tok, settings.task, decoding, n=settings.evaluate.n, samples=samples)
+    return trainer.evaluate(
+        model, tok, settings.task, decoding, n=settings.evaluate.n, samples=samples
+    )
 
 
 def self_training(settings: config.Train) -> trainer.Learner:
-    """Supervised fine-tuning on correct samples of the frozen base: same puzzles, rollouts, updates and optimiser as the run.
+    """Supervised fine-tuning on correct samples of the frozen base: same puzzles, rollouts, updates
+    and optimiser as the run.
 
-    Each update maximises the log-probability of the solved rollouts of one step. That is REINFORCE with reward 1 for solved,
-    no baseline, and a sampler that never learns: the difference to the RL run is that the data are not on-policy.
+    Each update maximises the log-probability of the solved rollouts of one step. That is REINFORCE
+    with reward 1 for solved, no baseline, and a sampler that never learns: the difference to the RL
+    run is that the data are not on-policy.
     """
     settings = dataclasses.replace(settings, method="reinforce", method_options={})
     learner, base = trainer.Learner(settings), trainer.Learner(settings)
     for step in tqdm(range(settings.steps), desc="self-training", mininterval=1):
         clock = trainer.Clock()
         experience = base.collect(step, clock)
-        correct = (experience.reward == 1).to(experience.reward.dtype)
+        correct = experience.solved.to(experience.reward)
         if correct.any():
             plan = learner.method.plan(experience.rollout, learner.generator(step, "plan 0"))
             learner.update(experience, plan, correct * len(correct) / correct.sum(), None, clock)
@@ -47,12 +55,16 @@ def self_training(settings: config.Train) -> trainer.Learner:
 def measure(run: Path) -> dict:
     """All controls of a finished run; written to controls.json in its folder."""
     settings = config.of_run(config.Train, run)
-    before, tok = denoiser.load(settings.model)
-    after, _ = denoiser.load(run / f"checkpoint-{settings.steps}")
-    rows = {f"base, temperature {t:g}": solved(before, tok, settings, t)["solved"] for t in TEMPERATURES}
+    before, tok = checkpoints.load(settings.model)
+    after, _ = checkpoints.load(run / f"checkpoint-{settings.steps}")
+    rows = {
+        f"base, temperature {t:g}": solved(before, tok, settings, t)["solved"] for t in TEMPERATURES
+    }
     for order in (order for order in sampler.ORDERS if order != settings.sampler.order):
         for t in (0.0, 1.0):
-            rows[f"base, {order}, temperature {t:g}"] = solved(before, tok, settings, t, order=order)["solved"]
+            rows[f"base, {order}, temperature {t:g}"] = solved(
+                before, tok, settings, t, order=order
+            )["solved"]
     trained = self_training(settings).model
     rows |= {
         "after RL, temperature 1": solved(after, tok, settings, 1.0)["solved"],

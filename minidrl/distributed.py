@@ -1,16 +1,19 @@
-"""Several processes, usually one a GPU: each keeps a share of every weight (FSDP2) and runs a share of every batch of forwards.
+"""Several processes, usually one a GPU: each keeps a share of every weight (FSDP2) and runs a share
+of every batch of forwards.
 
     torchrun --nproc-per-node 2 -m minidrl train CONFIG
 
-All randomness is keyed by (seed, step, purpose) and drawn for the global batch, so that puzzles, noise, plans, advantages and
-the loss on given features come out the same in every process: each works them out for itself. Shared out are the forwards:
+All randomness is keyed by (seed, step, purpose) and drawn for the global batch, so that puzzles,
+noise, plans, advantages and the loss on given features come out the same in every process: each
+works them out for itself. Shared out are the forwards:
 
     rollout     rows of the batch              then every process gets every row
     features    forwards of a plan             then a sum: they are 0 where another process computed them
     pass 2      forwards with a cotangent      then a sum, not a mean: the cotangents are those of the global loss
 
-A forward of a sharded network needs all processes at once. So the shares have the same size: the last ones are filled up with
-forwards that another process does as well, and these count with weight 0.
+A forward of a sharded network needs all processes at once. So the shares have the same size: the
+last ones are filled up with forwards that another process does as well, and these count with weight
+0.
 
 Without torchrun there is one process, and nothing in this module does anything.
 """
@@ -34,35 +37,36 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minidrl import sampler
 from minidrl.algorithms import Plan, Rollout
+from minidrl.launch import LocalError, launched_processes, launched_rank
 
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
-class Alone(ValueError):
-    """What only this process has to report; other errors that end a run are the same in all."""
-
-
-def launched() -> int:
-    """The number of processes that torchrun says it started; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() else 1
-
-
 @contextlib.contextmanager
-def started(device: str):
-    """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs; ``device`` cuda is then the process's own."""
-    if launched() == 1:
+def process_group(device: str):
+    """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs; ``device`` cuda is
+    then the process's own."""
+    if launched_processes() == 1:
         yield
         return
-    cuda, here = torch.device(device).type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", launched()))
+    cuda, here = (
+        torch.device(device).type == "cuda",
+        int(os.environ.get("LOCAL_WORLD_SIZE", launched_processes())),
+    )
     if cuda and here > torch.cuda.device_count():
-        raise ValueError(f"nproc-per-node: got {here}; allowed up to {torch.cuda.device_count()}, the GPUs here")
+        raise ValueError(
+            f"nproc-per-node: got {here}; allowed up to {torch.cuda.device_count()}, the GPUs here"
+        )
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     agreed_end = True
     try:
         yield
-    except (Alone, RuntimeError):  # the others may be anywhere: leaving must not wait for them, and torchrun ends them
+    except (
+        LocalError,
+        RuntimeError,
+    ):  # the others may be anywhere: leaving must not wait for them, and torchrun ends them
         agreed_end = False
         raise
     finally:
@@ -70,43 +74,49 @@ def started(device: str):
             dist.destroy_process_group()
 
 
-def count() -> int:
+def num_processes() -> int:
     """The number of processes that are connected."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
     """This process's number, from 0."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]) if launched() > 1 else 0
+    return dist.get_rank() if dist.is_initialized() else launched_rank()
 
 
-def is_first() -> bool:
+def is_main() -> bool:
     """True in the one process that prints and writes."""
     return rank() == 0
 
 
-def check(settings: Any) -> None:
+def check_settings(settings: Any) -> None:
     """ValueError where the settings of a run do not go with the number of processes."""
-    if settings.num_prompts % count():
-        raise ValueError(f"num_prompts: got {settings.num_prompts}; allowed multiples of the {count()} processes")
+    if settings.num_prompts % num_processes():
+        raise ValueError(
+            f"num_prompts: got {settings.num_prompts}; allowed multiples of the {num_processes()} processes"
+        )
     for key in ("compile", "quantize"):
-        if getattr(settings, key) and count() > 1:
-            raise ValueError(f"{key}: got True with {count()} processes; allowed False, or one process")
+        if getattr(settings, key) and num_processes() > 1:
+            raise ValueError(
+                f"{key}: got True with {num_processes()} processes; allowed False, or one process"
+            )
 
 
-def together(call: Callable[[], Any]) -> Any:
-    """``call()`` in every process. If one of them refuses or finds a number that is not finite, all raise what it raised.
+def collectively(call: Callable[[], Any]) -> Any:
+    """``call()`` in every process. If one of them refuses or finds a number that is not finite, all
+    raise what it raised.
 
-    Nobody then waits for a process that has left. Other errors are not agreed on: they end the process, and torchrun the rest.
+    Nobody then waits for a process that has left. Other errors are not agreed on: they end the
+    process, and torchrun the rest.
     """
-    if count() == 1:
+    if num_processes() == 1:
         return call()
     result = error = None
     try:
         result = call()
     except (ValueError, OSError, FloatingPointError) as raised:
         error = raised
-    errors: list[Any] = [None] * count()
+    errors: list[Any] = [None] * num_processes()
     dist.all_gather_object(errors, error)
     for raised in errors:
         if raised is not None:
@@ -114,10 +124,10 @@ def together(call: Callable[[], Any]) -> Any:
     return result
 
 
-def first(call: Callable[[], Any]) -> Any:
+def on_main(call: Callable[[], Any]) -> Any:
     """The result of ``call()`` in process 0, which alone does it; its error is everyone's."""
-    result = [together(lambda: call() if is_first() else None)]
-    if count() > 1:
+    result = [collectively(lambda: call() if is_main() else None)]
+    if num_processes() > 1:
         dist.broadcast_object_list(result)
     return result[0]
 
@@ -125,25 +135,28 @@ def first(call: Callable[[], Any]) -> Any:
 # ---------------------------------------------------------------------------------------------------------- shared work
 
 
-def window(total: int, process: int) -> tuple[int, int]:
-    """(start, stop) of a process's share of ``total`` pieces of work: as many for each, so that the last may overlap.
+def share_of(total: int, process: int) -> tuple[int, int]:
+    """(start, stop) of a process's share of ``total`` pieces of work: as many for each, so that the
+    last may overlap.
 
-    Its own are those from ``process`` x size on; the ones before them are another's, and only fill the share up.
+    Its own are those from ``process`` x size on; the ones before them are another's, and only fill
+    the share up.
     """
-    size = -(-total // count())
+    size = -(-total // num_processes())
     start = min(process * size, total - size)
     return start, start + size
 
 
 def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
-    """(the plan of this process's forwards, the states among them that are its own); (plan, None) in a single process.
+    """(the plan of this process's forwards, the states among them that are its own); (plan, None)
+    in a single process.
 
     The M states of a staircase stay together: they are one forward.
     """
-    if count() == 1:
+    if num_processes() == 1:
         return plan, None
     forwards = plan.needed.flatten().nonzero()[:, 0]
-    start, stop = window(len(forwards), rank())
+    start, stop = share_of(len(forwards), rank())
     own = forwards[rank() * (stop - start) : stop]
 
     def states(chosen: Int[Tensor, " F"]) -> Bool[Tensor, "K B"]:
@@ -153,26 +166,32 @@ def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
     return dataclasses.replace(plan, valid=plan.valid & states(forwards[start:stop])), states(own)
 
 
-def only(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
-    """``values`` (K, B, ...) with weight 0 at all states but ``own``; a value there that is not finite is gone, too."""
+def keep_own(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
+    """``values`` (K, B, ...) with weight 0 at all states but ``own``; a value there that is not
+    finite is gone, too."""
     if own is None:
         return values
-    return {name: value.masked_fill(~own.view(*own.shape, *[1] * (value.ndim - 2)), 0) for name, value in values.items()}
+    return {
+        name: value.masked_fill(~own.view(*own.shape, *[1] * (value.ndim - 2)), 0)
+        for name, value in values.items()
+    }
 
 
-def summed(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
-    """``values`` (K, B, ...), at every state from the process whose own it is; 0 at states of nobody."""
+def sum_shares(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
+    """``values`` (K, B, ...), at every state from the process whose own it is; 0 at states of
+    nobody."""
     if own is None:
         return values
-    values = only(values, own)
+    values = keep_own(values, own)
     for value in values.values():
         dist.all_reduce(value)
     return values
 
 
-def agreed(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values of process 0: elsewhere a sum may have another last digit, and what is 0 decides who runs what."""
-    if count() == 1:
+def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of process 0: elsewhere a sum may have another last digit, and what is 0 decides
+    who runs what."""
+    if num_processes() == 1:
         return values
     values = {name: value.contiguous() for name, value in values.items()}
     for value in values.values():
@@ -181,39 +200,56 @@ def agreed(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generate(
-    model: Any, prompt: Tensor, prompt_mask: Tensor, settings: sampler.Sampler, *, num_generations: int = 1, **more
+    model: Any,
+    prompt: Tensor,
+    prompt_mask: Tensor,
+    settings: sampler.Sampler,
+    *,
+    num_generations: int = 1,
+    **more,
 ) -> Rollout:
-    """``sampler.generate``, each process for its share of the rows: the Rollout does not depend on the number of processes."""
+    """``sampler.generate``, each process for its share of the rows: the Rollout does not depend on
+    the number of processes."""
 
     def made() -> Rollout:
-        return sampler.generate(model, prompt, prompt_mask, settings, num_generations=num_generations, **more)
+        return sampler.generate(
+            model, prompt, prompt_mask, settings, num_generations=num_generations, **more
+        )
 
-    if count() == 1:
+    if num_processes() == 1:
         return made()
     total = len(prompt) * num_generations
-    start, stop = window(total, rank())
-    more |= {"rows": torch.arange(start, stop, device=prompt.device), "agree": same_number}
-    rollout = together(made)
-    found = {name: gathered(getattr(rollout, name)) for name in ("response", "keep", "unmask_step", "logp")}
-    return dataclasses.replace(rollout, **found, records={name: gathered(value) for name, value in rollout.records.items()})
+    start, stop = share_of(total, rank())
+    more |= {"rows": torch.arange(start, stop, device=prompt.device), "agree": even_out}
+    rollout = collectively(made)
+    found = {
+        name: gather_rows(getattr(rollout, name))
+        for name in ("response", "keep", "unmask_step", "logp")
+    }
+    return dataclasses.replace(
+        rollout,
+        **found,
+        records={name: gather_rows(value) for name, value in rollout.records.items()},
+    )
 
 
-def same_number(rows: Int[Tensor, " R"], left: Int[Tensor, " S"]) -> Int[Tensor, " N"]:
-    """``left``, and as many of the other ``rows`` as it takes to be as many as in the process that has the most."""
+def even_out(rows: Int[Tensor, " R"], left: Int[Tensor, " S"]) -> Int[Tensor, " N"]:
+    """``left``, and as many of the other ``rows`` as it takes to be as many as in the process that
+    has the most."""
     most = torch.tensor(len(left), device=rows.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     others = rows[~torch.isin(rows, left)]
     return torch.cat([left, others[: int(most) - len(left)]]).sort().values
 
 
-def gathered(value: Tensor) -> Tensor:
+def gather_rows(value: Tensor) -> Tensor:
     """``value`` (B, ...), each row from the process whose share it is."""
-    start, stop = window(len(value), rank())
-    parts = [torch.empty_like(value[start:stop]) for _ in range(count())]
+    start, stop = share_of(len(value), rank())
+    parts = [torch.empty_like(value[start:stop]) for _ in range(num_processes())]
     dist.all_gather(parts, value[start:stop].contiguous())
     out = torch.empty_like(value)
     for process, part in enumerate(parts):
-        out[slice(*window(len(value), process))] = part
+        out[slice(*share_of(len(value), process))] = part
     return out
 
 
@@ -221,11 +257,13 @@ def gathered(value: Tensor) -> Tensor:
 
 
 def shard(*denoisers: Any) -> None:
-    """In place, each process keeps a share of each weight (FSDP2); None, and networks that are others' twins, are passed over.
+    """In place, each process keeps a share of each weight (FSDP2); None, and networks that are
+    others' twins, are passed over.
 
-    What is gathered for one forward or backward at a time: a layer, the rest of the body, or the head. Gradients are summed.
+    What is gathered for one forward or backward at a time: a layer, the rest of the body, or the
+    head. Gradients are summed.
     """
-    for denoiser in denoisers if count() > 1 else ():
+    for denoiser in denoisers if num_processes() > 1 else ():
         if denoiser is not None and not isinstance(denoiser.model.model, FSDPModule):
             _shard(denoiser)
 
@@ -233,9 +271,13 @@ def shard(*denoisers: Any) -> None:
 def _shard(denoiser: Any) -> None:
     network = denoiser.model
     if network.config.tie_word_embeddings:
-        raise ValueError(f"model: got tied embeddings with {count()} processes; allowed one process")
-    plain = with_parameters(denoiser, {name: p.to("meta") for name, p in denoiser.named_parameters()})
-    mesh = init_device_mesh(denoiser.device.type, (count(),))
+        raise ValueError(
+            f"model: got tied embeddings with {num_processes()} processes; allowed one process"
+        )
+    plain = with_parameters(
+        denoiser, {name: p.to("meta") for name, p in denoiser.named_parameters()}
+    )
+    mesh = init_device_mesh(denoiser.device.type, (num_processes(),))
     for module in (*network.model.layers, network.model, network.lm_head):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     for module in network.modules():
@@ -246,56 +288,69 @@ def _shard(denoiser: Any) -> None:
 
 
 def with_parameters(denoiser: Any, values: dict[str, Tensor]) -> Any:
-    """A copy of a network that has these parameters; nothing of its own is copied but the buffers."""
-    new = {id(p): nn.Parameter(values[name], p.requires_grad) for name, p in denoiser.named_parameters()}
+    """A copy of a network that has these parameters; nothing of its own is copied but the
+    buffers."""
+    new = {
+        id(p): nn.Parameter(values[name], p.requires_grad)
+        for name, p in denoiser.named_parameters()
+    }
     return copy.deepcopy(denoiser, new)
 
 
-def whole(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """All of a sharded tensor; every process has to ask. Any other tensor as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def collected(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def gather_to_main(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sharded tensors, whole and on the CPU of process 0, one at a time; nothing elsewhere."""
-    if count() == 1:
+    if num_processes() == 1:
         return tensors
-    pairs = ((name, whole(value)) for name, value in tensors.items())
-    return {name: value.cpu() for name, value in pairs if is_first()}
+    pairs = ((name, full_tensor(value)) for name, value in tensors.items())
+    return {name: value.cpu() for name, value in pairs if is_main()}
 
 
-def unsharded(denoiser: Any) -> Any:
-    """For ``denoiser.save``: a plain copy of a sharded network, with all that is trained in process 0 and nothing elsewhere."""
-    if count() == 1:
+def unsharded_copy(denoiser: Any) -> Any:
+    """For ``checkpoints.save``: a plain copy of a sharded network, with all that is trained in process
+    0 and nothing elsewhere."""
+    if num_processes() == 1:
         return denoiser
     trained = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
-    return with_parameters(denoiser.plain, dict(denoiser.plain.named_parameters()) | collected(trained))
+    return with_parameters(
+        denoiser.plain, dict(denoiser.plain.named_parameters()) | gather_to_main(trained)
+    )
 
 
-def blank(denoiser: Any) -> Any:
-    """The network itself; of a sharded one a plain copy on the CPU, whose trained weights wait to be read."""
-    if count() == 1:
+def empty_copy(denoiser: Any) -> Any:
+    """The network itself; of a sharded one a plain copy on the CPU, whose trained weights wait to
+    be read."""
+    if num_processes() == 1:
         return denoiser
     values = dict(denoiser.plain.named_parameters())
-    read = {name: torch.empty_like(p, device="cpu") for name, p in values.items() if p.requires_grad}
+    read = {
+        name: torch.empty_like(p, device="cpu") for name, p in values.items() if p.requires_grad
+    }
     return with_parameters(denoiser.plain, values | read)
 
 
 @torch.no_grad()
-def fill(denoiser: Any, stored: Any) -> None:
-    """The weights of ``stored``, a plain network, into ``denoiser``: of a sharded one those that are trained."""
-    if count() == 1:
+def load_weights(denoiser: Any, stored: Any) -> None:
+    """The weights of ``stored``, a plain network, into ``denoiser``: of a sharded one those that
+    are trained."""
+    if num_processes() == 1:
         if stored is not denoiser:
             denoiser.load_state_dict(stored.state_dict())
         return
     values = dict(stored.named_parameters())
     for name, p in denoiser.named_parameters():
         if p.requires_grad:
-            p.copy_(like(values[name], p))
+            p.copy_(sharded_like(values[name], p))
 
 
-def like(value: Tensor, present: Tensor) -> Tensor:
+def sharded_like(value: Tensor, present: Tensor) -> Tensor:
     """``value``, sharded as ``present`` is; as it is where that is not sharded."""
     if not isinstance(present, DTensor) or value.shape != present.shape:
         return value
-    return distribute_tensor(value.to(present.device), present.device_mesh, present.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(present.device), present.device_mesh, present.placements, src_data_rank=None
+    )

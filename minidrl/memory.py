@@ -1,29 +1,36 @@
-"""How many bytes a run will need, part by part, from its settings and a config.json: before anything is loaded.
+"""How many bytes a run will need, part by part, from its settings and a config.json: before
+anything is loaded.
 
-Resident during the whole run, for n weights of which m are trained (adapters only, where there are any):
+Resident during the whole run, for n weights of which m are trained (adapters only, where there are
+any):
 
     weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 + 1/4096 bytes a weight:
-                     two in a byte, an 8-bit scale for 64, a float32 for 256 scales. Embedding and head stay as they are
+                     two in a byte, an 8-bit scale for 64, a float32 for 256 scales. Embedding and
+                     head stay as they are
     adapters         r (inputs + outputs) for each linear layer, in float32 over whatever base
     optimizer        2 m, AdamW's two moments in the element size of what is trained
     reference        n, only if a method compares with one and there are no adapters to switch off
     rollout_weights  n, only for a sampler of its own dtype
 
-Transient. N tokens are a micro-batch of sequences, or all that there are where that is less; D, A, F, V the widths of hidden
-state, attention, MLP and vocabulary; e the element size. The parts below are sums of the tensors that transformers' layers keep
-for a backward pass:
+Transient. N tokens are a micro-batch of sequences, or all that there are where that is less; D, A,
+F, V the widths of hidden state, attention, MLP and vocabulary; e the element size. The parts below
+are sums of the tensors that transformers' layers keep for a backward pass:
 
     activations      what autograd keeps of the body. A layer keeps N times
                          norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the scale]
-                         attention  4 e A + 4 heads + e T, queries, keys, values, result; log of the normaliser; mask
+                         attention  4 e A + 4 heads + e T, queries, keys, values, result; log of the
+                         normaliser; mask
                          MLP        3 e F [+ e F]
                          adapters   4 r + their input in float32, each (one tensor for several where it is float32 already)
-                     ([...]: only where the base is trained.) With gradient checkpointing a layer keeps its input, e D, instead
+                     ([...]: only where the base is trained.) With gradient checkpointing a layer
+                     keeps its input, e D, instead
     layer            one layer on its way back: two gradients of width F, and with checkpointing what it had not kept; over 4
-                     bits, D F unpacked weights. Or a layer of the reference on its way there, with an exact penalty
+                     bits, D F unpacked weights. Or a layer of the reference on its way there, with
+                     an exact penalty
     logits           float32 arrays of R x V, R the rows to which the head is applied at a time: logits, log-probabilities, a
-                     gradient; more for more features. The hidden states of all rows of the micro-batch and their gradient.
-                     Where the head is trained, its gradient e D V; with more than one part three, while two are added up
+                     gradient; more for more features. The hidden states of all rows of the
+                     micro-batch and their gradient. Where the head is trained, its gradient e D V;
+                     with more than one part three, while two are added up
     rollout          the larger of one layer's forward and the sampler's arrays of V, in float64 where it sums; the cache
     gradients        m times the element size; they grow in an update's first backward pass, and the update removes them
     earlier          gradients of the micro-batches before this one: all, or none where an update is one micro-batch
@@ -36,50 +43,67 @@ The peak is what is resident + the most of
     gradients + layer                               it ends. In between, a layer's activations go and its gradients come
     gradients + step
 
-The vocabulary head is applied to R rows at a time, R x V at most about algorithms.HEAD_NUMBERS. The arrays of a part are made
-again in the backward pass, so that those of one part exist at once, whatever ``micro_batch``: 12 bytes for each of 2^24
-logits are 0.2 GB, where the 256 rows of one sequence of LLaDA-8B took 0.4 GB. It costs a second product with the head. For
-LLaDA-8B (7.0 billion weights in the layers, 0.52 in the head) and R of T tokens scored, forward and backward through frozen
-weights are 2 (6.98 T + 0.52 R) billion multiplications: 0.52 R more are 2.0 % for R = 256 of T = 456, and never above 3.5 %.
+The vocabulary head is applied to R rows at a time, R x V at most about feat.HEAD_NUMBERS. The
+arrays of a part are made again in the backward pass, so that those of one part exist at once,
+whatever ``micro_batch``: 12 bytes for each of 2^24 logits are 0.2 GB, where the 256 rows of one
+sequence of LLaDA-8B took 0.4 GB. It costs a second product with the head. For LLaDA-8B (7.0 billion
+weights in the layers, 0.52 in the head) and R of T tokens scored, forward and backward through
+frozen weights are 2 (6.98 T + 0.52 R) billion multiplications: 0.52 R more are 2.0 % for R = 256 of
+T = 456, and never above 3.5 %.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from minidrl import algorithms as alg
-from minidrl import config, denoiser
+from minidrl import checkpoints, config, denoiser, distributed, runs
+from minidrl import features as feat
+from minidrl.algorithms import Plan, Rollout
+from minidrl.launch import LocalError
+from minidrl.methods import Method
+from minidrl.rehearsal import blank_rollout, method_of
 
 RESIDENT = ("weights", "adapters", "optimizer", "reference", "rollout_weights")
 TRANSIENT = ("activations", "layer", "logits", "rollout", "gradients", "earlier", "step")
 FLOAT = 4  # bytes
-# Float32 arrays of R x V that are alive at once, counted on a call of the head and its backward pass; a feature adds.
+# Float32 arrays of R x V that are alive at once, counted on a call of the head and its backward
+# pass; a feature adds.
 ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0, "order_logp": 0.0}
 PASSED = 5.25  # and where R are the positions that a step passed over, of which order_logp is made
 ADDED = 3  # gradients of a trained head while two are added up: both and their sum
 DRAW = 20  # bytes a token of the vocabulary while the sampler draws: logits, log-probs, probs in float32, their sums in float64
 
 
-def predict(settings: config.Train, method: alg.Method, rollout: alg.Rollout, gpus: int = 1) -> dict[str, int]:
+def predict(
+    settings: config.Train, method: Method, rollout: Rollout, gpus: int = 1
+) -> dict[str, int]:
     """Bytes by part (``RESIDENT``, ``TRANSIENT``), on each of ``gpus`` GPUs.
 
-    ``rollout`` is a made-up one of the run's shape in which no response ends early: the rows of the head are those of the plan
-    that the method draws on it. Several GPUs: weights, gradients and moments are cut evenly (minidrl/distributed.py); what is
-    put together for a forward or backward at a time is counted under ``layer`` and ``rollout``.
-    Raises ValueError for a model whose config.json cannot be had, and for a LoRA target that matches no module.
+    ``rollout`` is a made-up one of the run's shape in which no response ends early: the rows of the
+    head are those of the plan that the method draws on it. Several GPUs: weights, gradients and
+    moments are cut evenly (minidrl/distributed.py); what is put together for a forward or backward
+    at a time is counted under ``layer`` and ``rollout``. Raises ValueError for a model whose
+    config.json cannot be had, and for a LoRA target that matches no module.
     """
-    shape, family, stored = denoiser.describe(settings.model)
+    shape, family, stored = checkpoints.describe(settings.model)
     with torch.device("meta"):
         network = family.network(shape)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
     plan = method.plan(rollout, torch.Generator().manual_seed(settings.seed))
     parts = _resident(settings, method, network, dtype, gpus)
     parts |= _transient(settings, method, rollout, plan, network, dtype, gpus)
-    grown, several = parts["optimizer"] // 2, _share(plan.network_calls, gpus) > settings.micro_batch
+    grown, several = (
+        parts["optimizer"] // 2,
+        _share(plan.network_calls, gpus) > settings.micro_batch,
+    )
     copied = torch.device(settings.device).type == "cuda"
     return parts | {"gradients": grown, "earlier": grown * several, "step": grown * copied}
 
@@ -98,7 +122,8 @@ def table(parts: dict[str, int]) -> str:
 
 
 def measured(device: torch.device) -> int | None:
-    """The most bytes that were allocated on a GPU since the run began; None on a CPU, where nobody counts them."""
+    """The most bytes that were allocated on a GPU since the run began; None on a CPU, where nobody
+    counts them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -114,16 +139,28 @@ def adapter_count(network: nn.Module, lora: config.Lora) -> int:
 
 
 def _targeted(network: nn.Module, lora: config.Lora) -> list[nn.Linear]:
-    linear = [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    return [m for name, m in linear if any(f".{name}".endswith(f".{target}") for target in lora.target_modules)]
+    linear = [
+        (name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)
+    ]
+    return [
+        m
+        for name, m in linear
+        if any(f".{name}".endswith(f".{target}") for target in lora.target_modules)
+    ]
 
 
-def _resident(settings: config.Train, method: alg.Method, network: nn.Module, dtype: torch.dtype, gpus: int) -> dict[str, int]:
+def _resident(
+    settings: config.Train, method: Method, network: nn.Module, dtype: torch.dtype, gpus: int
+) -> dict[str, int]:
     count, size = _count(network), dtype.itemsize
     adapters = adapter_count(network, settings.lora) if settings.lora.rank else 0
     trained = FLOAT * adapters if adapters else size * count
     compared = method.kl is not None and method.kl.target == "reference" and not adapters
-    rounded = torch.finfo(getattr(torch, settings.rollout_dtype)).bits // 8 if settings.rollout_dtype != "float32" else 0
+    rounded = (
+        torch.finfo(getattr(torch, settings.rollout_dtype)).bits // 8
+        if settings.rollout_dtype != "float32"
+        else 0
+    )
     parts = {
         "weights": _quantized(network, size) if settings.quantize else size * count,
         "adapters": FLOAT * adapters,
@@ -136,40 +173,69 @@ def _resident(settings: config.Train, method: alg.Method, network: nn.Module, dt
 
 def _quantized(network: nn.Module, size: int) -> float:
     head = network.get_output_embeddings()
-    small = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not head)
+    small = sum(
+        m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not head
+    )
     return small * (1 / 2 + 1 / 64 + 1 / 4096) + size * (_count(network) - small)
 
 
 # ------------------------------------------------------------------------------------------------------------ transient
-def _transient(settings: config.Train, method: alg.Method, rollout, plan, network: nn.Module, dtype, gpus: int) -> dict:
-    shape, lora, size, length = network.config, settings.lora, dtype.itemsize, settings.sampler.length
+def _transient(
+    settings: config.Train, method: Method, rollout, plan, network: nn.Module, dtype, gpus: int
+) -> dict:
+    shape, lora, size, length = (
+        network.config,
+        settings.lora,
+        dtype.itemsize,
+        settings.sampler.length,
+    )
     width = settings.task.prompt_length + (length if plan.block_length is None else 2 * length)
     tokens = min(settings.micro_batch, _share(plan.network_calls, gpus)) * width
     drawn = min(settings.micro_batch, _share(max(len(rollout.response), settings.evaluate.n), gpus))
     layer, again = layer_bytes(shape, size, lora, width), settings.gradient_checkpointing
-    kept, aside = size * shape.hidden_size if again else layer, _forward(shape, size, lora) * ("kl_ref" in method.features)
-    whole = _gathered(network, size, gpus) + settings.quantize * size * shape.hidden_size * shape.intermediate_size
+    kept, aside = (
+        size * shape.hidden_size if again else layer,
+        _forward(shape, size, lora) * ("kl_ref" in method.features),
+    )
+    whole = (
+        _gathered(network, size, gpus)
+        + settings.quantize * size * shape.hidden_size * shape.intermediate_size
+    )
     read = drawn * _candidates(settings, method) * DRAW * shape.vocab_size
     asked = drawn * (settings.task.prompt_length + length)
     parts = {
         "activations": tokens * (shape.num_hidden_layers * kept + _norm(shape, size, lora)),
         "layer": tokens * max(_gradients(shape, size, lora) + layer * again, aside) + whole,
         "logits": _logits(settings, method, plan, shape, size, gpus),
-        "rollout": max(asked * _forward(shape, size, lora), read) + whole + asked * _cache(settings, shape, size),
+        "rollout": max(asked * _forward(shape, size, lora), read)
+        + whole
+        + asked * _cache(settings, shape, size),
     }
     return {name: math.ceil(value) for name, value in parts.items()}
 
 
 def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: int) -> int:
-    """Bytes a token that one layer keeps for its backward pass, in sequences of ``width`` tokens."""
+    """Bytes a token that one layer keeps for its backward pass, in sequences of ``width``
+    tokens."""
     hidden, mlp, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
     attention = heads * (getattr(shape, "head_dim", None) or hidden // heads)
-    kept = 2 * _norm(shape, size, lora) + 4 * size * attention + FLOAT * heads + size * width + 3 * size * mlp
+    kept = (
+        2 * _norm(shape, size, lora)
+        + 4 * size * attention
+        + FLOAT * heads
+        + size * width
+        + 3 * size * mlp
+    )
     if not lora.rank:
         return kept + size * mlp
-    # What goes into the adapters, in float32: a copy for each where the network is not. Where it is, one tensor goes into
-    # several of them; that of o_proj is the result of the attention, which has been counted.
-    into = {("q_proj", "k_proj", "v_proj"): hidden, ("gate_proj", "up_proj"): hidden, ("down_proj",): mlp}
+    # What goes into the adapters, in float32: a copy for each where the network is not. Where it
+    # is, one tensor goes into several of them; that of o_proj is the result of the attention, which
+    # has been counted.
+    into = {
+        ("q_proj", "k_proj", "v_proj"): hidden,
+        ("gate_proj", "up_proj"): hidden,
+        ("down_proj",): mlp,
+    }
     into |= {("o_proj",): attention} if size < FLOAT else {}
     for names, inputs in into.items():
         hits = sum(target.endswith(names) for target in lora.target_modules)
@@ -187,7 +253,8 @@ def _gradients(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
 
 
 def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
-    # A layer without a graph, at its widest: gate, up and their product; with adapters the float32 of base and adapter.
+    # A layer without a graph, at its widest: gate, up and their product; with adapters the float32
+    # of base and adapter.
     wide = 3 * size if not lora.rank or size == FLOAT else 2 * size + 2 * FLOAT
     return shape.intermediate_size * wide + 2 * size * shape.hidden_size
 
@@ -195,7 +262,9 @@ def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
 def _cache(settings: config.Train, shape: PreTrainedConfig, size: int) -> int:
     # Keys and values of every layer.
     heads = shape.num_attention_heads
-    width = shape.num_key_value_heads * (getattr(shape, "head_dim", None) or shape.hidden_size // heads)
+    width = shape.num_key_value_heads * (
+        getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    )
     return 0 if settings.sampler.cache == "none" else 2 * size * shape.num_hidden_layers * width
 
 
@@ -205,21 +274,26 @@ def _gathered(network: nn.Module, size: int, gpus: int) -> int:
     return size * (3 * _count(network.model.layers[0]) + embedding) if gpus > 1 else 0
 
 
-def _candidates(settings: config.Train, method: alg.Method) -> int:
+def _candidates(settings: config.Train, method: Method) -> int:
     """Positions of a sequence at which a step of the sampler applies the head."""
-    block = settings.sampler.order == "low_confidence" or any(name.startswith("one_step") for name in method.needs)
+    block = settings.sampler.order == "low_confidence" or any(
+        name.startswith("one_step") for name in method.needs
+    )
     return settings.sampler.block_length if block else settings.sampler.tokens_per_step
 
 
 def _share(total: int, gpus: int) -> int:
-    # As distributed.window cuts.
+    # As distributed.share_of cuts.
     return -(-total // gpus)
 
 
-def _rows(settings: config.Train, method: alg.Method, plan: alg.Plan) -> list[tuple[Tensor, int, float]]:
-    """Of the head's calls, for the scored positions and for those passed over: rows of each state, the most of any, arrays."""
+def _rows(settings: config.Train, method: Method, plan: Plan) -> list[tuple[Tensor, int, float]]:
+    """Of the head's calls, for the scored positions and for those passed over: rows of each state,
+    the most of any, arrays."""
     scored, block = plan.scored.flatten(0, 1), settings.sampler.block_length
-    kinds = [(scored.sum(-1), int(scored.sum(-1).max()), sum(ARRAYS[name] for name in method.features))]
+    kinds = [
+        (scored.sum(-1), int(scored.sum(-1).max()), sum(ARRAYS[name] for name in method.features))
+    ]
     if "order_logp" in method.features:
         left = plan.hidden.flatten(0, 1)[:, -settings.sampler.length :] & ~scored
         left, current = (x.unflatten(1, (-1, block)) for x in (left, scored))
@@ -228,16 +302,83 @@ def _rows(settings: config.Train, method: alg.Method, plan: alg.Plan) -> list[tu
     return kinds
 
 
-def _logits(settings: config.Train, method: alg.Method, plan: alg.Plan, shape: PreTrainedConfig, size: int, gpus: int) -> int:
-    """Of the micro-batch that needs the most: what the head makes of its rows, and its gradient where it is trained."""
+def _logits(
+    settings: config.Train,
+    method: Method,
+    plan: Plan,
+    shape: PreTrainedConfig,
+    size: int,
+    gpus: int,
+) -> int:
+    """Of the micro-batch that needs the most: what the head makes of its rows, and its gradient
+    where it is trained."""
     array, head, most = FLOAT * shape.vocab_size, size * shape.vocab_size * shape.hidden_size, 0
     kinds, grown = _rows(settings, method, plan), 0 if settings.lora.rank else head
-    for states in alg.state_chunks(plan, settings.micro_batch):
+    for states in feat.state_chunks(plan, settings.micro_batch):
         rows = [int(count[states].sum()) for count, _, _ in kinds]
-        calls = [max(1, math.ceil(len(states) * limit * shape.vocab_size / alg.HEAD_NUMBERS)) for _, limit, _ in kinds]
+        calls = [
+            max(1, math.ceil(len(states) * limit * shape.vocab_size / feat.HEAD_NUMBERS))
+            for _, limit, _ in kinds
+        ]
         part = [math.ceil(number / into) for number, into in zip(rows, calls, strict=True)]
-        read = array * max(number * arrays for number, (_, _, arrays) in zip(part, kinds, strict=True))
-        kept = array * rows[0] * (len(kinds) > 1 and calls[0] == 1)  # log-probabilities, while the other call is made
-        made = kept + max(read + grown * (max(calls) > 1), array * max(part) + grown * (ADDED if sum(calls) > 1 else 1))
+        read = array * max(
+            number * arrays for number, (_, _, arrays) in zip(part, kinds, strict=True)
+        )
+        kept = (
+            array * rows[0] * (len(kinds) > 1 and calls[0] == 1)
+        )  # log-probabilities, while the other call is made
+        made = kept + max(
+            read + grown * (max(calls) > 1),
+            array * max(part) + grown * (ADDED if sum(calls) > 1 else 1),
+        )
         most = max(most, math.ceil(made) + sum(rows) * 2 * size * shape.hidden_size)
     return most + head * (gpus > 1)
+
+
+# ----------------------------------------------------------------------------------- of a run
+
+
+def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
+    """Bytes by part that the run will need on each GPU."""
+    method = method_of(settings)
+    made = blank_rollout(method, settings, settings.num_prompts)
+    return predict(settings, method, made, gpus)
+
+
+def report_peak(settings: config.Train, device: torch.device) -> None:
+    """One line: the peak that was predicted and the one that was measured."""
+    predicted = peak(predicted_memory(settings, distributed.num_processes())) / 1e9
+    found = measured(device)
+    told = "not measured on a CPU" if found is None else f"measured {found / 1e9:.3f} GB"
+    if distributed.is_main():
+        tqdm.write(f"memory: predicted {predicted:.3f} GB at its peak, {told}", file=sys.stderr)
+
+
+_LOWER = {  # where memory runs out -> what to change
+    "loading": "dtype bfloat16, or quantize true with lora.rank from 1",
+    "evaluation": "a smaller micro_batch",
+    "rollout": "a smaller micro_batch",
+    "rollout_kl": "a smaller micro_batch",
+    "scoring": "a smaller micro_batch",
+    "update": "a smaller micro_batch or lora.rank, or gradient_checkpointing true",
+}
+
+
+@contextlib.contextmanager
+def part(name: str):
+    """Running out of GPU memory inside is remembered as having happened in this part of a step."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(name)
+        raise
+
+
+def out_of_memory(error: torch.OutOfMemoryError, settings: config.Train, out: Path) -> LocalError:
+    """The line for it: where, what to lower, and what is kept."""
+    name = error.__notes__[0] if getattr(error, "__notes__", None) else "loading"
+    found = runs.checkpoint_folders(out)
+    kept = f"{found[-1]} is kept, --resume goes on" if found else "no checkpoint was due yet"
+    said, size = checkpoints.one_line(error).partition(". GPU")[0], settings.micro_batch
+    where = f"out of memory in the {name} ({said})"
+    return LocalError(f"micro_batch: got {size}, {where}; try {_LOWER[name]}; {kept}")

@@ -1,8 +1,9 @@
-"""Figures and tables: of what a run writes (metrics.jsonl, summary.json), and of the module's own estimators and methods.
+"""Figures and tables: of what a run writes (metrics.jsonl, summary.json), and of the module's own
+estimators and methods.
 
     metrics.jsonl   one JSON object a line. An update has {"step", "solved", "reward", "seconds", ...}, a held-out
-                    evaluation {"step", "eval/solved", "eval/temperature"}; both may share a line. `solved` is a
-                    fraction, `seconds` the time since the start of the run.
+                    evaluation {"step", "eval/solved", "eval/temperature"}; both may share a line.
+                    `solved` is a fraction, `seconds` the time since the start of the run.
     summary.json    one JSON object: method, seed, steps, seconds, solved_before, solved_after (fractions), ...
 
 Nothing here needs a display, and matplotlib's global state is not touched.
@@ -10,27 +11,27 @@ Nothing here needs a display, and matplotlib's global state is not touched.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from minidrl import algorithms as alg
-from minidrl import oracle
-from minidrl.sampler import Sampler
+from minidrl.tables import markdown_table
 
 BLUE, ORANGE, INK, GRID = "#0072B2", "#D55E00", "#333333", "#E4E4E4"
 STEPS = (1, 2, 5, 10)  # distances between ticks, times a power of ten
 MARKERS = "oD^sv"  # one for each evaluation temperature, lowest first
-UNITS = ((2 * 3600, 3600, "hours"), (10 * 60, 60, "minutes"), (0, 1, "seconds"))  # from this many seconds on
+UNITS = (
+    (2 * 3600, 3600, "hours"),
+    (10 * 60, 60, "minutes"),
+    (0, 1, "seconds"),
+)  # from this many seconds on
 
 STYLE = {
     "font.size": 11,
@@ -45,7 +46,15 @@ STYLE = {
 }
 
 SUMMARY_KEYS = ("method", "seed", "steps", "seconds", "solved_before", "solved_after")
-COMPARE_COLUMNS = ("method", "seed", "steps", "seconds", "solved before (%)", "solved after (%)", "delta (points)")
+COMPARE_COLUMNS = (
+    "method",
+    "seed",
+    "steps",
+    "seconds",
+    "solved before (%)",
+    "solved after (%)",
+    "delta (points)",
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -59,30 +68,40 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"run: got {str(run)!r}, which holds no metrics.jsonl; allowed are folders written by train")
+        raise ValueError(
+            f"run: got {str(run)!r}, which holds no metrics.jsonl; allowed are folders written by train"
+        )
     rows, lines = [], path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is empty or unfinished
+    for number, line in enumerate(
+        lines[:-1], 1
+    ):  # what follows the last newline is empty or unfinished
         if line.strip():
             rows.append(_json_object(line, f"{path} line {number}"))
     return rows
 
 
 def read_summary(run: str | Path) -> dict[str, Any]:
-    """run/summary.json. Raises: ValueError when it is missing, is not a JSON object, or lacks a required key."""
+    """run/summary.json. Raises: ValueError when it is missing, is not a JSON object, or lacks a
+    required key."""
     path = Path(run) / "summary.json"
     if not path.is_file():
-        raise ValueError(f"run: got {str(run)!r}, which holds no summary.json; allowed are folders of finished runs")
+        raise ValueError(
+            f"run: got {str(run)!r}, which holds no summary.json; allowed are folders of finished runs"
+        )
     summary = _json_object(path.read_text(encoding="utf-8"), str(path))
     missing = [key for key in SUMMARY_KEYS if key not in summary]
     if missing:
-        raise ValueError(f"{path}: got no {', '.join(missing)}; required are {', '.join(SUMMARY_KEYS)}")
+        raise ValueError(
+            f"{path}: got no {', '.join(missing)}; required are {', '.join(SUMMARY_KEYS)}"
+        )
     return summary
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
     """Steps and finite values of `key`, in order of the step.
 
-    A step that was written twice, before a stop and after the resumption, counts once, with its last value.
+    A step that was written twice, before a stop and after the resumption, counts once, with its
+    last value.
     """
     values = {row["step"]: row[key] for row in rows if "step" in row and _finite(row.get(key))}
     steps = sorted(values)
@@ -90,7 +109,8 @@ def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], li
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean over the `width` values (an odd number) centred on each one; at the ends, over those that exist."""
+    """Mean over the `width` values (an odd number) centred on each one; at the ends, over those
+    that exist."""
     if width < 1 or width % 2 == 0:
         raise ValueError(f"width: got {width}; allowed are odd numbers >= 1")
     half = width // 2
@@ -102,7 +122,8 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
-    """Draw the solved rate of a run, as `draw_curve` does, to `path` (default run/curve.png); returns the path.
+    """Draw the solved rate of a run, as `draw_curve` does, to `path` (default run/curve.png);
+    returns the path.
 
     The PNG has 800 x 600 pixels and letters large enough to be read at 400 x 300.
     Raises: ValueError when metrics.jsonl is missing, is malformed, or has no solved rate.
@@ -116,9 +137,9 @@ def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
 def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The solved rate against the number of updates, from the lines of metrics.jsonl.
 
-    Light dots are training rollouts, the line is their running mean, big markers are held-out evaluations, a marker for
-    each temperature. The upper axis shows the time where the lines have it and it increases.
-    Raises: ValueError when no line has a solved rate.
+    Light dots are training rollouts, the line is their running mean, big markers are held-out
+    evaluations, a marker for each temperature. The upper axis shows the time where the lines have
+    it and it increases. Raises: ValueError when no line has a solved rate.
     """
     with _style():
         figure = Figure(figsize=(4, 3), dpi=200, layout="constrained")
@@ -126,7 +147,9 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes = figure.add_subplot()
         drawn = _draw_training(axes, rows) + _draw_evaluations(axes, rows)
         if not drawn:
-            raise ValueError('metrics.jsonl: got no line with a solved rate; allowed are "solved" and "eval/solved"')
+            raise ValueError(
+                'metrics.jsonl: got no line with a solved rate; allowed are "solved" and "eval/solved"'
+            )
         _finish(axes, rows, drawn)
     return figure
 
@@ -149,22 +172,41 @@ def _draw_training(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[tuple[
     width = 2 * (len(steps) // 24) + 1  # about a twelfth of the run
     alpha = min(0.5, max(0.08, 75 / len(steps)))  # many dots overlap and must not hide the line
     dots = {"s": 14, "color": BLUE, "alpha": alpha, "linewidths": 0}
-    axes.scatter(steps, percent, label="training rollouts" if width == 1 else None, zorder=2, **dots)
+    axes.scatter(
+        steps, percent, label="training rollouts" if width == 1 else None, zorder=2, **dots
+    )
     if width > 1:
-        axes.plot(steps, running_mean(percent, width), color=BLUE, linewidth=2.2, label="training rollouts", zorder=3)
+        axes.plot(
+            steps,
+            running_mean(percent, width),
+            color=BLUE,
+            linewidth=2.2,
+            label="training rollouts",
+            zorder=3,
+        )
     return list(zip(steps, percent, strict=True))
 
 
 def _draw_evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """A marker for each held-out evaluation; returns the points (step, percent)."""
     rows = [row for row in rows if _finite(row.get("eval/solved"))]
-    temperatures = sorted({row.get("eval/temperature") for row in rows}, key=lambda t: -1.0 if t is None else t)
-    line = {"color": ORANGE, "linewidth": 1.2, "linestyle": (0, (1, 1.5)), "zorder": 4, "clip_on": False}
+    temperatures = sorted(
+        {row.get("eval/temperature") for row in rows}, key=lambda t: -1.0 if t is None else t
+    )
+    line = {
+        "color": ORANGE,
+        "linewidth": 1.2,
+        "linestyle": (0, (1, 1.5)),
+        "zorder": 4,
+        "clip_on": False,
+    }
     filled = {"markersize": 9, "markeredgecolor": "white"}
     hollow = {"markersize": 8, "markerfacecolor": "white", "markeredgewidth": 1.8}
     points = []
     for number, temperature in enumerate(temperatures):
-        steps, solved = series([row for row in rows if row.get("eval/temperature") == temperature], "eval/solved")
+        steps, solved = series(
+            [row for row in rows if row.get("eval/temperature") == temperature], "eval/solved"
+        )
         percent = [100 * value for value in solved]
         label = "held-out" if temperature is None else f"held-out, T = {temperature:g}"
         marker = {"marker": MARKERS[number % len(MARKERS)], **(hollow if number else filled)}
@@ -173,7 +215,9 @@ def _draw_evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[tup
     return points
 
 
-def _finish(axes: Axes, rows: Sequence[Mapping[str, Any]], drawn: list[tuple[float, float]]) -> None:
+def _finish(
+    axes: Axes, rows: Sequence[Mapping[str, Any]], drawn: list[tuple[float, float]]
+) -> None:
     """Axes that start at 0 percent, their labels, grid, legend, and the time along the top."""
     first, last = min(drawn)[0], max(drawn)[0]
     highest = max(percent for _, percent in drawn)
@@ -195,16 +239,22 @@ def _finish(axes: Axes, rows: Sequence[Mapping[str, Any]], drawn: list[tuple[flo
 
 
 def _time_axis(axes: Axes, steps: list[float], seconds: list[float]) -> bool:
-    """Ticks at round times along the top, placed where they fall on the axis of updates; False if time is not there."""
+    """Ticks at round times along the top, placed where they fall on the axis of updates; False if
+    time is not there."""
     if steps and steps[0] > 0 and seconds[0] > 0:
-        steps, seconds = [0, *steps], [0.0, *seconds]  # no update had been made when the clock started
+        steps, seconds = (
+            [0, *steps],
+            [0.0, *seconds],
+        )  # no update had been made when the clock started
     if len(steps) < 2 or any(b <= a for a, b in zip(seconds, seconds[1:], strict=False)):
         return False
     unit, name = next((unit, name) for start, unit, name in UNITS if seconds[-1] >= start)
     ticks = MaxNLocator(5, steps=STEPS).tick_values(0, seconds[-1] / unit)
     ticks = [t for t in ticks if seconds[0] <= t * unit <= seconds[-1]]
     top = axes.twiny()
-    top.set_xticks([_interpolate(t * unit, seconds, steps) for t in ticks], labels=[f"{t:g}" for t in ticks])
+    top.set_xticks(
+        [_interpolate(t * unit, seconds, steps) for t in ticks], labels=[f"{t:g}" for t in ticks]
+    )
     top.set_xlim(axes.get_xlim())  # last: ticks may widen the limits
     top.set_xlabel(name)
     top.tick_params(length=3)
@@ -221,43 +271,43 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table with the given columns; columns of numbers are aligned to the right.
-
-    A float is written with four significant digits, None and a missing key as an empty cell.
-    """
-    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    numeric = [_is_numeric([row.get(column) for row in rows]) for column in columns]
-    header = [_cell(column) for column in columns]
-    widths = [max(3, *(len(row[i]) for row in [header, *cells])) for i in range(len(columns))]
-    rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, numeric, strict=True)]
-    lines = [_line(header, widths, numeric), _line(rule, widths, numeric)]
-    return "\n".join([*lines, *(_line(row, widths, numeric) for row in cells)])
-
-
 def compare_table(runs: Sequence[str | Path]) -> str:
-    """A Markdown table of finished runs: a row for each, and for a method with several the mean [lowest, highest].
+    """A Markdown table of finished runs: a row for each, and for a method with several the mean
+    [lowest, highest].
 
-    Methods keep the order of `runs`, seeds are sorted. Rates in percent; delta, the rate after minus the rate before of
-    the same run, in percentage points. The bracket is the range over runs, not a confidence interval.
-    Raises: ValueError as `read_summary` does, or when there are no runs.
+    Methods keep the order of `runs`, seeds are sorted. Rates in percent; delta, the rate after
+    minus the rate before of the same run, in percentage points. The bracket is the range over runs,
+    not a confidence interval. Raises: ValueError as `read_summary` does, or when there are no runs.
     """
     if not runs:
         raise ValueError("runs: got none; allowed is one folder or more")
     summaries, rows = [read_summary(run) for run in runs], []
     for method in dict.fromkeys(summary["method"] for summary in summaries):
-        group = sorted((s for s in summaries if s["method"] == method), key=lambda s: str(s["seed"]).zfill(20))
+        group = sorted(
+            (s for s in summaries if s["method"] == method), key=lambda s: str(s["seed"]).zfill(20)
+        )
         values = [_compare_values(summary) for summary in group]
-        rows += [{"method": method, "seed": s["seed"], **_written(v)} for s, v in zip(group, values, strict=True)]
+        rows += [
+            {"method": method, "seed": s["seed"], **_written(v)}
+            for s, v in zip(group, values, strict=True)
+        ]
         if len(group) > 1:
-            rows.append({"method": method, "seed": f"mean of {len(group)}", **_mean_and_range(values)})
+            rows.append(
+                {"method": method, "seed": f"mean of {len(group)}", **_mean_and_range(values)}
+            )
     return markdown_table(rows, COMPARE_COLUMNS)
 
 
 def _compare_values(summary: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of one run in the units of the table."""
     before, after = 100 * summary["solved_before"], 100 * summary["solved_after"]
-    return dict(zip(COMPARE_COLUMNS[2:], (summary["steps"], summary["seconds"], before, after, after - before), strict=True))
+    return dict(
+        zip(
+            COMPARE_COLUMNS[2:],
+            (summary["steps"], summary["seconds"], before, after, after - before),
+            strict=True,
+        )
+    )
 
 
 def _written(values: Mapping[str, float]) -> dict[str, str]:
@@ -269,40 +319,17 @@ def _mean_and_range(group: Sequence[Mapping[str, float]]) -> dict[str, str]:
     written = {}
     for column in group[0]:
         values, form = [row[column] for row in group], _format(column)
-        mean, low, high = (form.format(v) for v in (math.fsum(values) / len(values), min(values), max(values)))
+        mean, low, high = (
+            form.format(v) for v in (math.fsum(values) / len(values), min(values), max(values))
+        )
         written[column] = mean if min(values) == max(values) else f"{mean} [{low}, {high}]"
     return written
 
 
 def _format(column: str) -> str:
-    return {"steps": "{:.0f}", "seconds": "{:.0f}", "delta (points)": "{:+.1f}"}.get(column, "{:.1f}")
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    columns = zip(cells, widths, right, strict=True)
-    return "| " + " | ".join(cell.rjust(width) if r else cell.ljust(width) for cell, width, r in columns) + " |"
-
-
-def _cell(value: Any) -> str:
-    """Text of one cell; a bar or a line break would end the cell."""
-    if value is None:
-        return ""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    """True if every cell that is not empty is a number or the text of one, perhaps with a range behind it."""
-    present = [value for value in values if value is not None]
-    return bool(present) and all(_number(value) for value in present)
-
-
-def _number(value: Any) -> bool:
-    try:
-        float(str(value).split(" [")[0])
-    except ValueError:
-        return False
-    return not isinstance(value, bool)
+    return {"steps": "{:.0f}", "seconds": "{:.0f}", "delta (points)": "{:+.1f}"}.get(
+        column, "{:.1f}"
+    )
 
 
 def _finite(value: Any) -> bool:
@@ -317,120 +344,3 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: got {type(value).__name__}; allowed is a JSON object")
     return value
-
-
-# --------------------------------------------------------------------------------- tables of the module itself, generated
-
-ESTIMATOR_COLUMNS = ("estimator", "network calls", "bias to ELBO", "bias to log p", "std", "std error of the bias", "sampler")
-
-_sdmc = partial(alg.quadrature_plan, masks_per_node=1, domain="keep")
-
-# The estimators of log p to judge, at equal numbers of network calls.
-ESTIMATORS: dict[str, Callable[..., alg.Plan]] = {
-    "mean field": lambda rollout, generator, num_states: alg.mean_field_plan(rollout, generator, p_mask_prompt=0.0),
-    "ELBO, time": partial(alg.elbo_time_plan, domain="keep", min_t=1e-3),
-    "ELBO, count": partial(alg.elbo_count_plan, domain="keep", strata=False),
-    "ELBO, count, strata": partial(alg.elbo_count_plan, domain="keep", strata=True),
-    "ELBO, complementary": partial(alg.complementary_plan, domain="keep"),
-    "block ELBO": partial(alg.block_elbo_plan, domain="keep", strata=False),
-    "SDMC": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="bernoulli"),
-    "SDMC, fixed counts": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="rounded"),
-    "SDMC, as released": lambda *given, num_states: _sdmc(*given, num_nodes=num_states, counts="floor"),
-}
-ESTIMATOR_CALLS = {"mean field": (1,), "ELBO, complementary": (2, 4), "SDMC": (1, 2, 3)}
-
-
-def estimator_rows(draws: int = 20_000, length: int = 6, vocab_size: int = 3, seed: int = 0) -> list[dict[str, Any]]:
-    """Bias and standard deviation (nats) of every likelihood estimator, judged by the exact values of the oracle.
-
-    The model is a random table of conditionals, small enough to enumerate: its ELBO is computed over all masks and its
-    any-order likelihood by the 2^L dynamic programme. Each estimator is the shipped code, run on ``draws`` copies of one
-    response at 1, 2 and 4 network calls (one that needs pairs starts at 2, one that has a single state stays at 1).
-
-    "sampler" says whose log p, and with it which ELBO: of the sampler that reveals one position at a time in random order,
-    anywhere or in one block (half of ``length``) after the other. The block ELBO estimates the second: `oracle.block_elbo`.
-    """
-    model = oracle.TabularDenoiser.random(length, vocab_size, torch.Generator().manual_seed(seed), scale=1.0)
-    response = tuple(i % vocab_size for i in range(length))
-    rollout = _copies(response, draws)
-    size = rollout.sampler.block_length
-    anywhere = (oracle.elbo(model, response), oracle.any_order_log_likelihood(model, response), "random order")
-    in_blocks = (oracle.block_elbo(model, response, size), oracle.block_log_likelihood(model, response, size))
-    in_blocks += (f"random order in blocks of {size}",)
-    rows = []
-    for name, make_plan in ESTIMATORS.items():
-        for calls in ESTIMATOR_CALLS.get(name, (1, 2, 4)):
-            plan = make_plan(rollout, torch.Generator().manual_seed(seed), num_states=calls)
-            exact, log_p, order = anywhere if plan.block_length is None else in_blocks
-            logp = alg.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]
-            ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None).flatten()
-            mean, std = float(ll.mean()), float(ll.std())
-            values = (name, calls, mean - exact.item(), mean - log_p.item(), std, std / math.sqrt(draws), order)
-            rows.append(dict(zip(ESTIMATOR_COLUMNS, values, strict=True)))
-    return rows
-
-
-def _copies(response: tuple[int, ...], count: int) -> alg.Rollout:
-    """Of one response, by a sampler with two blocks; only the block ELBO looks at it."""
-    length = len(response)
-    sampler = Sampler(order="random", temperature=1.0, length=length, block_length=length // 2, tokens_per_step=1)
-    row = torch.tensor(response).expand(count, -1)
-    keep = torch.ones_like(row, dtype=torch.bool)
-    empty = torch.zeros(count, 0, dtype=torch.long)
-    return alg.Rollout(empty, empty.bool(), row, keep, torch.full_like(row, -1), torch.zeros(row.shape).double(), 1, sampler)
-
-
-def estimator_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """``estimator_rows`` as Markdown, rounded to what the standard error supports."""
-    shown = [{key: round(v, 2) + 0.0 if isinstance(v, float) else v for key, v in row.items()} for row in rows]
-    error = "std error of the bias"
-    shown = [{**row, error: round(raw[error], 3)} for row, raw in zip(shown, rows, strict=True)]
-    return markdown_table(shown, ESTIMATOR_COLUMNS)
-
-
-METHOD_COLUMNS = ("method", "likelihood", "ratio", "anchor", "masks", "temperature", "objective", "advantage", "aggregation")
-METHOD_COLUMNS += ("KL", "source")
-
-
-def method_rows() -> list[dict[str, str]]:
-    """The map: every row of ``METHODS`` in the words of its components."""
-    return [
-        {
-            "method": m.name,
-            "likelihood": _call(m.plan),
-            "ratio": m.reduction + _unless("none", m.normalizer, " / ") + (" + order" if "order_logp" in m.features else ""),
-            "anchor": m.anchor,
-            "masks": m.refresh,
-            "temperature": m.temperature,
-            "objective": _call(m.objective) + (f" with {_call(m.extra)}" if m.extra else ""),
-            "advantage": _call(m.credit) + _unless("none", m.step_value, " of completions, "),
-            "aggregation": m.aggregation,
-            "KL": _penalty(m.kl),
-            "source": m.source,
-            "title": m.title,
-            "differs": m.differs,
-            "records": ", ".join(m.needs),
-        }
-        for m in alg.METHODS.values()
-    ]
-
-
-def _unless(usual: str, word: str, before: str) -> str:
-    return "" if word == usual else before + word
-
-
-def _penalty(kl: alg.KL | None) -> str:
-    if kl is None:
-        return "none"
-    return f"{kl.form}, beta {kl.beta:g}" + _unless("ratio", kl.of, ", of ") + _unless("reference", kl.target, ", to ")
-
-
-def _call(component: Any) -> str:
-    """partial(replay_plan, num_states=None) as "replay(num_states=None)"."""
-    words = ", ".join(f"{key}={value}" for key, value in component.keywords.items())
-    return component.func.__name__.removesuffix("_plan") + (f"({words})" if words else "")
-
-
-def method_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """``method_rows`` as Markdown."""
-    return markdown_table(rows, METHOD_COLUMNS)

@@ -1,24 +1,28 @@
 """Generation: from prompts to Rollouts that hold the whole trajectory.
 
-A masked diffusion language model writes a response of L tokens by starting from L [MASK] tokens and revealing a few
-of them per network call. The response is cut into blocks of ``block_length`` positions, finished from left to right;
-inside the current block each step reveals ``tokens_per_step`` tokens, and ``order`` says which ones. Nothing revealed
-is ever masked again, so the step at which each token appeared (``Rollout.unmask_step``) gives back every state of the
-run: ``states`` below does it.
+A masked diffusion language model writes a response of L tokens by starting from L [MASK] tokens and
+revealing a few of them per network call. The response is cut into blocks of ``block_length``
+positions, finished from left to right; inside the current block each step reveals
+``tokens_per_step`` tokens, and ``order`` says which ones. Nothing revealed is ever masked again, so
+the step at which each token appeared (``Rollout.unmask_step``) gives back every state of the run:
+``states`` below does it.
 
-How a token is drawn. One uniform number u in float64 per position, then the inverse of the distribution function: the
-token is the first v with P(0) + ... + P(v) > u, summed in float64. Rare tokens therefore keep their probability
-whatever the dtype of the network (noise drawn in bfloat16 stops at 255/256, which removes the tail of the vocabulary).
-All the uniforms of a call are drawn before its first step, for the whole batch: what a row becomes, and the state in
-which the generator is left, depend neither on the micro-batch, nor on early stopping, nor on when the other rows end.
+How a token is drawn. One uniform number u in float64 per position, then the inverse of the
+distribution function: the token is the first v with P(0) + ... + P(v) > u, summed in float64. Rare
+tokens therefore keep their probability whatever the dtype of the network (noise drawn in bfloat16
+stops at 255/256, which removes the tail of the vocabulary). All the uniforms of a call are drawn
+before its first step, for the whole batch: what a row becomes, and the state in which the generator
+is left, depend neither on the micro-batch, nor on early stopping, nor on when the other rows end.
 
-Block-causal attention. No token sees a later block, so a step needs the prompt and the blocks up to its own, and of these
-the finished ones never change: with cache "exact" their keys and values are kept, and a step computes its own block alone.
-The same states, the same noise and the same distributions; only what a step costs is another matter.
+Block-causal attention. No token sees a later block, so a step needs the prompt and the blocks up to
+its own, and of these the finished ones never change: with cache "exact" their keys and values are
+kept, and a step computes its own block alone. The same states, the same noise and the same
+distributions; only what a step costs is another matter.
 
-Bidirectional attention. Every token revealed changes the keys and values of all others, so what is kept is out of date from the
-second step of a block on. The caches "prefix" and "dual" accept that, and the tokens are drawn from other distributions than
-the network's own: ``logp`` says from which, and to a trainer such rollouts are off-policy.
+Bidirectional attention. Every token revealed changes the keys and values of all others, so what is
+kept is out of date from the second step of a block on. The caches "prefix" and "dual" accept that,
+and the tokens are drawn from other distributions than the network's own: ``logp`` says from which,
+and to a trainer such rollouts are off-policy.
 """
 
 from __future__ import annotations
@@ -56,11 +60,13 @@ class Sampler:
     temperature      T of softmax(z / T); 0 is greedy decoding (the argmax, lowest token id on ties).
     order            which n hidden positions of the block a step reveals:
         "random"          the next n of a uniformly random permutation of the block;
-        "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it is said the other
-                          way round: propose a token at every hidden position of the block, leave the positions of
-                          lowest confidence masked, reveal the n of highest confidence. Confidence is the probability of
-                          the proposal at temperature 1 whatever ``temperature`` is, compared as float32 logarithms;
-                          on ties the lower position goes first;
+        "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it
+        is said the other
+                          way round: propose a token at every hidden position of the block, leave
+                          the positions of lowest confidence masked, reveal the n of highest
+                          confidence. Confidence is the probability of the proposal at temperature 1
+                          whatever ``temperature`` is, compared as float32 logarithms; on ties the
+                          lower position goes first;
         "left_to_right"   the n lowest hidden positions;
         "right_to_left"   the n highest: working backwards from where the response ends.
 
@@ -71,14 +77,17 @@ class Sampler:
         "exact"           those of the prompt and of finished blocks: a step computes its own block alone. The same result up
                           to rounding, with block_causal attention;
         "prefix"          with bidirectional attention: a block's first step computes all positions, its other steps the block
-                          and what follows it, and take the keys and values before the block as they were at the first;
+                          and what follows it, and take the keys and values before the block as they
+                          were at the first;
         "dual"            the same, and those after the block too: the other steps compute the block alone.
-                     "prefix" and "dual" (Fast-dLLM, arXiv 2505.22618) are approximations. They make rollouts off-policy: the
-                     tokens, and the ``logp`` recorded for them, are those of another policy than the network's, and a
-                     trainer has to treat them so (an evaluation judges that policy, too). With one step a block they equal
-                     "none". Block k = 0, 1, ... of W positions computes all P + L once, and at each further step L - k W
-                     ("prefix") or W ("dual"); of a model whose predictions are shifted by one position (Dream), the position
-                     before these as well, which predicts the first of them.
+                     "prefix" and "dual" (Fast-dLLM, arXiv 2505.22618) are approximations. They make
+                     rollouts off-policy: the tokens, and the ``logp`` recorded for them, are those
+                     of another policy than the network's, and a trainer has to treat them so (an
+                     evaluation judges that policy, too). With one step a block they equal "none".
+                     Block k = 0, 1, ... of W positions computes all P + L once, and at each further
+                     step L - k W ("prefix") or W ("dual"); of a model whose predictions are shifted
+                     by one position (Dream), the position before these as well, which predicts the
+                     first of them.
 
     Errors: ValueError naming the key, the value and what is allowed.
     """
@@ -98,9 +107,13 @@ class Sampler:
             raise ValueError(f"attention: got {self.attention!r}; allowed {', '.join(ATTENTIONS)}")
         if self.cache not in CACHES[self.attention]:
             allowed = ", ".join(CACHES[self.attention])
-            raise ValueError(f"cache: got {self.cache!r} with attention {self.attention}; allowed {allowed}")
+            raise ValueError(
+                f"cache: got {self.cache!r} with attention {self.attention}; allowed {allowed}"
+            )
         if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: got {self.temperature!r}; allowed a finite number >= 0 (0 is greedy)")
+            raise ValueError(
+                f"temperature: got {self.temperature!r}; allowed a finite number >= 0 (0 is greedy)"
+            )
         for key in ("length", "block_length", "tokens_per_step"):
             _check_count(key, getattr(self, key))
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
@@ -152,27 +165,33 @@ def generate(
 ) -> Rollout:
     """Draw ``num_generations`` responses per prompt; B = G * num_generations rows, prompt-major.
 
-    Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or low_confidence).
+    Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or
+    low_confidence).
 
     model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode first. It always
-                     sees the full length P + L; ``head`` is applied only where a token may be revealed. A block-causal model
-                     says so by its block_length, and sees no more than the blocks up to the current one. For a cache of any
-                     kind, ``Denoiser.extend`` and its family.
+                     sees the full length P + L; ``head`` is applied only where a token may be
+                     revealed. A block-causal model says so by its block_length, and sees no more
+                     than the blocks up to the current one. For a cache of any kind,
+                     ``Denoiser.extend`` and its family.
     prompt           left-padded; ``prompt_mask`` is True at real tokens.
     eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there ``response`` is EOS,
-                     ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends a response.
+                     ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends
+                     a response.
     generator        source of all randomness, on any device; unused (None is accepted) when nothing is random, which is
                      temperature 0 with an order other than "random".
     records          "entropy" (B, L), nats: entropy of the distribution from which the token was drawn, at the sampling
-                     temperature and at the step that revealed it. "one_step" (B, T, L): per step the completion by
-                     argmax of every hidden token at once, the revealed ones kept; after a row's end its response.
-                     "one_step_sampled": the same with every hidden token drawn from softmax(z / T), by noise that has
-                     nothing to do with the trajectory's. These two apply ``head`` to the hidden blocks, the current one and
-                     those after it, at every step: (L + W) / 2 positions on average, where a step without them needs n or
-                     W. Of their logits at most CHUNK exist at a time (rows x V, if that is more), and none are kept. They
-                     need the rest of the response at every step: not with block_causal attention or cache "dual". "topk":
-                     the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of the distribution from
-                     which the token was drawn, likeliest first; 0 where nothing was revealed. Not at temperature 0.
+                     temperature and at the step that revealed it. "one_step" (B, T, L): per step
+                     the completion by argmax of every hidden token at once, the revealed ones kept;
+                     after a row's end its response. "one_step_sampled": the same with every hidden
+                     token drawn from softmax(z / T), by noise that has nothing to do with the
+                     trajectory's. These two apply ``head`` to the hidden blocks, the current one
+                     and those after it, at every step: (L + W) / 2 positions on average, where a
+                     step without them needs n or W. Of their logits at most CHUNK exist at a time
+                     (rows x V, if that is more), and none are kept. They need the rest of the
+                     response at every step: not with block_causal attention or cache "dual".
+                     "topk": the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest
+                     tokens of the distribution from which the token was drawn, likeliest first; 0
+                     where nothing was revealed. Not at temperature 0.
     early_stop       finished rows leave the batch, asked once per block. Changes the cost, never the result.
     micro_batch      rows per network call; None is all. Changes the memory, never the noise. With a cache, one micro-batch is
                      finished before the next begins: only one cache exists at a time.
@@ -181,23 +200,39 @@ def generate(
     agree            (rows of a call, those without an end) -> the rows that go on: processes that must work in step add rows
                      that have ended, so that all have as many. What becomes of these is wiped.
 
-    Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for float64 logits).
-    At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
+    Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for
+    float64 logits). At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
     Errors: ValueError on arguments; FloatingPointError when the logits hold NaN or +inf.
     """
-    _check_request(model, prompt, prompt_mask, settings, eos_token_id, num_generations, generator, records, micro_batch)
+    _check_request(
+        model,
+        prompt,
+        prompt_mask,
+        settings,
+        eos_token_id,
+        num_generations,
+        generator,
+        records,
+        micro_batch,
+    )
     prompts = prompt, prompt_mask
     prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in (prompt, prompt_mask))
     trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
     if "topk" in records:
-        add_topk(trace, min(TOP_K, model.vocab_size - 1))  # [MASK], of probability 0, is not among them
+        add_topk(
+            trace, min(TOP_K, model.vocab_size - 1)
+        )  # [MASK], of probability 0, is not among them
     noise = draw_noise(settings, prompt.shape[0], generator, prompt.device, records)
     rows = torch.arange(prompt.shape[0], device=prompt.device) if rows is None else rows
     stop_at = eos_token_id if early_stop else None
     size = micro_batch or max(len(rows), 1)
     if settings.cache != "none":
         for part in rows.split(size):
-            cache = prompt_cache(model, *prompts, part // num_generations) if settings.cache == "exact" else None
+            cache = (
+                prompt_cache(model, *prompts, part // num_generations)
+                if settings.cache == "exact"
+                else None
+            )
             decode(model, settings, trace, noise, part, size, stop_at, agree, cache)
     else:
         decode(model, settings, trace, noise, rows, size, stop_at, agree)
@@ -205,9 +240,18 @@ def generate(
 
 
 def decode(
-    model: Any, settings: Sampler, trace: Trace, noise: Noise, rows, size: int, stop_at: int | None, agree, cache=None
+    model: Any,
+    settings: Sampler,
+    trace: Trace,
+    noise: Noise,
+    rows,
+    size: int,
+    stop_at: int | None,
+    agree,
+    cache=None,
 ) -> None:
-    """All steps of ``rows`` (R,), at most ``size`` of them a call; those that hold the token ``stop_at`` leave after the block.
+    """All steps of ``rows`` (R,), at most ``size`` of them a call; those that hold the token
+    ``stop_at`` leave after the block.
 
     cache    that of the prompts of ``rows``, where it is exact. With a cache of any kind, ``rows`` are at most ``size``.
     """
@@ -217,29 +261,42 @@ def decode(
         for part in rows.split(size):
             reveal(model, settings, trace, noise, step, part, cache)
         if (step + 1) % settings.steps_per_block == 0 and stop_at is not None:
-            left = agree(rows, unfinished(trace, rows, step // settings.steps_per_block, settings, stop_at))
+            left = agree(
+                rows, unfinished(trace, rows, step // settings.steps_per_block, settings, stop_at)
+            )
             if len(left) == 0:
                 break
             if settings.cache == "exact":
-                cache.batch_select_indices(torch.searchsorted(rows, left))  # their places among ``rows``, which ascend
+                cache.batch_select_indices(
+                    torch.searchsorted(rows, left)
+                )  # their places among ``rows``, which ascend
             rows = left
 
 
 def check_attention(model: Any, settings: Sampler) -> None:
-    """ValueError unless ``settings`` describe the model's own attention: its ``block_length``, or that it has none.
+    """ValueError unless ``settings`` describe the model's own attention: its ``block_length``, or
+    that it has none.
 
     A network that was trained one way still runs the other way, and answers worse without a word.
     """
     own = getattr(model, "block_length", None)
     if own is None and settings.attention == "block_causal":
-        raise ValueError("attention: got 'block_causal' for a bidirectional model; allowed bidirectional")
+        raise ValueError(
+            "attention: got 'block_causal' for a bidirectional model; allowed bidirectional"
+        )
     if own is not None and settings.attention == "bidirectional":
-        raise ValueError(f"attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length {own}")
+        raise ValueError(
+            f"attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length {own}"
+        )
     if own is not None and settings.block_length != own:
-        raise ValueError(f"block_length: got {settings.block_length}; allowed {own}, that of the model's attention")
+        raise ValueError(
+            f"block_length: got {settings.block_length}; allowed {own}, that of the model's attention"
+        )
 
 
-def _check_request(model, prompt, prompt_mask, settings, eos, num_generations, generator, records, micro_batch) -> None:
+def _check_request(
+    model, prompt, prompt_mask, settings, eos, num_generations, generator, records, micro_batch
+) -> None:
     if prompt.ndim != 2 or prompt.shape != prompt_mask.shape or prompt_mask.dtype != torch.bool:
         got = f"{tuple(prompt.shape)} and {prompt_mask.dtype} {tuple(prompt_mask.shape)}"
         raise ValueError(f"prompt, prompt_mask: got {got}; allowed (G, P) and bool (G, P)")
@@ -249,7 +306,9 @@ def _check_request(model, prompt, prompt_mask, settings, eos, num_generations, g
         _check_count("micro_batch", micro_batch)
     check_records(records, settings)
     if eos is not None and (not 0 <= eos < model.vocab_size or eos == model.mask_token_id):
-        allowed = f"None or a token id below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
+        allowed = (
+            f"None or a token id below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
+        )
         raise ValueError(f"eos_token_id: got {eos}; allowed {allowed}")
     if generator is None and (settings.temperature > 0 or settings.order == "random"):
         needs = f"order {settings.order!r} at temperature {settings.temperature}"
@@ -261,17 +320,24 @@ def check_records(records: Sequence[str], settings: Sampler) -> None:
     for name in records:
         if name not in RECORDS:
             raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-        if name in COMPLETIONS and (settings.attention == "block_causal" or settings.cache == "dual"):
+        if name in COMPLETIONS and (
+            settings.attention == "block_causal" or settings.cache == "dual"
+        ):
             allowed = ", ".join(other for other in RECORDS if other not in COMPLETIONS)
             how = "attention block_causal" if settings.attention == "block_causal" else "cache dual"
-            raise ValueError(f"records: got {name!r} with {how}; allowed {allowed}, which need no later block")
+            raise ValueError(
+                f"records: got {name!r} with {how}; allowed {allowed}, which need no later block"
+            )
     if "topk" in records and settings.temperature == 0:
-        raise ValueError("records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability")
+        raise ValueError(
+            "records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability"
+        )
 
 
 @dataclass
 class Trace:
-    """What has happened so far to every row of the batch; written in place. float64 until ``finish`` casts it."""
+    """What has happened so far to every row of the batch; written in place. float64 until
+    ``finish`` casts it."""
 
     tokens: Int[Tensor, "B PL"]
     attention_mask: Bool[Tensor, "B PL"]
@@ -281,7 +347,9 @@ class Trace:
     dtype: torch.dtype = torch.float32
 
 
-def blank_trace(prompt, prompt_mask, settings: Sampler, mask_token_id: int, records: Sequence[str]) -> Trace:
+def blank_trace(
+    prompt, prompt_mask, settings: Sampler, mask_token_id: int, records: Sequence[str]
+) -> Trace:
     """The state before step 0: the prompt, then L times [MASK]."""
     shape = (prompt.shape[0], settings.length)
     trace = Trace(
@@ -308,11 +376,13 @@ def add_topk(trace: Trace, count: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- noise
 @dataclass(frozen=True)
 class Noise:
-    """All the randomness of a call. C = positions at which a step draws: the block for low_confidence, else n.
+    """All the randomness of a call. C = positions at which a step draws: the block for
+    low_confidence, else n.
 
     order       position, counted from the start of its block, in the order of revealing; None for low_confidence.
     uniform     in [0, 1), one per step, row and drawn position; None at temperature 0.
-    completion  in [0, 1), one per step, row and position, for the record one_step_sampled; None without it.
+    completion  in [0, 1), one per step, row and position, for the record one_step_sampled; None
+    without it.
     """
 
     order: Int[Tensor, "blocks B W"] | None
@@ -321,15 +391,22 @@ class Noise:
 
 
 def draw_noise(
-    settings: Sampler, rows: int, generator: torch.Generator | None, device: torch.device, records: Sequence[str] = ()
+    settings: Sampler,
+    rows: int,
+    generator: torch.Generator | None,
+    device: torch.device,
+    records: Sequence[str] = (),
 ) -> Noise:
-    """Draw it for the whole batch at once, on the generator's device (so a CPU generator gives the same on a GPU).
+    """Draw it for the whole batch at once, on the generator's device (so a CPU generator gives the
+    same on a GPU).
 
     That of the records comes last: what is recorded does not change what is generated.
     """
 
     def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64).to(device)
+        return torch.rand(
+            shape, generator=generator, device=generator.device, dtype=torch.float64
+        ).to(device)
 
     block = (settings.num_blocks, rows, settings.block_length)
     order = None
@@ -339,7 +416,9 @@ def draw_noise(
         order = torch.arange(settings.block_length, device=device).expand(block)
     elif settings.order == "right_to_left":
         order = torch.arange(settings.block_length, device=device).flip(0).expand(block)
-    width = settings.block_length if settings.order == "low_confidence" else settings.tokens_per_step
+    width = (
+        settings.block_length if settings.order == "low_confidence" else settings.tokens_per_step
+    )
     drawn = uniform(settings.num_steps, rows, width) if settings.temperature > 0 else None
     completion = None
     if "one_step_sampled" in records and settings.temperature > 0:
@@ -353,8 +432,17 @@ def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B
 
 
 # ------------------------------------------------------------------------------------------------------------ one step
-def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows: Int[Tensor, " R"], cache=None) -> None:
-    """One network call on the state of ``rows`` before ``step``; n tokens of the current block are revealed."""
+def reveal(
+    model: Any,
+    settings: Sampler,
+    trace: Trace,
+    noise: Noise,
+    step: int,
+    rows: Int[Tensor, " R"],
+    cache=None,
+) -> None:
+    """One network call on the state of ``rows`` before ``step``; n tokens of the current block are
+    revealed."""
     start = step // settings.steps_per_block * settings.block_length
     if settings.attention == "block_causal":
         h = encode_block(model, settings, trace, start, rows, cache)
@@ -364,7 +452,12 @@ def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int,
         h = h[:, : settings.block_length]
     positions = candidates(settings, noise, step, rows)
     u = None if noise.uniform is None else noise.uniform[step, rows]
-    proposal = propose(model.head(at(h, positions - start)), settings.temperature, u, settings.order == "low_confidence")
+    proposal = propose(
+        model.head(at(h, positions - start)),
+        settings.temperature,
+        u,
+        settings.order == "low_confidence",
+    )
     if settings.order == "low_confidence":
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
         chosen = most_confident(proposal.confidence, hidden, settings.tokens_per_step)
@@ -373,12 +466,19 @@ def reveal(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int,
 
 
 def encode_block(
-    model: Any, settings: Sampler, trace: Trace, start: int, rows: Int[Tensor, " R"], cache: DynamicCache | None
+    model: Any,
+    settings: Sampler,
+    trace: Trace,
+    start: int,
+    rows: Int[Tensor, " R"],
+    cache: DynamicCache | None,
 ) -> Float[Tensor, "R W D"]:
-    """Hidden states of the W positions from ``start`` of the response, the current block of a block-causal model.
+    """Hidden states of the W positions from ``start`` of the response, the current block of a
+    block-causal model.
 
-    ``cache`` holds a past of ``rows`` that does not change any more: the prompt, and the finished blocks but the last, which is
-    computed, and stays, with the first step of the block after it. The current block is taken out again: it goes on changing.
+    ``cache`` holds a past of ``rows`` that does not change any more: the prompt, and the finished
+    blocks but the last, which is computed, and stays, with the first step of the block after it.
+    The current block is taken out again: it goes on changing.
     """
     width = settings.block_length
     end = trace.tokens.shape[1] - settings.length + start + width
@@ -391,21 +491,28 @@ def encode_block(
 
 
 def encode_rest(
-    model: Any, settings: Sampler, trace: Trace, start: int, rows: Int[Tensor, " R"], cache: DynamicCache | None
+    model: Any,
+    settings: Sampler,
+    trace: Trace,
+    start: int,
+    rows: Int[Tensor, " R"],
+    cache: DynamicCache | None,
 ) -> Float[Tensor, "R M D"]:
-    """Hidden states of the M response positions from ``start`` on, to the last one or, with the cache "dual", the block's.
+    """Hidden states of the M response positions from ``start`` on, to the last one or, with the
+    cache "dual", the block's.
 
-    ``cache`` is empty before the first step of a block, which computes all positions, these M at the end. They are taken out
-    again, so that the later steps meet the others' keys and values as the first one left them: attention does not mind in
-    which order keys are given, and their positions are in them. Where predictions are shifted, all of this is so of the
-    position before the M, too.
+    ``cache`` is empty before the first step of a block, which computes all positions, these M at
+    the end. They are taken out again, so that the later steps meet the others' keys and values as
+    the first one left them: attention does not mind in which order keys are given, and their
+    positions are in them. Where predictions are shifted, all of this is so of the position before
+    the M, too.
     """
     tokens, attention_mask = trace.tokens[rows], trace.attention_mask[rows]
     first = tokens.shape[1] - settings.length + start
     if cache is None:
         return model.encode(tokens, attention_mask)[:, first:]
     width = settings.block_length if settings.cache == "dual" else settings.length - start
-    lead = min(first, int(model.family.shift))
+    lead = min(first, int(model.shift))
     column = torch.arange(tokens.shape[1], device=tokens.device)
     order = ((column >= first - lead) & (column < first + width)).long().argsort(stable=True)
     h = model.extend(tokens[:, order[cache.get_seq_length() :]], attention_mask, cache, order)
@@ -414,9 +521,13 @@ def encode_rest(
 
 
 def prompt_cache(
-    model: Any, prompt: Int[Tensor, "G P"], prompt_mask: Bool[Tensor, "G P"], owner: Int[Tensor, " R"]
+    model: Any,
+    prompt: Int[Tensor, "G P"],
+    prompt_mask: Bool[Tensor, "G P"],
+    owner: Int[Tensor, " R"],
 ) -> DynamicCache:
-    """Keys and values of the prompts of R rows, each prompt computed once; ``owner`` says which is whose."""
+    """Keys and values of the prompts of R rows, each prompt computed once; ``owner`` says which is
+    whose."""
     cache = DynamicCache()
     if prompt.shape[1]:
         own, place = owner.unique(return_inverse=True)
@@ -425,12 +536,17 @@ def prompt_cache(
     return cache
 
 
-def candidates(settings: Sampler, noise: Noise, step: int, rows: Int[Tensor, " R"]) -> Int[Tensor, "R C"]:
-    """Response positions at which this step needs logits: the block, or the n that the order gives beforehand."""
+def candidates(
+    settings: Sampler, noise: Noise, step: int, rows: Int[Tensor, " R"]
+) -> Int[Tensor, "R C"]:
+    """Response positions at which this step needs logits: the block, or the n that the order gives
+    beforehand."""
     block, within = divmod(step, settings.steps_per_block)
     start = block * settings.block_length
     if noise.order is None:
-        return torch.arange(start, start + settings.block_length, device=rows.device).expand(len(rows), -1)
+        return torch.arange(start, start + settings.block_length, device=rows.device).expand(
+            len(rows), -1
+        )
     n = settings.tokens_per_step
     return start + noise.order[block, rows, within * n : (within + 1) * n]
 
@@ -446,7 +562,8 @@ class Proposal:
 
     logp        log-prob of the token under the distribution from which it was drawn, nats.
     logq        that distribution, log-probs; None at temperature 0, where it is a point mass.
-    confidence  log-prob of the token at temperature 1, float32; None when the order does not ask for it.
+    confidence  log-prob of the token at temperature 1, float32; None when the order does not ask
+    for it.
     """
 
     token: Int[Tensor, "R C"]
@@ -457,21 +574,33 @@ class Proposal:
     def pick(self, chosen: Int[Tensor, "R n"]) -> Proposal:
         """The proposals that are revealed."""
         logq = None if self.logq is None else at(self.logq, chosen)
-        return Proposal(self.token.gather(1, chosen), self.logp.gather(1, chosen), logq, confidence=None)
+        return Proposal(
+            self.token.gather(1, chosen), self.logp.gather(1, chosen), logq, confidence=None
+        )
 
     def entropy(self) -> Float[Tensor, "R C"]:
         """-sum_v q(v) log q(v), nats; a token of probability 0 adds 0."""
-        return torch.zeros_like(self.logp) if self.logq is None else torch.special.entr(self.logq.exp()).sum(-1)
+        return (
+            torch.zeros_like(self.logp)
+            if self.logq is None
+            else torch.special.entr(self.logq.exp()).sum(-1)
+        )
 
 
 def propose(
-    logits: Float[Tensor, "R C V"], temperature: float, u: Float[Tensor, "R C"] | None, with_confidence: bool
+    logits: Float[Tensor, "R C V"],
+    temperature: float,
+    u: Float[Tensor, "R C"] | None,
+    with_confidence: bool,
 ) -> Proposal:
     """token ~ softmax(logits / temperature), in float32 at least; the argmax at temperature 0."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         best, token = z.max(-1)
-        logq, logp = None, best - best  # 0 for a point mass; NaN for broken logits, so that finish sees it
+        logq, logp = (
+            None,
+            best - best,
+        )  # 0 for a point mass; NaN for broken logits, so that finish sees it
     else:
         logq = (z / temperature).log_softmax(-1)
         token = inverse_cdf(logq, u)
@@ -480,30 +609,47 @@ def propose(
 
 
 def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tensor, "*S"]:
-    """First token whose cumulative probability exceeds u (relative to the total, which is 1 up to rounding).
+    """First token whose cumulative probability exceeds u (relative to the total, which is 1 up to
+    rounding).
 
-    A token of probability 0, [MASK] among them, adds nothing to the sum and is never the first to exceed.
+    A token of probability 0, [MASK] among them, adds nothing to the sum and is never the first to
+    exceed.
     """
     cdf = logq.exp().cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, u[..., None] * cdf[..., -1:], right=True)[..., 0]
-    return token.clamp_max(logq.shape[-1] - 1)  # reached only by NaN; keeps the index legal until finish raises
+    return token.clamp_max(
+        logq.shape[-1] - 1
+    )  # reached only by NaN; keeps the index legal until finish raises
 
 
 def confidence(z: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Tensor, "R C"]:
-    """log softmax(z)[token]: at temperature 1 whatever the sampling temperature, as LLaDA's rule has it."""
+    """log softmax(z)[token]: at temperature 1 whatever the sampling temperature, as LLaDA's rule
+    has it."""
     return (z.gather(-1, token[..., None])[..., 0] - z.logsumexp(-1)).float()
 
 
-def most_confident(conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int) -> Int[Tensor, "R n"]:
-    """The n hidden candidates of highest confidence; ties to the lower position (``topk`` promises no order)."""
-    return conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True).indices[:, :n]
+def most_confident(
+    conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int
+) -> Int[Tensor, "R n"]:
+    """The n hidden candidates of highest confidence; ties to the lower position (``topk`` promises
+    no order)."""
+    return (
+        conf.masked_fill(~hidden, -math.inf)
+        .sort(dim=1, descending=True, stable=True)
+        .indices[:, :n]
+    )
 
 
-def record_completions(model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows, h) -> None:
-    """The completions of the state before ``step`` that are asked for; ``h`` (R, M, D): from the current block to the end."""
+def record_completions(
+    model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows, h
+) -> None:
+    """The completions of the state before ``step`` that are asked for; ``h`` (R, M, D): from the
+    current block to the end."""
     for name in (name for name in COMPLETIONS if name in trace.records):
         u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
-        trace.records[name][rows, step] = one_step_completion(model, h, trace.tokens[rows], settings, u)
+        trace.records[name][rows, step] = one_step_completion(
+            model, h, trace.tokens[rows], settings, u
+        )
 
 
 def one_step_completion(
@@ -513,27 +659,45 @@ def one_step_completion(
     settings: Sampler,
     u: Float[Tensor, "R L"] | None,
 ) -> Int[Tensor, "R L"]:
-    """Every hidden position filled in given this state alone, revealed tokens kept: the argmax, or drawn by ``u``.
+    """Every hidden position filled in given this state alone, revealed tokens kept: the argmax, or
+    drawn by ``u``.
 
-    The hidden positions are among the last M. Logits of a block at a time, or of fewer positions where a block's are more
-    than ``CHUNK``; what is kept of them is a token id each.
+    The hidden positions are among the last M. Logits of a block at a time, or of fewer positions
+    where a block's are more than ``CHUNK``; what is kept of them is a token id each.
     """
 
-    def fill(logits: Float[Tensor, "R W V"], share: Float[Tensor, "R W"] | None) -> Int[Tensor, "R W"]:
-        return logits.argmax(-1) if share is None else propose(logits, settings.temperature, share, False).token
+    def fill(
+        logits: Float[Tensor, "R W V"], share: Float[Tensor, "R W"] | None
+    ) -> Int[Tensor, "R W"]:
+        return (
+            logits.argmax(-1)
+            if share is None
+            else propose(logits, settings.temperature, share, False).token
+        )
 
     width = min(settings.block_length, max(1, CHUNK // (max(1, len(h)) * model.vocab_size)))
     parts, rest = h.split(width, 1), h.shape[1]
     shares = [None] * len(parts) if u is None else u[:, -rest:].split(width, 1)
-    guess = torch.cat([fill(model.head(part), share) for part, share in zip(parts, shares, strict=True)], 1)
+    guess = torch.cat(
+        [fill(model.head(part), share) for part, share in zip(parts, shares, strict=True)], 1
+    )
     done, current = tokens[:, -settings.length :].split([settings.length - rest, rest], 1)
     return torch.cat([done, torch.where(current == model.mask_token_id, guess, current)], 1)
 
 
-def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tensor, "R n"], proposal: Proposal) -> None:
+def write(
+    trace: Trace,
+    settings: Sampler,
+    step: int,
+    rows,
+    positions: Int[Tensor, "R n"],
+    proposal: Proposal,
+) -> None:
     """Put the revealed tokens, their step and their log-probs into the trace."""
     where = (rows[:, None], positions)
-    trace.tokens[rows[:, None], positions + trace.tokens.shape[1] - settings.length] = proposal.token
+    trace.tokens[rows[:, None], positions + trace.tokens.shape[1] - settings.length] = (
+        proposal.token
+    )
     trace.unmask_step[where] = step
     trace.logp[where] = proposal.logp.double()
     trace.dtype = proposal.logp.dtype
@@ -541,21 +705,32 @@ def write(trace: Trace, settings: Sampler, step: int, rows, positions: Int[Tenso
         trace.records["entropy"][where] = proposal.entropy().double()
     if "topk_ids" in trace.records:
         best = proposal.logq.topk(trace.records["topk_ids"].shape[-1], -1)
-        trace.records["topk_ids"][where], trace.records["topk_logp"][where] = best.indices, best.values.double()
+        trace.records["topk_ids"][where], trace.records["topk_logp"][where] = (
+            best.indices,
+            best.values.double(),
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------- ending
-def unfinished(trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int):
-    """The rows without EOS up to the block just finished: Int (R',). The sampler's only host synchronisation of a block.
+def unfinished(
+    trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int
+):
+    """The rows without EOS up to the block just finished: Int (R',). The sampler's only host
+    synchronisation of a block.
 
-    transformers adds one of its own to a forward by ``encode``: it asks whether a row is padded at all.
+    transformers adds one of its own to a forward by ``encode``: it asks whether a row is padded at
+    all.
     """
     start = trace.tokens.shape[1] - settings.length
-    ended = (trace.tokens[rows, start : start + (block + 1) * settings.block_length] == eos_token_id).any(1)
+    ended = (
+        trace.tokens[rows, start : start + (block + 1) * settings.block_length] == eos_token_id
+    ).any(1)
     return rows[~ended]
 
 
-def after_end(response: Int[Tensor, "B L"], block_length: int, eos_token_id: int | None) -> Bool[Tensor, "B L"]:
+def after_end(
+    response: Int[Tensor, "B L"], block_length: int, eos_token_id: int | None
+) -> Bool[Tensor, "B L"]:
     """True in the blocks that follow the one with the first EOS."""
     if eos_token_id is None:
         return torch.zeros_like(response, dtype=torch.bool)
@@ -571,8 +746,16 @@ def keep_mask(response: Int[Tensor, "B L"], eos_token_id: int | None) -> Bool[Te
     return is_eos.cumsum(1) - is_eos == 0
 
 
-def finish(trace: Trace, prompt, prompt_mask, settings: Sampler, eos_token_id: int | None, num_generations: int):
-    """Trace -> Rollout; what lies after the end is wiped here, so that early stopping can't change the result."""
+def finish(
+    trace: Trace,
+    prompt,
+    prompt_mask,
+    settings: Sampler,
+    eos_token_id: int | None,
+    num_generations: int,
+):
+    """Trace -> Rollout; what lies after the end is wiped here, so that early stopping can't change
+    the result."""
     response = trace.tokens[:, -settings.length :]
     over = after_end(response, settings.block_length, eos_token_id)
     response = response if eos_token_id is None else response.masked_fill(over, eos_token_id)
@@ -581,7 +764,9 @@ def finish(trace: Trace, prompt, prompt_mask, settings: Sampler, eos_token_id: i
     if not torch.isfinite(logp).all():
         raise FloatingPointError("logits: the model returned NaN or +inf")
     records = dict(trace.records)
-    ended = torch.arange(settings.num_steps, device=response.device) >= steps_run(unmask_step)[:, None]
+    ended = (
+        torch.arange(settings.num_steps, device=response.device) >= steps_run(unmask_step)[:, None]
+    )
     for name, value in trace.records.items():
         if name in COMPLETIONS:
             records[name] = torch.where(ended[..., None], response[:, None], value)
@@ -590,7 +775,9 @@ def finish(trace: Trace, prompt, prompt_mask, settings: Sampler, eos_token_id: i
             records[name] = wiped.to(trace.dtype) if value.is_floating_point() else wiped
     keep = keep_mask(response, eos_token_id)
     logp = logp.to(trace.dtype)
-    return Rollout(prompt, prompt_mask, response, keep, unmask_step, logp, num_generations, settings, records)
+    return Rollout(
+        prompt, prompt_mask, response, keep, unmask_step, logp, num_generations, settings, records
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- replay
@@ -600,11 +787,13 @@ def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
 
 
 def network_calls(rollout: Rollout) -> int:
-    """Number of (row, step) states that the network evaluates under early stopping: sum over rows of ``steps_run``.
+    """Number of (row, step) states that the network evaluates under early stopping: sum over rows
+    of ``steps_run``.
 
-    It counts states, whatever one costs. Of a bidirectional model that is a forward of P + L tokens; of a block-causal one, of
-    the prompt and the blocks up to the current one; with the exact cache, of the W tokens of a block, and of the prompt and
-    each block but the last once more for their keys and values. What the others save is in ``Sampler``.
+    It counts states, whatever one costs. Of a bidirectional model that is a forward of P + L
+    tokens; of a block-causal one, of the prompt and the blocks up to the current one; with the
+    exact cache, of the W tokens of a block, and of the prompt and each block but the last once more
+    for their keys and values. What the others save is in ``Sampler``.
     """
     return int(steps_run(rollout.unmask_step).sum())
 
@@ -615,14 +804,18 @@ def hidden_before(rollout: Rollout, step: int) -> Bool[Tensor, "B L"]:
 
 
 def state_before(rollout: Rollout, step: int, mask_token_id: int) -> Int[Tensor, "B PL"]:
-    """The tokens, prompt and response, that the network saw at ``step``; ``step`` = T gives the final state."""
+    """The tokens, prompt and response, that the network saw at ``step``; ``step`` = T gives the
+    final state."""
     response = rollout.response.masked_fill(hidden_before(rollout, step), mask_token_id)
     return torch.cat([rollout.prompt, response], 1)
 
 
 def states(rollout: Rollout, mask_token_id: int) -> Int[Tensor, "T B PL"]:
-    """``state_before`` for every step. Past ``steps_run``, a row that ended early repeats its final state."""
-    return torch.stack([state_before(rollout, step, mask_token_id) for step in range(rollout.sampler.num_steps)])
+    """``state_before`` for every step. Past ``steps_run``, a row that ended early repeats its final
+    state."""
+    return torch.stack(
+        [state_before(rollout, step, mask_token_id) for step in range(rollout.sampler.num_steps)]
+    )
 
 
 def attention_mask(rollout: Rollout) -> Bool[Tensor, "B PL"]:

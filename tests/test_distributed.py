@@ -79,11 +79,11 @@ def learner_of(patch, row: str, dtype: str, **changes) -> trainer.Learner:
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return torch.cat([distributed.whole(g).flatten() for g in grads]).double()
+    return torch.cat([distributed.full_tensor(g).flatten() for g in grads]).double()
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([distributed.whole(p.detach()).flatten() for p in model.parameters()]).double()
+    return torch.cat([distributed.full_tensor(p.detach()).flatten() for p in model.parameters()]).double()
 
 
 def given_rollouts(folder: Path, row: str, dtype: str, spoil: Callable = lambda patch, learner: None) -> dict:
@@ -173,7 +173,7 @@ def run(out: Path, settings: config.Train, resume: bool = False) -> dict:
 
 def whole_run(folder: Path, row: str) -> dict:
     """Two steps, with a checkpoint after each."""
-    return run(folder / f"{row}-{distributed.count()}", settings_of(folder, row))
+    return run(folder / f"{row}-{distributed.num_processes()}", settings_of(folder, row))
 
 
 def halfway(source: Path, target: Path) -> Path:
@@ -184,8 +184,8 @@ def halfway(source: Path, target: Path) -> Path:
 
 def resumed(folder: Path, row: str) -> dict:
     """The second step, from the checkpoint that a single process left."""
-    out = folder / f"{row}-resumed-{distributed.count()}"
-    distributed.first(lambda: halfway(folder / f"{row}-1", out))
+    out = folder / f"{row}-resumed-{distributed.num_processes()}"
+    distributed.on_main(lambda: halfway(folder / f"{row}-1", out))
     return run(out, settings_of(folder, row), resume=True)
 
 
@@ -210,10 +210,10 @@ def refused(folder: Path, *arguments: str) -> dict:
 
 def failing(folder: Path) -> dict:
     """Logits that are not finite in one process of two."""
-    out, finish = folder / f"failing-{distributed.count()}", sampler.finish
+    out, finish = folder / f"failing-{distributed.num_processes()}", sampler.finish
 
     def broken(*given):
-        if distributed.rank() == distributed.count() - 1:
+        if distributed.rank() == distributed.num_processes() - 1:
             raise FloatingPointError("logits: the model returned NaN or +inf")
         return finish(*given)
 
@@ -233,17 +233,17 @@ def mean_gradient(patch, learner) -> None:
     """FSDP's default: the mean over the processes."""
     for module in learner.model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(float(distributed.count()))
+            module.set_gradient_divide_factor(float(distributed.num_processes()))
 
 
 def own_features(patch, learner) -> None:
     """Each process makes its loss of what it has computed itself."""
-    patch.setattr(distributed, "summed", distributed.only)
+    patch.setattr(distributed, "sum_shares", distributed.keep_own)
 
 
 def double_fill(patch, learner) -> None:
     """Forwards that fill up a share count like the others."""
-    patch.setattr(distributed, "only", lambda values, own: values)
+    patch.setattr(distributed, "keep_own", lambda values, own: values)
 
 
 # A wrong version, and the scenario that must notice it.
@@ -284,7 +284,7 @@ def work(rank: int, ports: list[int], folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(ports.pop())
         found[name] = refused(folder, *arguments)
     os.environ["MASTER_PORT"] = str(ports.pop())
-    with distributed.started("cpu"):
+    with distributed.process_group("cpu"):
         for name, (scenario, *given) in (BEFORE | SCENARIOS | PAIRED).items():
             started = time.perf_counter()
             try:
@@ -470,7 +470,7 @@ def test_what_two_processes_cannot_do_is_one_line_and_status_2(name, line, pair,
 def test_weights_that_two_modules_share_are_refused(monkeypatch):
     model = tiny.network()
     model.model.config.tie_word_embeddings = True
-    monkeypatch.setattr(distributed, "count", lambda: 2)
+    monkeypatch.setattr(distributed, "num_processes", lambda: 2)
     with pytest.raises(ValueError, match="tied embeddings with 2 processes; allowed one process"):
         distributed.shard(model)
 
@@ -478,7 +478,7 @@ def test_weights_that_two_modules_share_are_refused(monkeypatch):
 def test_what_all_have_to_say_is_said_once_and_what_one_has_to_say_by_that_one(monkeypatch, capsys):
     for key, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, value)
-    assert _report(ValueError("all"), 2) == _report(distributed.Alone("out of memory"), 2) == 2
+    assert _report(ValueError("all"), 2) == _report(distributed.LocalError("out of memory"), 2) == 2
     assert capsys.readouterr().err == "minidrl: out of memory\n"
 
 
@@ -491,9 +491,9 @@ def test_a_wrong_version_is_noticed(mutant, pair, single):
 
 def test_shares_have_one_size_and_cover_everything_once(monkeypatch):
     for world in (1, 2, 3, 7):
-        monkeypatch.setattr(distributed, "count", lambda world=world: world)
+        monkeypatch.setattr(distributed, "num_processes", lambda world=world: world)
         for total in (0, 1, 2, 5, 6, 7, 8, 30):
-            spans = [distributed.window(total, process) for process in range(world)]
+            spans = [distributed.share_of(total, process) for process in range(world)]
             size = -(-total // world)
             assert all(0 <= start and stop <= total and stop - start == size for start, stop in spans)
             own = [i for process, (_, stop) in enumerate(spans) for i in range(process * size, stop)]
@@ -503,8 +503,8 @@ def test_shares_have_one_size_and_cover_everything_once(monkeypatch):
 def test_without_torchrun_nothing_is_connected_and_nothing_copied():
     model, plan = object(), alg.Plan(*[torch.ones(1, 2, 1, dtype=torch.bool)] * 2, torch.ones(1, 2), torch.ones(1, 2).bool())
     values = {"logp": torch.ones(1, 2, 1)}
-    with distributed.started("cpu"):
-        assert (distributed.count(), distributed.rank(), torch.distributed.is_initialized()) == (1, 0, False)
+    with distributed.process_group("cpu"):
+        assert (distributed.num_processes(), distributed.rank(), torch.distributed.is_initialized()) == (1, 0, False)
         assert distributed.share_plan(plan) == (plan, None)
-        assert distributed.summed(values, None) is distributed.only(values, None) is distributed.agreed(values) is values
-        assert distributed.unsharded(model) is distributed.blank(model) is model
+        assert distributed.sum_shares(values, None) is distributed.keep_own(values, None) is distributed.from_main(values) is values
+        assert distributed.unsharded_copy(model) is distributed.empty_copy(model) is model

@@ -1,1 +1,106 @@
-"""Tasks: one file each, with its prompts, data and verifier."""
+"""Tasks: what a run trains on and is judged by. One file a task; this one says what a task is.
+
+A task is a frozen dataclass whose fields are its settings: the section ``task`` of a config, whose
+key ``name`` says which one. Nothing outside this folder knows a task by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+# name -> module and class; the module is imported when the task is asked for.
+TASKS = {"countdown": "minidrl.tasks.countdown:Countdown"}
+DEFAULT = "countdown"
+
+
+class Problem(Protocol):
+    """One prompt's question, in the two forms in which it can be asked."""
+
+    @property
+    def prompt(self) -> str:
+        """For a network that was trained on this task: the text before the response."""
+
+    @property
+    def instruction(self) -> str:
+        """For a chat: the user's turn, in words."""
+
+
+class Verdict(NamedTuple):
+    """What a task says of a response.
+
+    reward   what reinforcement learning maximises
+    solved   whether the problem is solved, whatever the reward pays for
+    marks    further yes or no of the response; their shares are columns of an evaluation
+    """
+
+    reward: float
+    solved: bool
+    marks: dict[str, bool]
+
+
+class Example(NamedTuple):
+    """What ``verify`` asks a network that was trained on the task alone.
+
+    The greedy reply to ``prompt``, of ``length`` tokens, must hold the word ``answer``. ``text``,
+    after ``before``, is one whose tokens such a network finds likely.
+    """
+
+    prompt: str
+    answer: str
+    text: str
+    before: str
+    length: int
+
+
+class Task(Protocol):
+    """What sampler, trainer, evaluation and command line need of a task.
+
+    Two splits, "train" and "held_out", that share no problem: decided by the problem alone, so that
+    no seed and no order of drawing can mix them.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line: what is asked, how it is judged, where the data are from
+    prompt_format: str  # "plain" or "chat"
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt."""
+
+    def problems(
+        self, count: int, rng: np.random.Generator, split: str = "train"
+    ) -> Sequence[Problem]:
+        """``count`` random problems of a split, each drawn anew."""
+
+    def held_out(self, count: int) -> Sequence[Problem]:
+        """The first ``count`` held-out problems, each once: a prefix of every larger test set."""
+
+    def judge(self, problem: Any, response: str) -> Verdict:
+        """The verdict on a response, which is untrusted text: never evaluated, never raises."""
+
+
+class Demonstrated(Task, Protocol):
+    """A task on which a network can be trained from scratch."""
+
+    def demonstrations(
+        self, problems: Sequence[Problem], rng: np.random.Generator, progress: float
+    ) -> list[str]:
+        """A response to each problem, to learn from; ``progress``: the share of steps behind."""
+
+    def tokenizer(self) -> Any:
+        """A tokenizer of the task's own alphabet, in transformers' format."""
+
+    def example(self) -> Example:
+        """A problem with a known answer."""
+
+
+def task_class(name: str) -> type:
+    """The class of a task; ValueError for an unknown name."""
+    if name not in TASKS:
+        raise ValueError(f"task.name: got {name!r}; allowed {', '.join(TASKS)}")
+    module, _, attribute = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -4,11 +4,13 @@
     response   5*8=40+6=46          a running calculation: each result is the left operand of the next operation
            or  (5*8)+6              a bare expression, which the verifier accepts as well
 
-Why a running calculation: a small network cannot evaluate ``(5*8)+6`` in one look, but ``5*8=40`` is local arithmetic. Writing
-the intermediate result down leaves search as the difficulty, and search is what reinforcement learning is to teach.
+Why a running calculation: a small network cannot evaluate ``(5*8)+6`` in one look, but ``5*8=40``
+is local arithmetic. Writing the intermediate result down leaves search as the difficulty, and
+search is what reinforcement learning is to teach.
 
-The verifier never calls ``eval``: a response is untrusted text. A text of more than ``MAX_CHARACTERS`` is refused unread; the
-others are tokenised by one regular expression, parsed with a bounded depth and computed in ``Fraction``. The grammar:
+The verifier never calls ``eval``: a response is untrusted text. A text of more than
+``MAX_CHARACTERS`` is refused unread; the others are tokenised by one regular expression, parsed
+with a bounded depth and computed in ``Fraction``. The grammar:
 
     response    running | expression                       no white space, ASCII only
     running     number op number '=' number (op number '=' number)*
@@ -17,11 +19,13 @@ others are tokenised by one regular expression, parsed with a bounded depth and 
     atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one another
     number      0 to 999999, without leading zeros: ``007`` is refused; no sign (unary minus is not in the grammar), no point
 
-For a network that was trained on words, ``prompt_format: chat`` asks in words, through the tokenizer's chat template, and reads
-the answer between the one <answer> and the one </answer> of the response; blanks beside operators do not count there.
+For a network that was trained on words, ``prompt_format: chat`` asks in words, through the
+tokenizer's chat template, and reads the answer between the one <answer> and the one </answer> of
+the response; blanks beside operators do not count there.
 
-One operation between two ``=``: ``5*8=40+6=46`` is a response and ``5*8+6=46`` is not, nor is an equation that is false. A
-running calculation can therefore not pass through a fraction or a negative number; a bare expression can.
+One operation between two ``=``: ``5*8=40+6=46`` is a response and ``5*8+6=46`` is not, nor is an
+equation that is false. A running calculation can therefore not pass through a fraction or a
+negative number; a bare expression can.
 """
 
 from __future__ import annotations
@@ -33,11 +37,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from minidrl.tasks import Example, Verdict
 
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 CHARACTERS = "0123456789+-*/()=,>:"
@@ -76,7 +82,8 @@ class Puzzle:
 
     @property
     def key(self) -> str:
-        """The puzzle whatever the order of its numbers: two puzzles with one key have the same solutions."""
+        """The puzzle whatever the order of its numbers: two puzzles with one key have the same
+        solutions."""
         return ",".join(map(str, sorted(self.numbers))) + f">{self.target}"
 
 
@@ -84,13 +91,20 @@ class Puzzle:
 class Countdown:
     """The task as a run uses it: difficulty, split, reward.
 
-    Difficulty: ``num_numbers`` numbers drawn from 1..``max_number``; every value on the way, the target included, is an
-    integer in 0..``max_value``; the target is at least 1 and at most ``max_target`` (0: ``max_value``). Every puzzle is
-    solvable by a running calculation, by construction.
-    Split: a puzzle (its sorted numbers with its target) is held out iff a hash of it falls into ``held_out_share``, so
-    the two splits are disjoint whatever is drawn, in whatever order.
-    ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may have ``max_prompt_length`` tokens.
+    Difficulty: ``num_numbers`` numbers drawn from 1..``max_number``; every value on the way, the
+    target included, is an integer in 0..``max_value``; the target is at least 1 and at most
+    ``max_target`` (0: ``max_value``). Every puzzle is solvable by a running calculation, by
+    construction. Split: a puzzle (its sorted numbers with its target) is held out iff a hash of it
+    falls into ``held_out_share``, so the two splits are disjoint whatever is drawn, in whatever
+    order. ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may
+    have ``max_prompt_length`` tokens.
     """
+
+    name: ClassVar[str] = "countdown"
+    about: ClassVar[str] = (
+        "combine numbers so that the result is the target; generated, split by a hash of the puzzle, "
+        "judged in exact arithmetic"
+    )
 
     num_numbers: int = 3
     max_number: int = 9
@@ -100,6 +114,8 @@ class Countdown:
     reward: str = "strict"
     prompt_format: str = "plain"
     max_prompt_length: int = 200
+    hit_share: float = 0.2
+    late_hit_share: float = 0.2
 
     def __post_init__(self):
         _check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
@@ -107,24 +123,36 @@ class Countdown:
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"task.{name}: got {getattr(self, name)!r}; allowed whole numbers")
         if self.max_prompt_length < 1:
-            raise ValueError(f"task.max_prompt_length: got {self.max_prompt_length}; allowed from 1")
+            raise ValueError(
+                f"task.max_prompt_length: got {self.max_prompt_length}; allowed from 1"
+            )
         if self.num_numbers not in (2, 3, 4):
             raise ValueError(f"task.num_numbers: got {self.num_numbers}; allowed 2, 3, 4")
         if not 1 <= self.max_number <= 99:
             raise ValueError(f"task.max_number: got {self.max_number}; allowed 1 to 99")
         if not self.max_number <= self.max_value <= 999:
-            raise ValueError(f"task.max_value: got {self.max_value}; allowed max_number ({self.max_number}) to 999")
+            raise ValueError(
+                f"task.max_value: got {self.max_value}; allowed max_number ({self.max_number}) to 999"
+            )
         if not 0 <= self.max_target <= self.max_value:
-            raise ValueError(f"task.max_target: got {self.max_target}; allowed 0 (max_value) to {self.max_value}")
+            raise ValueError(
+                f"task.max_target: got {self.max_target}; allowed 0 (max_value) to {self.max_value}"
+            )
         if not 0 < self.held_out_share < 1:
-            raise ValueError(f"task.held_out_share: got {self.held_out_share}; allowed between 0 and 1")
+            raise ValueError(
+                f"task.held_out_share: got {self.held_out_share}; allowed between 0 and 1"
+            )
         _check_choice("task.reward", self.reward, REWARDS)
+        for name in ("hit_share", "late_hit_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"task.{name}: got {getattr(self, name)}; allowed 0 to 1")
 
-    def puzzles(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
+    def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
         """``count`` random puzzles of a split ("train" or "held_out"), each drawn anew.
 
-        Every number is uniform, then the target is uniform over the reachable values; a puzzle of the other split is drawn
-        again. Raises ValueError for another split, and for one in which this difficulty has no puzzles.
+        Every number is uniform, then the target is uniform over the reachable values; a puzzle of
+        the other split is drawn again. Raises ValueError for another split, and for one in which
+        this difficulty has no puzzles.
         """
         _check_choice("split", split, SPLITS)
         out: list[Puzzle] = []
@@ -139,13 +167,13 @@ class Countdown:
             else:
                 misses += 1
         if len(out) < count:
-            raise ValueError(
-                f"task.held_out_share: got {self.held_out_share}; allowed shares that leave {split} puzzles at this difficulty"
-            )
+            allowed = f"shares that leave {split} puzzles at this difficulty"
+            raise ValueError(f"task.held_out_share: got {self.held_out_share}; allowed {allowed}")
         return out
 
     def held_out(self, count: int) -> list[Puzzle]:
-        """The first ``count`` held-out puzzles, each key once: the fixed test set, a prefix of every larger one.
+        """The first ``count`` held-out puzzles, each key once: the fixed test set, a prefix of
+        every larger one.
 
         Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
         """
@@ -154,32 +182,46 @@ class Countdown:
         seen: dict[str, Puzzle] = {}
         rng, misses = np.random.default_rng(0), 0
         while len(seen) < count and misses < MAX_REPEATS:
-            puzzle = self.puzzles(1, rng, "held_out")[0]
+            puzzle = self.problems(1, rng, "held_out")[0]
             misses = misses + 1 if puzzle.key in seen else 0
             seen.setdefault(puzzle.key, puzzle)
         if len(seen) < count:
-            raise ValueError(
-                f"evaluate.n: got {count}; allowed at most {len(seen)}, the held-out puzzles found at this difficulty"
-            )
+            allowed = f"at most {len(seen)}, the held-out puzzles found at this difficulty"
+            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
         return list(seen.values())
 
     def split_of(self, puzzle: Puzzle) -> str:
-        """ "train" or "held_out", from the puzzle alone: independent of seeds, platforms and Python's hash randomisation."""
+        """ "train" or "held_out", from the puzzle alone: independent of seeds, platforms and
+        Python's hash randomisation."""
         fraction = int.from_bytes(hashlib.sha256(puzzle.key.encode()).digest()[:8], "big") / 2**64
         return "held_out" if fraction < self.held_out_share else "train"
 
     def targets(self, numbers: tuple[int, ...]) -> list[int]:
         """Every target that the numbers can reach inside the difficulty's limits, ascending."""
         most = self.max_target or self.max_value
-        return sorted(value for value in running_calculations(numbers, self.max_value) if 1 <= value <= most)
+        return sorted(
+            value for value in running_calculations(numbers, self.max_value) if 1 <= value <= most
+        )
 
-    def demonstrations(self, puzzles: list[Puzzle], rng: np.random.Generator, hit_share: float) -> list[str]:
+    def demonstrations(
+        self, problems: list[Puzzle], rng: np.random.Generator, progress: float
+    ) -> list[str]:
+        """``demonstrate`` with the share of hits that is due when ``progress`` (0 to 1) is behind."""
+        return self.demonstrate(
+            problems, rng, self.hit_share if progress < 0.5 else self.late_hit_share
+        )
+
+    def demonstrate(
+        self, puzzles: list[Puzzle], rng: np.random.Generator, hit_share: float
+    ) -> list[str]:
         """One true running calculation a puzzle, of its numbers and inside the difficulty's limits.
 
-        With probability ``hit_share`` it is drawn from those that reach the target, else from all of them, wherever they
-        end (a few on the target by chance). Demonstrations of mixed quality are what a web-scale corpus offers: they teach
-        arithmetic and format well, and the goal only weakly. A base model trained on them is capable but unfocused.
-        Raises ValueError for a share outside 0..1 and for a puzzle without a running calculation to its target.
+        With probability ``hit_share`` it is drawn from those that reach the target, else from all of
+        them, wherever they end (a few on the target by chance). Demonstrations of mixed quality are
+        what a web-scale corpus offers: they teach arithmetic and format well, and the goal only
+        weakly. A base model trained on them is capable but unfocused.
+        Raises ValueError for a share outside 0..1 and for a puzzle without a running calculation to
+        its target.
         """
         if not 0 <= hit_share <= 1:
             raise ValueError(f"hit_share: got {hit_share}; allowed 0 to 1")
@@ -188,8 +230,14 @@ class Countdown:
     def _demonstration(self, puzzle: Puzzle, rng: np.random.Generator, hit: bool) -> str:
         by_value = running_calculations(puzzle.numbers, self.max_value)
         if puzzle.target not in by_value:
-            raise ValueError(f"puzzle: got {puzzle.prompt} with max_value {self.max_value}; allowed targets {sorted(by_value)}")
-        chains = by_value[puzzle.target] if hit else _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
+            raise ValueError(
+                f"puzzle: got {puzzle.prompt} with max_value {self.max_value}; allowed targets {sorted(by_value)}"
+            )
+        chains = (
+            by_value[puzzle.target]
+            if hit
+            else _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
+        )
         return chains[rng.integers(len(chains))]
 
     @property
@@ -199,9 +247,27 @@ class Countdown:
             return self.max_prompt_length
         return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
 
+    def judge(self, problem: Puzzle, response: str) -> Verdict:
+        """Solved and well-formed by the rule ``strict``, whatever ``reward`` pays for."""
+        strict = reward(problem, self._answer(response), "strict")
+        marks = {"well_formed": strict >= 0.1}
+        return Verdict(self.score(problem, response), strict == 1, marks)
+
     def score(self, puzzle: Puzzle, response: str) -> float:
         """Reward of a response, in a chat of the answer in it: see ``reward``."""
-        return reward(puzzle, tagged_answer(response) if self.prompt_format == "chat" else response, self.reward)
+        return reward(puzzle, self._answer(response), self.reward)
+
+    def _answer(self, response: str) -> str:
+        return tagged_answer(response) if self.prompt_format == "chat" else response
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The characters of prompts and calculations."""
+        return tokenizer()
+
+    def example(self) -> Example:
+        """A puzzle with one of its solutions."""
+        prompt = "7,9,4>64:"
+        return Example(prompt, answer="64", text="7+9=16*4=64", before=prompt, length=12)
 
 
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -213,19 +279,25 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
-    """Every running calculation of all the numbers through integers in 0..max_value, by its value; do not change the lists."""
+    """Every running calculation of all the numbers through integers in 0..max_value, by its value;
+    do not change the lists."""
     return _chains_by_value(tuple(sorted(numbers)), max_value)
 
 
 def _combine(left: int, right: int, max_value: int):
     """(operator, value) for every operation whose value is an integer in 0..max_value."""
-    yield from ((op, v) for op, v in (("+", left + right), ("-", left - right), ("*", left * right)) if 0 <= v <= max_value)
+    yield from (
+        (op, v)
+        for op, v in (("+", left + right), ("-", left - right), ("*", left * right))
+        if 0 <= v <= max_value
+    )
     if right and left % right == 0:
         yield "/", left // right
 
 
 def _running(value: int, rest: tuple[int, ...], max_value: int):
-    """Every way to go on from ``value`` with the remaining numbers, as (text after the value, final value)."""
+    """Every way to go on from ``value`` with the remaining numbers, as (text after the value, final
+    value)."""
     if not rest:
         yield "", value
     for i, number in enumerate(rest):
@@ -258,19 +330,21 @@ class _Expression(NamedTuple):
 
 
 def solutions(numbers: tuple[int, ...], target: int | Fraction) -> list[str]:
-    """Every expression of all the numbers that equals the target; shortest first, then in alphabetical order.
+    """Every expression of all the numbers that equals the target; shortest first, then in
+    alphabetical order.
 
-    Brute force over all binary trees, exactly: every order of the numbers, every bracketing, every choice of operators,
-    through negative numbers and fractions too. Parentheses that do not change the value are left out, so that a + (b - c)
-    and (a + b) - c are one expression, a+b-c. The work grows as n! Catalan(n - 1) 4^(n - 1): 7,680 trees for four numbers,
-    430,080 for five.
+    Brute force over all binary trees, exactly: every order of the numbers, every bracketing, every
+    choice of operators, through negative numbers and fractions too. Parentheses that do not change
+    the value are left out, so that a + (b - c) and (a + b) - c are one expression, a+b-c. The work
+    grows as n! Catalan(n - 1) 4^(n - 1): 7,680 trees for four numbers, 430,080 for five.
     """
     found = (e.text for e in _expressions(tuple(sorted(numbers))) if e.value == target)
     return sorted(found, key=lambda text: (len(text), text))
 
 
 def solve(numbers: tuple[int, ...], target: int | Fraction) -> str | None:
-    """The first of ``solutions``, or None when no expression of all the numbers equals the target."""
+    """The first of ``solutions``, or None when no expression of all the numbers equals the
+    target."""
     return next(iter(solutions(numbers, target)), None)
 
 
@@ -289,12 +363,18 @@ def _expressions(numbers: tuple[int, ...]) -> frozenset[_Expression]:
 def _partitions(numbers: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The numbers split into two non-empty parts, in every way; the parts stay sorted."""
     places = range(len(numbers))
-    chosen = itertools.chain.from_iterable(itertools.combinations(places, size) for size in places[1:])
-    return {(tuple(numbers[i] for i in c), tuple(numbers[i] for i in places if i not in c)) for c in chosen}
+    chosen = itertools.chain.from_iterable(
+        itertools.combinations(places, size) for size in places[1:]
+    )
+    return {
+        (tuple(numbers[i] for i in c), tuple(numbers[i] for i in places if i not in c))
+        for c in chosen
+    }
 
 
 def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
-    """The two expressions under one operator, with the parentheses that a left-associative reader needs."""
+    """The two expressions under one operator, with the parentheses that a left-associative reader
+    needs."""
     rank = 1 if op in "+-" else 2
     bare = right.rank > rank or (right.rank == rank and op in "+*")
     first = left.text if left.rank >= rank else f"({left.text})"
@@ -304,7 +384,9 @@ def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
 
 # --------------------------------------------------------------------------------------------------------- the verifier
 
-_TOKEN = re.compile(r"0|[1-9][0-9]{0,5}|[-+*/()]")  # 007 is three numbers in a row, which no rule allows
+_TOKEN = re.compile(
+    r"0|[1-9][0-9]{0,5}|[-+*/()]"
+)  # 007 is three numbers in a row, which no rule allows
 _END = "end"  # follows the last token
 
 
@@ -326,7 +408,8 @@ def _apply(left: Fraction, op: str, right: Fraction) -> Fraction:
 
 
 class _Parser:
-    """Value and numbers of a bare expression by recursive descent: each token is taken once, depth at most MAX_DEPTH."""
+    """Value and numbers of a bare expression by recursive descent: each token is taken once, depth
+    at most MAX_DEPTH."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.position, self.numbers = [*tokens, _END], 0, []
@@ -342,7 +425,9 @@ class _Parser:
         return self.tokens[self.position - 1]
 
     def _expression(self, depth: int) -> Fraction:
-        return self._left_associative(lambda: self._left_associative(lambda: self._atom(depth), "*/"), "+-")
+        return self._left_associative(
+            lambda: self._left_associative(lambda: self._atom(depth), "*/"), "+-"
+        )
 
     def _left_associative(self, operand, operators: str) -> Fraction:
         value = operand()
@@ -370,10 +455,14 @@ def _whole(tokens: list[str]) -> int:
 
 
 def _evaluate_running(text: str) -> tuple[Fraction, list[int]]:
-    """Value and numbers of ``5*8=40+6=46``: every equation must be true, every result must be the next left operand."""
+    """Value and numbers of ``5*8=40+6=46``: every equation must be true, every result must be the
+    next left operand."""
     first, *parts = [_tokens(part) for part in text.split("=")]
     numbers = [_whole(first[:1])]
-    value, step = Fraction(numbers[0]), first[1:]  # a step is what follows a result: operator, number
+    value, step = (
+        Fraction(numbers[0]),
+        first[1:],
+    )  # a step is what follows a result: operator, number
     for part in parts:
         if not step or step[0] not in "+-*/":
             raise _Malformed
@@ -388,40 +477,52 @@ def _evaluate_running(text: str) -> tuple[Fraction, list[int]]:
 
 
 def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
-    """(value, numbers used, in order) of a response, exactly; None if it is not in the grammar or states a false equation.
+    """(value, numbers used, in order) of a response, exactly; None if it is not in the grammar or
+    states a false equation.
 
-    A division by zero, a text of more than ``MAX_CHARACTERS`` and an object that is no text are None as well. Never raises,
-    never evaluates code. The work is bounded: at most MAX_CHARACTERS tokens, each taken once, and at most as many
-    operations on fractions whose terms stay below 2^256 (the product of the literals times 2 an operation).
+    A division by zero, a text of more than ``MAX_CHARACTERS`` and an object that is no text are
+    None as well. Never raises, never evaluates code. The work is bounded: at most MAX_CHARACTERS
+    tokens, each taken once, and at most as many operations on fractions whose terms stay below
+    2^256 (the product of the literals times 2 an operation).
     """
     if not isinstance(response, str) or not 0 < len(response) <= MAX_CHARACTERS:
         return None
     try:
-        return _evaluate_running(response) if "=" in response else _Parser(_tokens(response)).parse()
+        return (
+            _evaluate_running(response) if "=" in response else _Parser(_tokens(response)).parse()
+        )
     except (_Malformed, ZeroDivisionError):
         return None
 
 
 def tagged_answer(response: str) -> str:
-    """What stands between the one <answer> and the one </answer> of a response; "" if there is not exactly one of each.
+    """What stands between the one <answer> and the one </answer> of a response; "" if there is not
+    exactly one of each.
 
-    Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank, and is no number.
+    Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
+    and is no number.
     """
     if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
         return ""
     answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    return "".join(part.strip(" ") for part in re.split(r"([-+*/()=])", answer.strip())) if closing else ""
+    return (
+        "".join(part.strip(" ") for part in re.split(r"([-+*/()=])", answer.strip()))
+        if closing
+        else ""
+    )
 
 
 def reward(puzzle: Puzzle, response: str, kind: str) -> float:
-    """Reward of a response, by the name of the rule; ValueError for another name. A response is the answer, without tags.
+    """Reward of a response, by the name of the rule; ValueError for another name. A response is the
+    answer, without tags.
 
     strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0 otherwise. The rule as
                  it is usually described.
     binary       1 solved; 0 otherwise.
     any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters included; 0 for no answer.
-                 The rule of published code, which pays for an answer tag whatever it holds. Such code computes the value
-                 with ``eval`` and allows 1e-5; what is solved is exact here, under each of the three names.
+                 The rule of published code, which pays for an answer tag whatever it holds. Such
+                 code computes the value with ``eval`` and allows 1e-5; what is solved is exact
+                 here, under each of the three names.
     """
     _check_choice("task.reward", kind, REWARDS)
     result = evaluate(response)
@@ -437,7 +538,8 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A character-level tokenizer in transformers' own format: 20 characters, [PAD], [MASK], [EOS]; pads on the left.
+    """A character-level tokenizer in transformers' own format: 20 characters, [PAD], [MASK], [EOS];
+    pads on the left.
 
     A character outside the alphabet becomes [PAD].
     """

@@ -1,0 +1,697 @@
+"""Checkpoints: families, loading, saving. No code of a checkpoint is ever downloaded or run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of one ``model_type`` become one of transformers' own classes.
+
+    config, network   these classes
+    tokenizer         the class that reads vocab.json and merges.txt, where there is no tokenizer.json
+    fields            fields of ``config`` -> keys of config.json, the first that has a value; empty: the file is ``config``'s
+    must              settings that ``network`` has no word for -> the only value that it computes
+    keys              parts of weight names, the checkpoint's -> transformers'; every one that occurs is replaced, in order
+    shift             True: the network's output at position i - 1 predicts token i
+    block_key         key of config.json that holds the block length of block-causal attention; None: bidirectional
+    mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
+    """
+
+    config: type[PreTrainedConfig]
+    network: type[PreTrainedModel]
+    tokenizer: type[PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    must: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    shift: bool = False
+    block_key: str | None = None
+    mask_token: str | None = None
+
+
+LLADA_FIELDS = {
+    "vocab_size": ("embedding_size", "vocab_size"),
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("n_layers",),
+    "num_attention_heads": ("n_heads",),
+    "num_key_value_heads": ("n_kv_heads", "n_heads"),
+    "intermediate_size": ("mlp_hidden_size",),
+    "hidden_act": ("activation_type",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "max_position_embeddings": ("max_sequence_length",),
+    "tie_word_embeddings": ("weight_tying",),
+}
+
+
+LLADA_MUST = {
+    "architectures": ["LLaDAModelLM"],
+    "block_type": "llama",
+    "block_group_size": 1,
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "rope": True,
+    **dict.fromkeys(("alibi", "scale_logits", "attention_layer_norm", "input_emb_norm"), False),
+    **dict.fromkeys(("include_bias", "include_qkv_bias", "bias_for_layer_norm"), False),
+    **dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0),
+}
+
+
+LLADA_KEYS = {
+    "model.transformer.ff_out.": "lm_head.",  # the vocabulary head comes first: the blocks have an ff_out of their own
+    "model.transformer.wte.": "model.embed_tokens.",
+    "model.transformer.ln_f.": "model.norm.",
+    "model.transformer.blocks.": "model.layers.",
+    ".attn_norm.": ".input_layernorm.",
+    ".ff_norm.": ".post_attention_layernorm.",
+    ".q_proj.": ".self_attn.q_proj.",
+    ".k_proj.": ".self_attn.k_proj.",
+    ".v_proj.": ".self_attn.v_proj.",
+    ".attn_out.": ".self_attn.o_proj.",
+    ".ff_proj.": ".mlp.gate_proj.",  # the one that goes through SiLU
+    ".up_proj.": ".mlp.up_proj.",
+    ".ff_out.": ".mlp.down_proj.",
+}
+
+
+QWEN_FIELDS = {
+    **{
+        key: (key,)
+        for key in ("vocab_size", *SIZES, "hidden_act", "rms_norm_eps", "max_position_embeddings")
+    },
+    "num_key_value_heads": ("num_key_value_heads", "num_attention_heads"),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+}
+
+
+QWEN_MUST = {"rope_scaling": None, "use_sliding_window": False, "attention_dropout": 0.0}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        # minidrl's own checkpoints, in transformers' own format; is_causal false is the
+        # bidirectional switch, and a block_length makes attention block-causal.
+        "llama": Family(
+            LlamaConfig, LlamaForCausalLM, must={"is_causal": False}, block_key="block_length"
+        ),
+        # LLaDA-8B-Base, -Instruct and LLaDA-1.5. Source: modeling_llada.py of ML-GSAI/LLaDA, commit
+        # 5975047, run on the checkpoint of tests/golden/llada_tiny. Under bfloat16 the released
+        # code rotates queries and keys in float32 and transformers in bfloat16, which moves logits
+        # by no more than bfloat16 itself does.
+        "llada": Family(
+            LlamaConfig,
+            LlamaForCausalLM,
+            fields=LLADA_FIELDS,
+            must=LLADA_MUST,
+            keys=LLADA_KEYS,
+            mask_token="<|mdm_mask|>",
+        ),
+        # Dream-7B, Dream-Coder, DiffuCoder. Source: generation_utils.py of DreamLM/Dream, which
+        # shifts the logits by torch.cat([logits[:, :1], logits[:, :-1]], 1).
+        "Dream": Family(
+            Qwen2Config,
+            Qwen2ForCausalLM,
+            Qwen2Tokenizer,
+            fields=QWEN_FIELDS,
+            must={"architectures": ["DreamModel"], **QWEN_MUST},
+            shift=True,
+            mask_token="<|mask|>",
+        ),
+        # SDAR, TraDo. Source: generate.py of JetAstra/SDAR, whose texts are whole blocks. There the
+        # end of a prompt that is not stands in one block with the first tokens of the response.
+        # Here the response begins a block and the prompt's first block is the shorter one, as in
+        # the code that trained TraDo (train/rl_sdar.py of Gen-Verse/dLLM-RL, commit 10b4fd1).
+        "sdar": Family(
+            Qwen3Config,
+            Qwen3ForCausalLM,
+            Qwen2Tokenizer,
+            fields={**QWEN_FIELDS, "head_dim": ("head_dim",)},
+            must={"architectures": ["SDARForCausalLM"], "attention_bias": False, **QWEN_MUST},
+            block_key="block_size",
+            mask_token="<|MASK|>",
+        ),
+    }
+)
+
+
+def _ours(name: str, family: Family) -> str:
+    for theirs, ours in family.keys.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _theirs(name: str, family: Family) -> str:
+    for theirs, ours in family.keys.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+_PREFIX = "base_model.model."  # which peft writes before the name of a weight
+
+
+def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A folder that ``peft.PeftModel.from_pretrained(base, folder)`` opens, base being
+    ``denoiser.model`` without adapters."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (config,) = denoiser.model.peft_config.values()
+    config.save_pretrained(folder)
+    weights = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    save_file(
+        {_PREFIX + name: value.contiguous() for name, value in weights.items()},
+        Path(folder) / ADAPTER_WEIGHTS,
+    )
+    if not denoiser.files:
+        tokenizer.save_pretrained(folder)
+    for name, content in denoiser.files.items():
+        if name not in (
+            "config.json",
+            "generation_config.json",
+        ):  # those of the base; with them, this would seem to be one
+            (Path(folder) / name).write_bytes(content)
+
+
+def _load_adapters(
+    folder: Path, device: Any, dtype: torch.dtype | None
+) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """The base that the folder's config names, with the folder's adapters."""
+    with _reading(folder):
+        raw = json.loads((folder / ADAPTER_CONFIG).read_text())
+        base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
+        config = peft().LoraConfig.from_pretrained(folder) if kind == "LORA" else None
+    if config is None or (Path(base) / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"model: got {str(folder)!r}, adapters of type {kind} for {base!r}; allowed LORA for a plain base"
+        )
+    try:
+        denoiser, tokenizer = load(base, device, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"model: got {str(folder)!r}, adapters of a base that cannot be loaded: {error}"
+        ) from None
+    with _reading(folder):
+        inject_adapters(denoiser, config, 0)
+    read_adapters(denoiser, folder)
+    return denoiser.eval(), tokenizer
+
+
+def read_adapters(denoiser: Denoiser, folder: Path) -> None:
+    """The saved values into a network's adapters; ValueError unless they are the same weights in
+    the same shapes."""
+    with _reading(folder):
+        weights = {
+            name.removeprefix(_PREFIX): value
+            for name, value in load_file(Path(folder) / ADAPTER_WEIGHTS).items()
+        }
+        own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    wrong = {
+        name: tuple(w.shape)
+        for name, w in weights.items()
+        if name not in own or own[name].shape != w.shape
+    }
+    wrong |= {name: "missing" for name in own if name not in weights}
+    if wrong:
+        raise ValueError(
+            f"model: got {str(folder)!r}, whose adapters do not fit the network: {dict(list(wrong.items())[:2])}"
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+
+
+def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Network (safetensors) and tokenizer, in the format that they came in.
+
+    minidrl's own format is transformers'. A checkpoint of another family goes back under its own
+    weight names, in its own dtype or the one it was loaded with, with its config.json and its
+    tokenizer files byte for byte; ``tokenizer`` is then not asked. Code files were never read and
+    are not written: beside a copy of them, the released code loads the folder. Of a network with
+    adapters only these are written, in peft's format, with the name of their base.
+    """
+    if has_adapters(denoiser):
+        _save_adapters(denoiser, tokenizer, folder)
+        return
+    if not denoiser.files:
+        with _quiet():
+            denoiser.model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    weights = denoiser.model.state_dict()
+    if denoiser.model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    weights = {_theirs(name, denoiser.family): value for name, value in weights.items()}
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    for name, content in denoiser.files.items():
+        (Path(folder) / name).write_bytes(content)
+
+
+def save_as_llada(model: Denoiser, tok: Any, folder: str | Path) -> None:
+    """A checkpoint of minidrl's own under LLaDA's names and keys, to rehearse what is done with it.
+
+    Both are the same Llama: only the words of config.json and the names of the weights differ.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    tok.save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name in FILES}
+    ours, family = model.model.config, FAMILIES["llada"]
+    sizes = {keys[0]: getattr(ours, name) for name, keys in family.fields.items()} | {
+        "vocab_size": ours.vocab_size
+    }
+    ids = {
+        "mask_token_id": ours.mask_token_id,
+        "eos_token_id": ours.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+    }
+    words = {
+        "rope_theta": ours.rope_parameters["rope_theta"],
+        "torch_dtype": str(ours.dtype).removeprefix("torch."),
+    }
+    words = PUBLISHED["GSAI-ML/LLaDA-8B-Base"] | sizes | ids | words
+    files["config.json"] = json.dumps(words, indent=2).encode()
+    save(Denoiser(model.model, family, None, files), tok, folder)
+
+
+def load(
+    source: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    block_length: int | None = None,
+    quantize: bool = False,
+) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """(denoiser in eval mode, tokenizer) of a folder written by ``save``, or of a LLaDA, Dream or
+    SDAR checkpoint.
+
+    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its weights as safetensors,
+                   its configuration and tokenizer files are downloaded once; its code is not. A
+                   folder of adapters is loaded with the base that it names.
+    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the weights are stored in.
+    block_length   SDAR only: tokens of a block; None: what config.json says.
+    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by bitsandbytes), to be used and not to be
+                   trained; embedding, head and norms in ``dtype``.
+
+    The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
+    them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,
+    or when a weight is missing, unknown, of another shape or not what the file holds: transformers
+    would only warn and leave it random.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype: got {dtype}; allowed {', '.join(map(str, DTYPES))}")
+    folder = _folder(source)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _load_adapters(folder, device, dtype)
+    raw = _read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    block_length = _block_length(folder, raw, family, block_length)
+    tokenizer = _read_tokenizer(folder, raw, family)
+    with _reading(folder):
+        config = _network_config(folder, raw, family, tokenizer.mask_token_id)
+    _check_vocabulary(folder, config, tokenizer)
+    model = _read_network(folder, config, family, dtype, device if quantize else None)
+    files = {
+        name: (folder / name).read_bytes()
+        for name in FILES
+        if family.fields and (folder / name).is_file()
+    }
+    return Denoiser(
+        model if quantize else model.to(device), family, block_length, files
+    ).eval(), tokenizer
+
+
+# The keys of config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct
+# and LLaDA-1.5 on the Hub.
+_LLADA_8B = {**LLADA_MUST, "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32}
+
+
+_LLADA_8B |= {
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12288,
+    "embedding_size": 126464,
+    "vocab_size": 126464,
+    "rms_norm_eps": 1e-5,
+}
+
+
+_LLADA_8B |= {
+    "rope_theta": 500000.0,
+    "max_sequence_length": 4096,
+    "activation_type": "silu",
+    "weight_tying": False,
+}
+
+
+_LLADA_8B |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
+
+
+PUBLISHED = dict.fromkeys(
+    ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), _LLADA_8B
+)
+
+
+def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
+    """(configuration, family, dtype of the stored weights) of a checkpoint, from its config.json
+    alone: no weight is read.
+
+    The published LLaDA-8B are known without a file. Raises ValueError for a folder or a name
+    without a config.json.
+    """
+    known = source in PUBLISHED and not Path(source).exists()
+    folder = Path(source) if known else _folder(source, ["config.json"])
+    raw = PUBLISHED[source] if known else _read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    with _reading(folder):
+        shape = _network_config(folder, raw, family, raw.get("mask_token_id") or 0)
+        shape._attn_implementation = "sdpa"
+        return (
+            shape,
+            family,
+            getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        )
+
+
+def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
+    """A folder here as it is, or the download of what can only be the name of a model on the
+    Hub."""
+    folder = Path(source)
+    if folder.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+        return folder
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: got {source!r}, no folder here, and the Hub does not give it: {one_line(error)}"
+        ) from None
+
+
+def _read_config(folder: Path) -> dict:
+    """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model: got {str(folder)!r}, which holds no config.json; "
+            "allowed a folder written by pretrain or train, or a checkpoint of LLaDA, Dream or SDAR"
+        )
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"model: got {str(folder)!r}, whose config.json is no JSON: {error}"
+        ) from None
+    raw = {"is_causal": True, **raw} if isinstance(raw, dict) else {}
+    name = raw.get("model_type")
+    if name not in FAMILIES:
+        allowed = f"a bidirectional llama (is_causal false), {', '.join(key for key in FAMILIES if key != 'llama')}"
+        raise ValueError(f"model: got {str(folder)!r} with model_type {name!r}; allowed {allowed}")
+    for key, value in FAMILIES[name].must.items():
+        if (raw.get(key) or False) != (value or False):
+            allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
+            raise ValueError(
+                f"model: got {str(folder)!r} with {key} {raw.get(key)!r}; allowed for {name} is {allowed}"
+            )
+    return raw
+
+
+def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
+    own = not family.fields  # minidrl's own checkpoint: block-causal where it says so
+    if asked is not None and (family.block_key is None or own):
+        allowed = (
+            "None, its config.json says what its attention is"
+            if own
+            else "None, its attention has no blocks"
+        )
+        raise ValueError(f"block_length: got {asked} for a {raw['model_type']}; allowed {allowed}")
+    if family.block_key is None or (own and raw.get(family.block_key) is None):
+        return None
+    length = raw.get(family.block_key) if asked is None else asked
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(
+            f"block_length: got {length!r} for {str(folder)!r}; allowed integers from 1 ({family.block_key})"
+        )
+    return length
+
+
+def _network_config(
+    folder: Path, raw: dict, family: Family, mask_token_id: int
+) -> PreTrainedConfig:
+    """The network's configuration, spelled out: what config.json says beside it cannot switch
+    anything on.
+
+    ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row, in
+    LLaDA that of the end token.
+    """
+    if not family.fields:
+        config = family.config.from_pretrained(folder)
+        config.mask_token_id = mask_token_id
+        return config
+    values = {
+        ours: next((raw[key] for key in keys if raw.get(key) is not None), None)
+        for ours, keys in family.fields.items()
+    }
+    for ours in values:
+        if values[ours] is None:
+            raise ValueError(f"config.json gives no {family.fields[ours][0]}")
+    if raw.get("rope_theta") is None:
+        raise ValueError("config.json gives no rope_theta")
+    return family.config(
+        **values,
+        rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
+        eos_token_id=raw.get("eos_token_id"),
+        bos_token_id=None,
+        pad_token_id=None,
+        mask_token_id=mask_token_id,
+        is_causal=False,
+        use_cache=False,
+    )
+
+
+def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
+    """The tokenizer, padding on the left, with the tokens that only the other files of the
+    checkpoint name."""
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else family.tokenizer
+    with _reading(folder):
+        tokenizer = kind.from_pretrained(folder, padding_side="left")
+        generation = folder / "generation_config.json"
+        named = raw | (json.loads(generation.read_text()) if generation.is_file() else {})
+    named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
+    for name in ("mask_token", "eos_token", "pad_token"):
+        index = named.get(f"{name}_id")
+        index = index[0] if isinstance(index, list) and index else index
+        if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
+    return tokenizer
+
+
+def _mask_token_id(
+    folder: Path, raw: dict, tokenizer: PreTrainedTokenizerBase, family: Family
+) -> int:
+    """As config.json has it, else as the tokenizer has it, else the id of the family's mask
+    token."""
+    config, told = raw.get("mask_token_id"), tokenizer.mask_token_id
+    if config is not None and told not in (None, config):
+        raise ValueError(
+            f"model: got {str(folder)!r} with mask_token_id {config}; allowed {told}, as its tokenizer says"
+        )
+    index = next(
+        (i for i in (config, told, tokenizer.get_vocab().get(family.mask_token)) if i is not None),
+        None,
+    )
+    if not isinstance(index, int) or not 0 <= index < len(tokenizer):
+        allowed = f"the id of one of its tokenizer's {len(tokenizer)} tokens"
+        raise ValueError(
+            f"model: got {str(folder)!r} with mask_token_id {index}; allowed {allowed}"
+        )
+    return index
+
+
+def _check_vocabulary(
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    size, mask = config.vocab_size, tokenizer.mask_token_id
+    if mask >= size:
+        raise ValueError(
+            f"model: got {str(folder)!r} with mask_token_id {mask}; allowed from 0 to {size - 1}, its vocabulary"
+        )
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"model: got {str(folder)!r} with {len(tokenizer)} tokens in its tokenizer; allowed up to {size}"
+        )
+
+
+def _read_network(
+    folder: Path,
+    config: PreTrainedConfig,
+    family: Family,
+    dtype: torch.dtype | None,
+    quantize_on: Any = None,
+) -> PreTrainedModel:
+    """The network with every weight of the files and no other; in 4 bits on the device
+    ``quantize_on``."""
+    shards = _shards(folder)
+    how = (
+        {}
+        if quantize_on is None
+        else {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
+    )
+    with _reading(folder):
+        model, info = family.network.from_pretrained(
+            folder,
+            config=config,
+            key_mapping={re.escape(theirs): ours for theirs, ours in family.keys.items()} or None,
+            dtype=dtype or "auto",
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **how,
+        )
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    wrong = {
+        kind: sorted(_theirs(str(key), family) for key in info[kind])[:3]
+        for kind in kinds
+        if info[kind]
+    }
+    if wrong:
+        raise ValueError(
+            f"model: got {str(folder)!r}, whose weights do not match its config: {wrong}"
+        )
+    with _reading(folder):
+        other = [name for path in shards for name in _misread(model, path, family)]
+    if other:
+        raise ValueError(
+            f"model: got {str(folder)!r}, of which transformers did not read {', '.join(other[:3])}"
+        )
+    return model
+
+
+def _four_bits() -> BitsAndBytesConfig:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "quantize: 4 bits need the package bitsandbytes, which is missing; pip install 'minidrl[quantized]'"
+        )
+    words = {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    }
+    return BitsAndBytesConfig(load_in_4bit=True, **words)
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The weight files; the ones that the index names must all be there."""
+    if (folder / "model.safetensors").is_file() or not (folder / INDEX).is_file():
+        return [folder / "model.safetensors"]
+    with _reading(folder):
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"model: got {str(folder)!r}, which lacks {', '.join(missing)}, named by its {INDEX}"
+        )
+    return [folder / name for name in names]
+
+
+def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
+    """Weights of a file whose first row is not in the network: loading reports what it thinks it
+    did, this looks."""
+    state, wrong = model.state_dict(), []
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():
+            stored, read = file.get_slice(name)[:1], state[_ours(name, family)][:1]
+            if read.dtype == torch.uint8:  # in 4 bits, which hold something near it
+                continue
+            if not torch.allclose(read, stored.to(read.dtype), rtol=0, atol=0, equal_nan=True):
+                wrong.append(name)
+    return wrong
+
+
+@contextlib.contextmanager
+def _reading(folder: Path):
+    """What a library has to say about a file becomes one line."""
+    try:
+        with _quiet():
+            yield
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        SafetensorError,
+        StrictDataclassError,
+    ) as error:
+        raise ValueError(
+            f"model: got {str(folder)!r}, which cannot be read: {one_line(error)}"
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error, however many lines a library gave it."""
+    return " ".join(str(error).split())
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without transformers' progress bars and reports: what they say is either of no interest or
+    raised as one line."""
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

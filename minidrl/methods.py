@@ -1,0 +1,1034 @@
+"""Methods: a paper as a row of the choices that algorithms.py offers; the table; what a row does
+with a rollout.
+
+To read a row: which states are looked at (plan, refresh), what the ratio is taken of and against
+(reduction, normalizer, anchor, temperature), how rewards become advantages (credit, step_value),
+what is done with them (objective, extra, kl), and how it is summed (aggregation). To write one:
+give these words. If a paper needs a function that algorithms.py does not have, it is one new
+function there and one new row here.
+
+A bare name is the paper's formula. ``-released`` is the official code, quirks included, held to its
+own numbers by the tests; what neither says is written under ``differs``. Numbers (clips,
+temperatures of weights, K) are the published ones where they make sense for a model of any size; a
+run's ``method_options`` replace them.
+
+The trainer executes a row in this order: rollout (needs), plan, credit, anchor, features, loss,
+update. It reads the fields and knows no row by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from functools import partial as P
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from minidrl import algorithms as alg
+from minidrl.algorithms import (
+    Advantage,
+    Entries,
+    Plan,
+    Rollout,
+    Surrogate,
+    block_elbo_plan,
+    block_plan,
+    block_replay_plan,
+    complementary_plan,
+    confident_clip,
+    dppo,
+    dppo_released,
+    drpo,
+    dual_clip,
+    elbo_count_plan,
+    entropy_plan,
+    group_mean,
+    group_z_score,
+    leave_one_out,
+    mean_field_plan,
+    merged_plan,
+    ppo_clip,
+    prediction_plan,
+    progress_advantage,
+    quadrature_plan,
+    regression,
+    reinforce,
+    replay_plan,
+    response_length,
+    sandwich,
+    self_normalized_clip,
+    spo,
+    stepwise_advantage,
+    topk_divergence,
+    truncated_is,
+)
+
+# =================================================================================== 1. What a row is
+
+
+class KL(NamedTuple):
+    """A KL penalty: form (7.2) or "exact" (the feature kl_ref), and its weight.
+
+    ``of``: the ll of the ratio, or the log_likelihood without its normaliser. ``target``: the model
+    that the run started from (reference), or the anchor (old).
+    """
+
+    form: str
+    beta: float
+    of: str = "ratio"
+    target: str = "reference"
+
+
+# The words that a row may use where it makes a choice by name.
+CHOICES = {
+    "reduction": alg.LEVELS,
+    "normalizer": ("none", "kept_length", "padded_length"),
+    "anchor": ("behaviour", "old", "none"),
+    "refresh": ("fixed", "paired", "independent"),
+    "temperature": ("one", "sampling"),
+    "step_value": ("none", "greedy", "sampled"),
+    "aggregation": alg.AGGREGATIONS,
+}
+# Records that a row's words ask of the sampler; the entropy is recorded for every row.
+RECORDS = {
+    "none": (),
+    "greedy": ("one_step",),
+    "sampled": ("one_step", "one_step_sampled"),
+    "topk_logp": ("topk",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A paper as a row: which of the choices above it makes. No method has code of its own outside
+    the table.
+
+    plan          the masked states: a function of (rollout, generator)
+    refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all scored by the
+                  old weights first. independent: a new plan an update, the old value kept from its
+                  own plan (the ratio is then noise)
+    anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the first update. none
+    temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour anchors require
+    reduction     what has a ratio: a token, a step, a pair of masks, a sequence (5.1)
+    normalizer    divides ll: none; the tokens that count (kept_length); the padded length L, which some released
+                  code does: short answers then get ratios nearer to 1
+    credit        rewards to advantages (section 6)
+    step_value    what a state is worth before its step: none, or the reward of its completion in one step, which
+                  is greedy or sampled; credit then gives each state an advantage of its own
+    objective     the loss of an entry (section 8)
+    extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout, normalizer) to
+                  its keywords
+    kl            a penalty, or None
+    features      what the network is asked for; order_logp is added to logp before anything is reduced
+    aggregation   losses to a number (9.1)
+    """
+
+    name: str
+    title: str
+    source: str
+    differs: str
+    plan: partial
+    refresh: str = "fixed"
+    anchor: str
+    temperature: str = "one"
+    reduction: str
+    normalizer: str = "none"
+    credit: partial
+    step_value: str = "none"
+    objective: partial
+    extra: partial | None = None
+    kl: KL | None = None
+    features: tuple[str, ...] = ("logp",)
+    aggregation: str
+
+    def __post_init__(self):
+        for key, allowed in CHOICES.items():
+            if getattr(self, key) not in allowed:
+                got = f"{key}: got {getattr(self, key)!r} for {self.name}"
+                raise ValueError(f"{got}; allowed {', '.join(allowed)}")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the sampler must record for this row, beside the entropy."""
+        asked = (self.step_value, *self.features)
+        return tuple(name for word in asked for name in RECORDS.get(word, ()))
+
+    @property
+    def linear(self) -> bool:
+        """True when the loss is linear in the features: pass 1 of the two-pass backward can be
+        skipped."""
+        extra = self.extra is None or self.extra.func.linear
+        return self.objective.func.linear and self.kl is None and extra
+
+    @property
+    def linear_on_policy(self) -> bool:
+        """True when the gradient, with the ll itself as anchor, does not depend on the features'
+        values."""
+        extra = self.extra is None or self.extra.func.linear
+        penalty = (
+            self.kl is None or self.kl.target == "old"
+        )  # whose slope at ll = anchor is a constant
+        return self.objective.func.reinforce_on_policy and penalty and extra
+
+
+METHODS: dict[str, Method] = {}
+
+
+def row(name: str, source: str, title: str, **words: Any) -> None:
+    """Enter a method into the table."""
+    if name in METHODS:
+        raise ValueError(f"row: got {name!r} twice; allowed one row a name")
+    METHODS[name] = Method(name=name, source=source, title=title, **words)
+
+
+# ======================================================================================= 2. The table
+#
+# A row is a record of six lines: name, source and title; how it differs from its source; the
+# states; the ratio; the credit; the objective. What a row does not say: refresh "fixed",
+# temperature "one", normalizer "none", step_value "none", no extra, no KL term, features ("logp",).
+# P is functools.partial. fmt: off
+
+# The recorded trajectory, with the sampler's own probabilities.
+row(
+    "reinforce",
+    "Williams 1992; Dr. GRPO (arXiv 2503.20783)",
+    "policy gradient of the trajectory",
+    differs="token-only score: exact for random and fixed orders, biased for confidence order",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="none",
+    temperature="sampling",
+    reduction="step",
+    credit=P(group_mean),
+    objective=P(reinforce),
+    aggregation="sequence_mean",
+)
+row(
+    "replay-grpo",
+    "d2 (arXiv 2509.21474), TraceRL (2509.06949)",
+    "PPO clip on all recorded steps",
+    differs="anchored on the sampler's log-probabilities; clip and z-score of GRPO; token-only score",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="step",
+    credit=P(group_z_score, ddof=1, eps=0.0001),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="fixed_length",
+)
+row(
+    "replay-uniform",
+    "AGRPO (arXiv 2510.04019)",
+    "some steps of each trajectory, drawn uniformly",
+    differs="unbiased: weight T/K; without AGRPO's clip; control of egspo; otherwise as reinforce",
+    plan=P(replay_plan, num_states=4, min_entropy=0.0),
+    anchor="none",
+    temperature="sampling",
+    reduction="step",
+    credit=P(group_mean),
+    objective=P(reinforce),
+    aggregation="sequence_mean",
+)
+
+# Likelihoods estimated from random masks: an ELBO a sequence, or one look at the whole response
+# (mean field).
+row(
+    "grpo",
+    "GRPO (arXiv 2402.03300)",
+    "GRPO with one ELBO ratio a sequence",
+    differs="the likelihood is an ELBO; geometric mean per token as in GSPO (2507.18071); no KL",
+    plan=P(elbo_count_plan, num_states=4, domain="keep", strata=True),
+    anchor="old",
+    reduction="sequence",
+    normalizer="kept_length",
+    credit=P(group_z_score, ddof=1, eps=0.0001),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="sequence_mean",
+)
+row(
+    "diffu-grpo",
+    "d1 (arXiv 2504.12216), eq. 4",
+    "one-step mean field, prompt masking",
+    differs="the paper's per-sequence mean; the released code averages over a micro-batch's tokens",
+    plan=P(mean_field_plan, p_mask_prompt=0.15),
+    anchor="old",
+    refresh="paired",
+    reduction="token",
+    kl=KL("k3", 0.04),
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
+    aggregation="sequence_mean_token_mean",
+)
+row(
+    "diffu-grpo-released",
+    "d1's code (dllm-reasoning/d1)",
+    "one-step mean field, prompt masking",
+    differs="mean over all tokens; here of the global batch, there of the micro-batch",
+    plan=P(mean_field_plan, p_mask_prompt=0.15),
+    anchor="old",
+    refresh="paired",
+    reduction="token",
+    kl=KL("k3", 0.04),
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
+    aggregation="token_mean",
+)
+row(
+    "gdpo",
+    "GDPO (arXiv 2510.08554), eq. 5, 6",
+    "semi-deterministic Monte Carlo ELBO (SDMC)",
+    differs="ratio of sequence ELBOs, loss divided by the length; no KL (the released beta is 0)",
+    plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
+    anchor="old",
+    reduction="sequence",
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
+    aggregation="sequence_mean_token_mean",
+)
+row(
+    "gdpo-released",
+    "GDPO's code (KevinRojas1499/GDPO)",
+    "SDMC ELBO, one ratio a sequence",
+    differs="floor(t L) hidden, weight 1/t, padding scored, ratio to the power 1/L, masks not shared",
+    plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    normalizer="padded_length",
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
+    aggregation="sequence_mean",
+)
+
+# Weights instead of ratios. The published code draws new masks for every update and keeps the
+# old value of its own masks (``refresh`` independent), so that the weights are noise on the
+# first update; ``fixed`` shares the masks, and they are equal.
+row(
+    "stabledrl",
+    "StableDRL (arXiv 2603.06743)",
+    "unconditional clipping, self-normalised weights",
+    differs="eps = 5; sandwich surrogate of SPG (2510.09541); ELBO by count; prompts never mix",
+    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    credit=P(group_mean),
+    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+    objective=P(self_normalized_clip, cap=6.0),
+    aggregation="group_sum",
+)
+row(
+    "stabledrl-released",
+    "StableDRL's code (JianyuanZhong/StableDRL)",
+    "block-wise masks",
+    differs="cap 5 on the ratio of token means; there the softmax spans the rows of a call",
+    plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    normalizer="kept_length",
+    credit=P(group_mean),
+    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+    objective=P(self_normalized_clip, cap=5.0),
+    aggregation="group_sum",
+)
+row(
+    "stabledrl-elbo",
+    "StableDRL (arXiv 2603.06743)",
+    "stabledrl on the plain ELBO",
+    differs="eps = 5; score is the plain ELBO, not ELBO and EUBO; ratio of per-token means",
+    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    normalizer="kept_length",
+    credit=P(group_mean),
+    objective=P(self_normalized_clip, cap=6.0),
+    aggregation="group_sum",
+)
+row(
+    "clip-only",
+    "StableDRL (arXiv 2603.06743)",
+    "ablation: weights clipped, not normalised",
+    differs="divided by N instead of the sum of the group's weights; surrogate of SPG (2510.09541)",
+    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    credit=P(group_mean),
+    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+    objective=P(truncated_is, floor=0.0, cap=6.0),
+    aggregation="sequence_mean",
+)
+row(
+    "self-norm-only",
+    "StableDRL (arXiv 2603.06743)",
+    "ablation: weights normalised, not clipped",
+    differs="no cap; surrogate of SPG (2510.09541)",
+    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    credit=P(group_mean),
+    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+    objective=P(self_normalized_clip, cap=math.inf),
+    aggregation="group_sum",
+)
+row(
+    "spg",
+    "SPG (arXiv 2510.09541), facebookresearch/SPG",
+    "sandwiched policy gradient: no ratio",
+    differs="as released: token means, sequences weighted by their length",
+    plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
+    anchor="none",
+    reduction="sequence",
+    normalizer="kept_length",
+    credit=P(group_mean),
+    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+    objective=P(reinforce),
+    aggregation="length_weighted",
+)
+
+# Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans
+# whose blocks share a forward.
+row(
+    "stabledrl-block",
+    "StableDRL (arXiv 2603.06743)",
+    "stabledrl by staircase attention",
+    differs="known from accounts, its code has none; clean stream block-causal as sampler's cache",
+    plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
+    anchor="old",
+    refresh="independent",
+    reduction="sequence",
+    credit=P(group_mean),
+    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+    objective=P(self_normalized_clip, cap=6.0),
+    aggregation="group_sum",
+)
+row(
+    "trace-block",
+    "TraceRL (arXiv 2509.06949), DiPO (2512.22234)",
+    "PPO clip on a block-wise run",
+    differs="no value network; one ratio a step, against the sampler's own log-probabilities; no KL",
+    plan=P(block_replay_plan),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="step",
+    credit=P(group_z_score, ddof=1, eps=0.0001),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="fixed_length",
+)
+
+# Some steps of the trajectory, and what a state was worth before its step. The score of the
+# revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact
+# does not (4.2).
+row(
+    "egspo",
+    "EGSPO (arXiv 2603.12554)",
+    "PPO clip on the most uncertain steps of a trajectory",
+    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
+    plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="step",
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
+    aggregation="sequence_mean",
+)
+row(
+    "egspo-sa",
+    "EGSPO-SA (arXiv 2603.12554)",
+    "egspo with stepwise advantages",
+    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
+    plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="step",
+    step_value="greedy",
+    credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
+    aggregation="sequence_mean",
+)
+row(
+    "egspo-exact",
+    "EGSPO (arXiv 2603.12554)",
+    "egspo with the sampler's exact kernel",
+    differs="position factor (4.2) is minidrl's; tokens and positions, against the old weights",
+    plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
+    anchor="old",
+    temperature="sampling",
+    reduction="step",
+    credit=P(group_mean),
+    features=("logp", "order_logp"),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
+    aggregation="sequence_mean",
+)
+row(
+    "egspo-released",
+    "EGSPO's code (vishnutez/egspo-dllm-rl)",
+    "PPO clip on uncertain steps",
+    differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
+    plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
+    anchor="old",
+    reduction="step",
+    kl=KL("k3", 0.04),
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
+    aggregation="sequence_mean",
+)
+row(
+    "egspo-sa-released",
+    "EGSPO's code (vishnutez/egspo-dllm-rl)",
+    "egspo, stepwise advantages",
+    differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
+    plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
+    anchor="old",
+    reduction="step",
+    step_value="greedy",
+    kl=KL("k3", 0.04),
+    credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
+    aggregation="sequence_mean",
+)
+
+# Trust regions: one ratio a revealed token, anchored on what the sampler saw. Their native
+# setting is left-to-right order (``sampler.order``), where every token has an exact
+# probability; elsewhere they inherit the bias of the token-only score. On the first update of
+# an on-policy rollout all of them have the gradient of reinforce: what differs is reuse and
+# mismatch.
+row(
+    "ppo",
+    "PPO (arXiv 1707.06347)",
+    "one clipped ratio a revealed token",
+    differs="the token's probability when drawn: exact from left to right; centred, no critic",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="fixed_length",
+)
+row(
+    "ppo-released",
+    "verl's vanilla policy loss",
+    "one clipped ratio a revealed token",
+    differs="dual clip at 3, token mean",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0),
+    aggregation="token_mean",
+)
+row(
+    "clip-higher",
+    "DAPO (arXiv 2503.14476)",
+    "PPO with a wider clip above",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.28),
+    aggregation="token_mean",
+)
+row(
+    "gspo",
+    "GSPO (arXiv 2507.18071)",
+    "one ratio a sequence, geometric mean of revealed tokens",
+    differs="the likelihood of the recorded trajectory in the place of the sequence's",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="sequence",
+    normalizer="kept_length",
+    credit=P(group_mean),
+    objective=P(ppo_clip, epsilon_low=0.0003, epsilon_high=0.0004),
+    aggregation="sequence_mean",
+)
+row(
+    "cispo",
+    "CISPO (arXiv 2506.13585)",
+    "clipped importance weights, no gradient lost",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(truncated_is, floor=0.0, cap=5.0),
+    aggregation="token_mean",
+)
+row(
+    "cispo-released",
+    "verl's cispo",
+    "clipped importance weights, no gradient lost",
+    differs="the weight has a floor as well",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(truncated_is, floor=0.8, cap=1.28),
+    aggregation="token_mean",
+)
+row(
+    "tis",
+    "truncated importance sampling, verl's cap",
+    "weights where sampler and policy differ",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(truncated_is, floor=0.0, cap=2.0),
+    aggregation="fixed_length",
+)
+row(
+    "spo",
+    "SPO (arXiv 2401.16025)",
+    "quadratic penalty on the ratio",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(spo, epsilon=0.2),
+    aggregation="fixed_length",
+)
+row(
+    "dppo-tv",
+    "DPPO (arXiv 2602.04879), eq. 12, 13",
+    "mask by the token's shift: Binary-TV",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(dppo, delta=0.15, form="tv"),
+    aggregation="fixed_length",
+)
+row(
+    "dppo-kl",
+    "DPPO (arXiv 2602.04879), eq. 12, 15",
+    "mask by the token's binary KL divergence",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(dppo, delta=0.05, form="kl"),
+    aggregation="fixed_length",
+)
+row(
+    "dppo-topk",
+    "DPPO (arXiv 2602.04879), eq. 12, 14, 16",
+    "mask by the likeliest tokens: Top-K",
+    differs="the token's probability in the state in which it was drawn: exact from left to right",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    extra=P(topk_divergence, form="tv"),
+    features=("logp", "topk_logp"),
+    objective=P(dppo, delta=0.15, form=None),
+    aggregation="fixed_length",
+)
+row(
+    "dppo-tv-released",
+    "verl's dppo_tv",
+    "mask by the token's shift of probability",
+    differs="truncated, detached weight times logp; token mean",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(dppo_released, delta=0.15, form="tv", cap=20.0),
+    aggregation="token_mean",
+)
+row(
+    "dppo-kl-released",
+    "verl's dppo_kl",
+    "mask by the token's binary KL divergence",
+    differs="truncated, detached weight times logp; token mean",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(dppo_released, delta=0.05, form="kl", cap=20.0),
+    aggregation="token_mean",
+)
+row(
+    "drpo",
+    "DRPO (arXiv 2606.09821), eq. 8",
+    "quadratic penalty on the token's shift",
+    differs="delta inside (0, 1), where its boundary exists; the authors' value is drpo-released",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(drpo, delta=0.15),
+    aggregation="fixed_length",
+)
+row(
+    "drpo-released",
+    "Tencent-Hunyuan/UniRL, delta = 12.5",
+    "quadratic penalty on the shift",
+    differs="at this delta no token can reach the boundary; the code clamps the log ratio to 20",
+    plan=P(replay_plan, num_states=None, min_entropy=0.0),
+    anchor="behaviour",
+    temperature="sampling",
+    reduction="token",
+    credit=P(group_mean),
+    objective=P(drpo, delta=12.5),
+    aggregation="fixed_length",
+)
+
+# Papers from outside the families above.
+row(
+    "tracerl",
+    "TraceRL (arXiv 2509.06949)",
+    "PPO clip on recorded tokens, steps merged",
+    differs="without its value network; mean over a response's tokens; merge 2, not 8",
+    plan=P(merged_plan, merge=2),
+    anchor="old",
+    temperature="sampling",
+    reduction="token",
+    kl=KL("k3", 0.01, target="old"),
+    credit=P(group_z_score, ddof=1, eps=0.0001),
+    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="sequence_mean_token_mean",
+)
+row(
+    "mdpo",
+    "MDPO (arXiv 2508.13148), autonomousvision/mdpo",
+    "every intermediate text verified",
+    differs="most telling states only; mean over responses and positions; no re-masking at inference",
+    plan=P(prediction_plan),
+    anchor="old",
+    reduction="token",
+    step_value="greedy",
+    kl=KL("k2", 0.02),
+    credit=P(progress_advantage, num_states=4, eps=0.0001),
+    objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="fixed_length",
+)
+row(
+    "gdsd",
+    "GDSD (arXiv 2605.29398), GaryBall/GDSD",
+    "regression of log-ratios on the advantage",
+    differs="ELBO weights (TLC); no logit centring, which changes no gradient; no KL",
+    plan=P(complementary_plan, num_states=4, domain="all"),
+    anchor="old",
+    reduction="pair",
+    credit=P(leave_one_out),
+    extra=P(response_length),
+    objective=P(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28),
+    aggregation="sequence_mean",
+)
+# fmt: on
+
+
+# =============================================================================== 3. What a row computes
+
+
+def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
+    """What divides the method's ll; ones where nothing does."""
+    lengths = {
+        "none": torch.ones_like(rollout.lengths),
+        "kept_length": rollout.lengths,
+        "padded_length": torch.full_like(rollout.lengths, rollout.keep.shape[1]),
+    }
+    return lengths[method.normalizer].to(rollout.logp.dtype)
+
+
+def reduced(
+    method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]
+) -> Float[Tensor, "K2 B L2"]:
+    """The method's ll: logp, and order_logp where the row asks for it, with its level and
+    normaliser."""
+    logp = feature["logp"]
+    if "order_logp" in method.features:
+        logp = logp + feature["order_logp"]
+    scale = normalizer(method, plan, rollout).to(logp.dtype)
+    return alg.reduce_logp(logp, plan, level=method.reduction, normalizer=scale)
+
+
+def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
+    """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which
+    it was."""
+    if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
+        allowed = "replay plans scored at the sampling temperature, without order_logp (which no sampler records)"
+        raise ValueError(f"anchor: {method.name} asks for behaviour; allowed only for {allowed}")
+    return reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
+
+
+def kl_target(
+    method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]
+) -> Float[Tensor, "K2 B L2"]:
+    """The ll that the KL term compares: of the policy or of the reference, whichever these features
+    are of."""
+    plain = dataclasses.replace(method, normalizer="none")
+    return reduced(method if method.kl.of == "ratio" else plain, plan, rollout, feature)
+
+
+def advantages(
+    method: Method,
+    plan: Plan,
+    rollout: Rollout,
+    reward: Float[Tensor, " B"],
+    step_reward: Float[Tensor, "K B"] | None = None,
+) -> Advantage:
+    """The row's credit: (B,), or (K, B) where each state of the plan has a value of its own
+    (``step_value``)."""
+    if method.step_value == "none":
+        return method.credit(reward, rollout.num_generations)
+    time = plan.step.to(reward.dtype) / alg.num_steps(rollout)
+    return method.credit(reward, rollout.num_generations, step_reward, plan.valid, time)
+
+
+def surrogate(
+    method: Method,
+    plan: Plan,
+    rollout: Rollout,
+    feature: dict,
+    adv: Advantage,
+    anchor: Entries | None,
+) -> Surrogate:
+    """The row's objective on its ll, entry by entry."""
+    ll = reduced(method, plan, rollout, feature)
+    adv = adv.to(ll.dtype)[..., None].expand_as(ll)
+    scale = normalizer(method, plan, rollout).to(ll.dtype)
+    extra = method.extra(ll, adv, feature, plan, rollout, scale) if method.extra else {}
+    return method.objective(ll, anchor, adv, rollout.num_generations, **extra)
+
+
+def penalty(
+    method: Method,
+    plan: Plan,
+    rollout: Rollout,
+    feature: dict,
+    anchor: Entries | None,
+    ref: Entries | None,
+) -> Entries | None:
+    """The row's KL term, entry by entry, without its weight; None for a row without one."""
+    if method.kl is None:
+        return None
+    if method.kl.form == "exact":
+        scale = normalizer(method, plan, rollout).to(feature["kl_ref"].dtype)
+        return alg.reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=scale)
+    target = anchor if method.kl.target == "old" else ref
+    return alg.kl_term(kl_target(method, plan, rollout, feature), target, form=method.kl.form)
+
+
+def method_loss(
+    method: Method,
+    plan: Plan,
+    rollout: Rollout,
+    feature: dict,
+    adv: Advantage,
+    anchor: Entries | None,
+    ref: Entries | None,
+) -> Float[Tensor, ""]:
+    """The loss of a row by (10.1): its objective, its KL term, its aggregation."""
+    loss = surrogate(method, plan, rollout, feature, adv, anchor).loss
+    kl = penalty(method, plan, rollout, feature, anchor, ref)
+    beta = method.kl.beta if method.kl else 0.0
+    how = {"level": method.reduction, "how": method.aggregation}
+    return alg.total_loss(loss, kl, plan, rollout, beta=beta, **how)
+
+
+@torch.no_grad()
+def ratio_diagnostics(
+    method: Method, plan: Plan, rollout: Rollout, feature: dict, anchor: Entries, adv: Advantage
+) -> dict[str, float]:
+    """What the ratios look like: spread, clipped share, bypass share, effective sample size (share
+    of entries).
+
+    clip_fraction, bypass_fraction: what the objective says of its entries (``Surrogate``).
+    Effective sample size: (sum ratio)^2 / (n sum ratio^2), 1 when all ratios agree.
+    """
+    ll = reduced(method, plan, rollout, feature)
+    present = alg.entries(plan, method.reduction)[0].expand_as(ll)
+    logs = alg.log_ratio(ll, anchor)[present]
+    ratio = logs.exp()
+    if not len(logs):
+        return {}
+    _, cut, bypass = surrogate(method, plan, rollout, feature, adv, anchor)
+    values = {
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "ratio_std": ratio.std(correction=0),
+        "log_ratio_std": logs.std(correction=0),
+        "clip_fraction": cut[present].double().mean(),
+        "bypass_fraction": bypass[present].double().mean(),
+        "effective_sample_size": torch.exp(2 * logs.logsumexp(0) - (2 * logs).logsumexp(0))
+        / len(logs),
+    }
+    return {name: float(value) for name, value in values.items()}
+
+
+# ====================================================================================== 4. Its options
+
+_PARTS = ("plan", "credit", "objective", "extra")
+_WORDS = ("aggregation", "refresh", "normalizer", "reduction")
+_CREDITS = {"group_mean": {}, "leave_one_out": {}, "group_z_score": {"ddof": 1, "eps": 1e-4}}
+_KL_WORDS = {
+    "form": ("k1", "k2", "k3", "exact"),
+    "of": ("ratio", "log_likelihood"),
+    "target": ("reference", "old"),
+}
+# Below these (or on them) an option has no meaning, and the objective would not always say so.
+_ABOVE = dict.fromkeys(("delta", "epsilon", "epsilon_low", "epsilon_high", "cap", "eubo_beta"), 0)
+_ABOVE |= {"bound": 1}
+_NUM_STATES = "plan.num_states"  # may be None, which is every step
+
+
+def with_options(method: Method, options: dict[str, Any]) -> Method:
+    """The row with some of its numbers replaced: {"plan.num_states": 4, "kl.beta": 0.0, "refresh":
+    "fixed"}.
+
+    Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by
+    name (reduction, normalizer, refresh, aggregation, and credit: group_mean, leave_one_out,
+    group_z_score; where states have values of their own, step_value: greedy, sampled). ``kl.beta``
+    0 removes the KL term, and with it the reference model; ``kl.form`` and ``kl.beta`` together
+    give a row the term that it lacks. Raises ValueError for a key that the method does not have,
+    and for a value of another kind than the present.
+    """
+    kl = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
+    rest = {key: value for key, value in options.items() if not key.startswith("kl.")}
+    for key in sorted(
+        rest, key=lambda key: "." in key
+    ):  # a credit is chosen before its numbers are given
+        method = _with_option(method, key, rest[key])
+    return _with_kl(method, kl) if kl else method
+
+
+def has_option(method: Method, key: str) -> bool:
+    """True where ``key`` names an option of this row (its value may still be refused)."""
+    kl_given = method.kl is not None or key in ("kl.form", "kl.beta")
+    return key in _options(method) and (kl_given or not key.startswith("kl."))
+
+
+def _with_option(method: Method, key: str, value: Any) -> Method:
+    part, _, name = key.partition(".")
+    if key == "credit":
+        return dataclasses.replace(method, credit=_credit(method, value))
+    if key == "step_value" and method.step_value != "none":
+        if value not in ("greedy", "sampled"):
+            raise ValueError(f"method_options.step_value: got {value!r}; allowed greedy, sampled")
+        return dataclasses.replace(method, step_value=value)
+    if key in _WORDS:
+        return dataclasses.replace(method, **{part: value})
+    if key not in _numbers(method):
+        allowed = ", ".join(_options(method))
+        raise ValueError(
+            f"method_options.{key}: no such option of {method.name}; allowed {allowed}"
+        )
+    component = getattr(method, part)
+    _check_like(key, value, component.keywords[name])
+    return dataclasses.replace(method, **{part: partial(component, **{name: value})})
+
+
+def _credit(method: Method, name: Any) -> partial:
+    if method.step_value != "none":
+        now = method.credit.func.__name__
+        raise ValueError(
+            f"method_options.credit: got {name!r}; allowed {now}, {method.name} gives each state a value of its own"
+        )
+    if name not in tuple(_CREDITS):  # a list cannot be looked up
+        raise ValueError(f"method_options.credit: got {name!r}; allowed {', '.join(_CREDITS)}")
+    return partial(getattr(alg, name), **_CREDITS[name])
+
+
+def _with_kl(method: Method, given: dict[str, Any]) -> Method:
+    """The row with another KL term, a new one, or none (beta 0)."""
+    for name, value in given.items():
+        if name not in KL._fields:
+            raise ValueError(
+                f"method_options.kl.{name}: no such option of {method.name}; allowed {', '.join(_options(method))}"
+            )
+        if name in _KL_WORDS and value not in _KL_WORDS[name]:
+            raise ValueError(
+                f"method_options.kl.{name}: got {value!r}; allowed {', '.join(_KL_WORDS[name])}"
+            )
+        if name == "beta" and (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 <= value < math.inf
+        ):
+            raise ValueError(f"method_options.kl.beta: got {value!r}; allowed numbers from 0")
+    if method.kl is None and not {"form", "beta"} <= given.keys():
+        name, value = next(iter(given.items()))
+        raise ValueError(
+            f"method_options.kl.{name}: got {value!r}; allowed with kl.form and kl.beta both, {method.name} has no KL term"
+        )
+    kl = KL(**{**(method.kl._asdict() if method.kl else {}), **given})
+    features = tuple(name for name in method.features if name != "kl_ref")
+    if kl.beta == 0:
+        return dataclasses.replace(method, kl=None, features=features)
+    _check_kl(method, kl)
+    return dataclasses.replace(
+        method, kl=kl, features=features + (("kl_ref",) if kl.form == "exact" else ())
+    )
+
+
+def _check_kl(method: Method, kl: KL) -> None:
+    # The old policy is present as the ll of the ratio only: not as a network, not under another
+    # normaliser.
+    if kl.of != "ratio" and (kl.form == "exact" or kl.target == "old"):
+        raise ValueError(
+            f"method_options.kl.of: got {kl.of!r} with form {kl.form}, target {kl.target}; allowed ratio"
+        )
+    if kl.target == "old" and (kl.form == "exact" or method.anchor == "none"):
+        raise ValueError(
+            f"method_options.kl.target: got 'old' with form {kl.form}, anchor {method.anchor}; allowed reference"
+        )
+
+
+def _check_like(key: str, value: Any, present: Any) -> None:
+    # An option keeps its kind: a number stays a number, a word a word. The number of states may be
+    # None, which is every step.
+    kinds = (
+        (str,)
+        if isinstance(present, str)
+        else (bool,)
+        if isinstance(present, bool)
+        else (int, float)
+    )
+    kinds += (type(None),) if key == _NUM_STATES else ()
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")
+    low = _ABOVE.get(key.partition(".")[2])
+    if low is not None and not value > low:
+        raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
+
+
+def _numbers(method: Method) -> list[str]:
+    # The keywords of the components. One that is None is no number: what it would say is said
+    # elsewhere.
+    parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
+    words = {
+        f"{part}.{name}": value for part, p in parts.items() for name, value in p.keywords.items()
+    }
+    return [key for key, value in words.items() if value is not None or key == _NUM_STATES]
+
+
+def _options(method: Method) -> list[str]:
+    credit = ["credit"] if method.step_value == "none" else ["step_value"]
+    return _numbers(method) + [f"kl.{name}" for name in KL._fields] + credit + list(_WORDS)

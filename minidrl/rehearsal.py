@@ -1,0 +1,76 @@
+"""A rehearsal: what a run is refused for is found out before anything is loaded or written.
+
+The row of the run, with its options, on made-up numbers in the shapes of the run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minidrl import config, methods, sampler
+from minidrl.algorithms import Rollout
+from minidrl.methods import METHODS, Method
+
+
+def method_of(settings: config.Train) -> Method:
+    """The row of ``METHODS`` that a run asks for, with its options; what it refuses, it refuses here."""
+    if settings.method not in METHODS:
+        raise ValueError(f"method: got {settings.method!r}; allowed {', '.join(METHODS)}")
+    method = methods.with_options(METHODS[settings.method], settings.method_options)
+    if method.temperature == "sampling" and settings.sampler.temperature == 0:
+        allowed = f"above 0, {method.name} scores at the sampling temperature"
+        raise ValueError(f"sampler.temperature: got 0; allowed {allowed}")
+    sampler.check_records(method.needs, settings.sampler)
+    rehearse(method, settings)
+    return method
+
+
+def rehearse(method: Method, settings: config.Train) -> None:
+    """The method's plan, credit and loss on a made-up group; a number that is wrong is refused."""
+    made = blank_rollout(method, settings)
+    reward = torch.zeros(settings.num_generations)
+    plan = method.plan(made, torch.Generator().manual_seed(0))
+    if plan.block_length is not None and settings.sampler.attention != "block_causal":
+        allowed = f"block_causal, as {method.name} scores all blocks at once"
+        got = settings.sampler.attention
+        raise ValueError(f"sampler.attention: got {got!r}; allowed {allowed}")
+    if method.step_value != "none":
+        completions(method, made)
+    adv = methods.advantages(method, plan, made, reward, reward.expand(plan.valid.shape))
+    feature = {name: torch.zeros(plan.scored.shape) for name in method.features}
+    if "topk_logp" in feature:
+        feature["topk_logp"] = feature["topk_logp"][..., None]
+    behaviour = method.anchor == "behaviour"
+    ll = methods.reduced(method, plan, made, feature)
+    anchor = methods.behaviour_anchor(method, plan, made) if behaviour else ll
+    ref = methods.kl_target(method, plan, made, feature) if method.kl else None
+    methods.method_loss(method, plan, made, feature, adv, anchor, ref)
+
+
+def completions(method: Method, rollout: Rollout) -> Tensor:
+    """The record (B, T, L) of what each state would become in one step, greedy or drawn as asked."""
+    name = {"greedy": "one_step", "sampled": "one_step_sampled"}[method.step_value]
+    if name not in rollout.records:
+        what = f"the rollout holds no record {name!r}"
+        raise ValueError(f"records: {what}; {method.name} must ask the sampler for it (needs)")
+    return rollout.records[name]
+
+
+def blank_rollout(method: Method, settings: config.Train, prompts: int = 1) -> Rollout:
+    """A made-up Rollout of ``prompts`` groups on the CPU, with the records of the method.
+
+    Response (B, L) as long as the run's. Every token, log-probability and record is 0, no response
+    ends early, positions are revealed from left to right, and the prompts have one token. It is what
+    plans, losses and memory can be worked out on before a network is loaded.
+    """
+    s, rows = settings.sampler, settings.num_generations * prompts
+    ids, logp = torch.zeros(rows, s.length, dtype=torch.long), torch.zeros(rows, s.length)
+    every_step = ids[:, None].expand(-1, s.num_steps, -1)
+    known = {name: {name: every_step} for name in sampler.COMPLETIONS}
+    known["entropy"] = {"entropy": logp}
+    known["topk"] = {"topk_ids": ids[..., None], "topk_logp": logp[..., None]}
+    records = {k: v for need in ("entropy", *method.needs) for k, v in known[need].items()}
+    steps = (torch.arange(s.length) // s.tokens_per_step).expand(rows, -1)
+    prompt, n = ids[:, :1], settings.num_generations
+    return Rollout(prompt, prompt == 0, ids, ids == 0, steps, logp, n, s, records)

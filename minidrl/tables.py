@@ -1,0 +1,55 @@
+"""Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A Markdown table with the given columns; columns of numbers are aligned to the right.
+
+    A float is written with four significant digits, None and a missing key as an empty cell.
+    """
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    numeric = [_is_numeric([row.get(column) for row in rows]) for column in columns]
+    header = [_cell(column) for column in columns]
+    widths = [max(3, *(len(row[i]) for row in [header, *cells])) for i in range(len(columns))]
+    rule = [
+        "-" * (width - 1) + ":" if right else "-" * width
+        for width, right in zip(widths, numeric, strict=True)
+    ]
+    lines = [_line(header, widths, numeric), _line(rule, widths, numeric)]
+    return "\n".join([*lines, *(_line(row, widths, numeric) for row in cells)])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    columns = zip(cells, widths, right, strict=True)
+    return (
+        "| "
+        + " | ".join(cell.rjust(width) if r else cell.ljust(width) for cell, width, r in columns)
+        + " |"
+    )
+
+
+def _cell(value: Any) -> str:
+    """Text of one cell; a bar or a line break would end the cell."""
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _is_numeric(values: Sequence[Any]) -> bool:
+    """True if every cell that is not empty is a number or the text of one, perhaps with a range
+    behind it."""
+    present = [value for value in values if value is not None]
+    return bool(present) and all(_number(value) for value in present)
+
+
+def _number(value: Any) -> bool:
+    try:
+        float(str(value).split(" [")[0])
+    except ValueError:
+        return False
+    return not isinstance(value, bool)

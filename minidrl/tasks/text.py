@@ -1,0 +1,59 @@
+"""Text to tensors and back: prompts, responses, chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidrl.sampler import keep_mask
+from minidrl.tasks import Problem
+
+
+def encode_prompts(
+    tok: Any,
+    problems: Sequence[Problem],
+    width: int,
+    device: Any = "cpu",
+    prompt_format: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """Prompts (G, width), left-padded, and their mask (True = real token).
+
+    In a chat the longest prompt sets the width. ValueError for one that is longer than ``width``.
+    """
+    if prompt_format == "chat":
+        asked = chats(tok, [problem.instruction for problem in problems])
+        batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
+        if (found := batch.input_ids.shape[1]) > width:
+            allowed = f"from {found}, as a prompt has"
+            raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
+    else:
+        asked = [problem.prompt for problem in problems]
+        batch = tok(asked, padding="max_length", max_length=width, return_tensors="pt")
+    return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
+
+
+def chats(tok: Any, questions: list[str]) -> list[str]:
+    """Each question as a user's turn and the opening of the answer's, by the tokenizer's template."""
+    if tok.chat_template is None:
+        allowed = "plain, the model's tokenizer has no chat template"
+        raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
+    turns = [[{"role": "user", "content": question}] for question in questions]
+    return tok.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+
+def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
+    """Responses (B, length), filled up with [EOS].
+
+    A masked diffusion model learns where a text ends from its padding.
+    """
+    ids = [row[:length] + [tok.eos_token_id] * (length - len(row)) for row in tok(texts).input_ids]
+    return torch.tensor(ids)
+
+
+def decode(tok: Any, responses: Tensor) -> list[str]:
+    """The text of each response (B, L), up to its first [EOS]."""
+    rows = responses.masked_fill(~keep_mask(responses, tok.eos_token_id), tok.eos_token_id)
+    return tok.batch_decode(rows, skip_special_tokens=True)
