@@ -42,7 +42,7 @@ from laws import (
     subset_scores,
     tabular,
 )
-from minidrl import algorithms, config, oracle, report
+from minidrl import config, oracle
 
 COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
@@ -420,19 +420,19 @@ def law_quadrature_refusals(alg: ModuleType) -> None:
         refuses(lambda o={**good, key: value}: alg.quadrature_plan(rollout, seeded(), **o), f"plan.{key}", repr(value), more)
 
 
-@judges("2.6", "2.5", module=report)
-def law_quadrature_estimators(report: ModuleType) -> None:
+@judges("2.6", "2.5")
+def law_quadrature_estimators(alg: ModuleType) -> None:
     """The three SDMC entries of the table of estimators: a state a node, and the mean that enumeration gives."""
     model, keep, seen = tabular(4, 3), (1, 1, 1, 1), 0
-    rollout, scores = repeated(algorithms, RESPONSE, keep, 2000), subset_scores(model, RESPONSE, frozenset(range(4)))
+    rollout, scores = repeated(alg, RESPONSE, keep, 2000), subset_scores(model, RESPONSE, frozenset(range(4)))
     kinds = {"SDMC": "bernoulli", "SDMC, fixed counts": "rounded", "SDMC, as released": "floor"}
     for name, how in kinds.items():
-        for states in report.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
-            plan = report.ESTIMATORS[name](rollout, seeded(67), num_states=states)
+        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
+            plan = alg.ESTIMATORS[name](rollout, seeded(67), num_states=states)
             assert plan.scored.shape == (states, 2000, 4), name
             mean_is(scored_values(plan, scores), expected(model, keep, states, how), f"{name}, {states} states")
             seen += 1
-    assert seen >= 6 and {name for name in report.ESTIMATORS if "SDMC" in name} == set(kinds)
+    assert seen >= 6 and {name for name in alg.ESTIMATORS if "SDMC" in name} == set(kinds)
 
 
 # ================================================================================================== ratios and methods

@@ -18,7 +18,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("5.1", "ll = pairs * (ll * plan.weight", "ll = (ll * plan.weight", "law_pair_reduction"),
     Mutant("5.1", ".unflatten(0, (pairs, -1)).sum(1)", ".unflatten(0, (-1, pairs)).sum(1)", "law_reductions"),
-    Mutant("5.1", ".unflatten(0, (pairs, -1)).any(1)", ".unflatten(0, (pairs, -1)).all(1)", "law_pair_reduction"),
+    Mutant(
+        "5.1", ".unflatten(0, (pairs, -1)).any(1)", ".unflatten(0, (pairs, -1)).all(1)", "law_pair_reduction", where="entries"
+    ),
     Mutant("6.5", "+ 1 + later).unflatten", "+ 1).unflatten", "law_progress_advantage"),
     Mutant(
         "6.5",

@@ -1,37 +1,41 @@
 """Every law on its shipped module; every equation has a law; plans touch neither their inputs nor the global generator."""
 
-import inspect
-import re
 from functools import partial
 
 import pytest
 import torch
 
+import judged
 import laws
 from minidrl import algorithms
 from minidrl.sampler import Sampler
 
-TAG = re.compile(r"^\((\d+\.\d+)\) ")
-
-
-def equations() -> dict[str, str]:
-    """Equation tag to the name of the function whose docstring it opens."""
-    functions = inspect.getmembers(algorithms, inspect.isfunction)
-    own = [(name, function) for name, function in functions if function.__module__ == algorithms.__name__]
-    found = [(TAG.match(function.__doc__ or ""), name) for name, function in own]
-    return {match.group(1): name for match, name in found if match}
-
 
 @pytest.mark.parametrize("name", laws.LAWS)
 def test_law_holds(name):
-    laws.LAWS[name](laws.MODULES[name])
+    laws.LAWS[name](judged.SHIPPED)
+
+
+def test_no_tag_is_used_twice():
+    first, twice = {}, []
+    for tag, name, at in judged.equations():
+        if first.setdefault(tag, at) != at:
+            twice.append(f"{at}: ({tag}) opens the docstring of {name} and that at {first[tag]}: give one another number")
+    assert not twice, "\n" + "\n".join(twice)
 
 
 def test_every_equation_has_a_law_and_every_law_an_equation():
-    tagged = re.findall(r'"""\((\d+\.\d+)\) ', inspect.getsource(algorithms))
-    assert sorted(tagged) == sorted(equations()) and len(tagged) >= 18
-    judged = {tag for tags in laws.TAGS.values() for tag in tags}
-    assert judged == set(tagged)
+    tags, told = {tag for tag, _, _ in judged.equations()}, {tag for tags in laws.TAGS.values() for tag in tags}
+    wrong = [
+        f"{at}: {name} ({tag}) has no law: add one to tests/laws_*.py, under @judges({tag!r})"
+        for tag, name, at in judged.equations()
+        if tag not in told
+    ]
+    for name, law in laws.LAWS.items():
+        for tag in {*laws.TAGS[name]} - tags:
+            where = f"{law.__code__.co_filename}:{law.__code__.co_firstlineno}"
+            wrong.append(f"{where}: {name} judges ({tag}), with which no docstring of {', '.join(judged.ROOMS)} opens")
+    assert not wrong, "\n" + "\n".join(wrong)
 
 
 def plans():
@@ -79,7 +83,7 @@ def test_plans_use_their_own_generator_and_leave_the_rollout_alone(tag):
 
 
 def test_every_plan_is_listed_above():
-    assert set(plans()) == {tag for tag, name in equations().items() if name.endswith("_plan")}
+    assert set(plans()) == {tag for tag, name, _ in judged.equations() if name.endswith("_plan")}
 
 
 @pytest.mark.parametrize("name", algorithms.METHODS)

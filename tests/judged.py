@@ -1,0 +1,228 @@
+"""What the laws judge: several modules of minidrl as if they were one, as they are or with one passage replaced.
+
+A law reads `alg.features`, `alg.METHODS`, `alg._uniform` and need not know which module of ROOMS holds the name. A mutant is
+found by the name of its place (mutant.py), never by the whole text of a file: code added elsewhere, and another way to break
+the lines, leave it as it is.
+"""
+
+import __future__
+
+import ast
+import importlib
+import re
+import sys
+import tokenize
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from mutant import Mutant
+
+# The modules under judgement, in the order in which they import each other.
+ROOMS = ("minidrl.algorithms", "minidrl.diagnostics", "minidrl.report")
+
+ROOT = Path(__file__).parent.parent
+TAG = re.compile(r"\((\d+\.\d+)\) ")
+FLAGS = __future__.annotations.compiler_flag
+
+
+class Stale(Exception):
+    """A mutant whose passage is not there (any more), or is there more than once."""
+
+
+class Definition(NamedTuple):
+    """A name at the top of a module (or Class.member): its lines, counted from 1, and the number of its statement."""
+
+    name: str
+    first: int
+    last: int
+    statement: int
+    tag: str = ""
+
+
+def _first(node: ast.stmt) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[Definition]:
+    for number, node in enumerate(body):
+        match = TAG.match((isinstance(node, ast.FunctionDef) and ast.get_docstring(node)) or "")
+        for name in _names(node):
+            yield Definition(name, _first(node), node.end_lineno, number, match.group(1) if match else "")
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            for name in _names(member):
+                yield Definition(f"{node.name}.{name}", _first(member), member.end_lineno, number)
+
+
+def _squeezed(passage: str) -> str:
+    """Without white space, and without the commas that a line break adds before a closing bracket."""
+    return re.sub(r",(?=[)\]}])", "", re.sub(r"\s", "", passage))
+
+
+class Room:
+    """The source of one module: its statements, compiled one by one, and where each name is defined."""
+
+    def __init__(self, name: str):
+        self.name, self.module = name, importlib.import_module(name)
+        self.path = Path(self.module.__file__)
+        self.source = self.path.read_text(encoding="utf-8")
+        self.lines = self.source.splitlines(keepends=True)
+        self.starts = [0, *accumulate(map(len, self.lines))]
+        self.body = ast.parse(self.source).body
+        self.definitions = list(_definitions(self.body))
+        self.names = {definition.name: definition for definition in self.definitions}
+
+    @cached_property
+    def codes(self) -> list[CodeType]:
+        """The statements."""
+        return [self.compiled(ast.Module([node], [])) for node in self.body]
+
+    def compiled(self, tree: ast.Module | str) -> CodeType:
+        return compile(tree, str(self.path), "exec", flags=FLAGS, dont_inherit=True)
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """The places of the characters that are compared: no white space, comments, docstrings, commas before a bracket."""
+        dropped: set[int] = set()
+        with self.path.open(encoding="utf-8") as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if token.type == tokenize.COMMENT:
+                    start = self.starts[token.start[0] - 1] + token.start[1]
+                    dropped.update(range(start, start + len(token.string)))
+        for node in ast.walk(ast.Module(self.body, [])):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+                dropped.update(range(self.starts[node.body[0].lineno - 1], self.starts[node.body[0].end_lineno]))
+        kept = [at for at, letter in enumerate(self.source) if at not in dropped and not letter.isspace()]
+        following = [self.source[at] for at in kept[1:]] + [""]
+        return [at for at, letter in zip(kept, following, strict=True) if self.source[at] != "," or letter not in [*")]}"]]
+
+    @cached_property
+    def text(self) -> str:
+        """The source with nothing but those."""
+        return "".join(self.source[at] for at in self.kept)
+
+    def spans(self, definition: Definition, passage: str) -> list[tuple[int, int]]:
+        """From where to where in the source the passage stands inside the definition."""
+        passage = _squeezed(passage)
+        start, stop = (bisect_left(self.kept, self.starts[line]) for line in (definition.first - 1, definition.last))
+        found = re.finditer(re.escape(passage), self.text[start:stop]) if passage else ()
+        return [(self.kept[start + match.start()], self.kept[start + match.end() - 1] + 1) for match in found]
+
+    def replaced(self, definition: Definition, span: tuple[int, int], new: str) -> CodeType:
+        """The definition's statement with new in the place of the span."""
+        node = self.body[definition.statement]
+        first = _first(node) - 1
+        start, stop = self.starts[first], self.starts[node.end_lineno]
+        text = self.source[start : span[0]] + new.strip() + self.source[span[1] : stop]
+        return self.compiled("\n" * first + text)
+
+
+ROOM = {name: Room(name) for name in ROOMS}
+
+
+def equations() -> list[tuple[str, str, str]]:
+    """(tag, name of the function, file:line) of every function whose docstring opens with a tag, in reading order."""
+    return [(d.tag, d.name, f"{room.path}:{d.first}") for room in ROOM.values() for d in room.definitions if d.tag]
+
+
+def _short(path: Any) -> str:
+    return str(path).removeprefix(f"{ROOT}/")
+
+
+def place(mutant: Mutant) -> tuple[Room, Definition]:
+    """Where the mutant says that its passage is."""
+    if mutant.where:
+        short = {room.name.rpartition(".")[2]: room for room in ROOM.values()}
+        head, _, rest = mutant.where.partition(".")
+        found = [(room, room.names[mutant.where]) for room in ROOM.values() if mutant.where in room.names]
+        found += [(short[head], short[head].names[rest])] if head in short and rest in short[head].names else []
+        what = f"where={mutant.where!r}"
+    else:
+        found = [(room, d) for room in ROOM.values() for d in room.definitions if d.tag == mutant.tag != ""]
+        what = (
+            f"a function whose docstring opens with ({mutant.tag})"
+            if mutant.tag
+            else "a place (where) for a mutant without tag"
+        )
+    if len(found) == 1:
+        return found[0]
+    rooms = ", ".join(room.name for room, _ in found)
+    if found:
+        raise Stale(f"{_short(mutant.at)}: {what} is defined in {rooms}: write the module before it, as in report.ESTIMATORS")
+    raise Stale(
+        f"{_short(mutant.at)}: there is no {what} in {', '.join(ROOMS)}: mend where, or drop the mutant\n    {mutant.old}"
+    )
+
+
+def located(mutant: Mutant) -> tuple[Room, Definition, tuple[int, int]]:
+    """The one place of the mutant's passage."""
+    room, definition = place(mutant)
+    spans = room.spans(definition, mutant.old)
+    if len(spans) == 1:
+        return room, definition, spans[0]
+    home = f"{definition.name} ({_short(room.path)}:{definition.first})"
+    said = (
+        f"is {len(spans)} times in {home}: write more of it" if spans else f"is not in {home} any more: write it as it is now"
+    )
+    raise Stale(f"{_short(mutant.at)}: the passage {said}, or drop the mutant\n    {mutant.old}")
+
+
+class Judged:
+    """The rooms as one module. Reading finds a name where it is defined; writing reaches all rooms that import it too.
+
+    Without a mutant these are the modules themselves. With one, the rooms from the mutated one on are modules of their own,
+    made of the sources; the earlier ones know nothing of it. `fresh`: all of them, and no mutant.
+    """
+
+    def __init__(self, mutant: Mutant | None = None, fresh: bool = False):
+        rooms, change = list(ROOM.values()), {}
+        first = 0 if fresh else len(rooms)
+        if mutant is not None:
+            room, definition, span = located(mutant)
+            first, change = rooms.index(room), {definition.statement: room.replaced(definition, span, mutant.new)}
+        self.__dict__["_rooms"] = [room.module for room in rooms[:first]]
+        with pytest.MonkeyPatch.context() as patch:
+            for room in rooms[first:]:
+                module = ModuleType(room.name)
+                module.__file__ = str(room.path)
+                package, _, short = room.name.rpartition(".")
+                patch.setitem(sys.modules, room.name, module)
+                patch.setattr(sys.modules[package], short, module)
+                for number, code in enumerate(room.codes):
+                    exec(change.get(number, code), module.__dict__)
+                change = {}  # is of the first one
+                self._rooms.append(module)
+
+    def _owner(self, name: str) -> ModuleType:
+        own = [module for module, room in zip(self._rooms, ROOM.values(), strict=True) if name in room.names]
+        if len(own) > 1:
+            raise LookupError(f"{name} is defined in {' and in '.join(module.__name__ for module in own)}: rename one of them")
+        for module in own or self._rooms:
+            if name in vars(module):
+                return module
+        raise AttributeError(f"{name} is in none of {', '.join(ROOMS)} (judged.ROOMS)")
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self._owner(name))[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        old = getattr(self, name)
+        for module in self._rooms:
+            if vars(module).get(name) is old:
+                setattr(module, name, value)
+
+
+SHIPPED = Judged()
