@@ -9,6 +9,7 @@ import __future__
 
 import ast
 import importlib
+import io
 import re
 import sys
 import tokenize
@@ -68,8 +69,60 @@ def _definitions(body: list[ast.stmt]) -> Iterator[Definition]:
 
 
 def _squeezed(passage: str) -> str:
-    """Without white space, and without the commas that a line break adds before a closing bracket."""
-    return re.sub(r",(?=[)\]}])", "", re.sub(r"\s", "", passage))
+    """Without white space, backslashes and the commas that a line break adds before a closing bracket."""
+    return re.sub(r",(?=[)\]}])", "", re.sub(r"[\s\\]", "", passage))
+
+
+def _unwrapped(source: str) -> str:
+    """The same program without the parentheses of `= (`, `return (`, .. at the end of a line: as it was before ruff broke it.
+
+    It has as many lines: those inside end with a backslash.
+    """
+    tokens, lines = list(tokenize.generate_tokens(io.StringIO(source).readline)), source.splitlines(keepends=True)
+    opened, pairs = [], []
+    for number, token in enumerate(tokens):
+        if token.string in [*"([{"]:
+            opened.append(number)
+        elif token.string in [*")]}"]:
+            pairs.append((opened.pop(), number))
+    letters = [list(line) for line in lines]
+    for start, stop in pairs:
+        inside = tokens[start + 1 : stop]
+        if inside and inside[0].type == tokenize.NL and tokens[start].string == "(":
+            before, after = tokens[start - 1].string, tokens[stop + 1]
+            if before in ("=", "return", "in", "if", "elif") and (after.type == tokenize.NEWLINE or after.string == ":"):
+                if not any(token.type == tokenize.COMMENT or token.string in ("for", ":=", "yield") for token in inside):
+                    for row, column in (tokens[start].start, tokens[stop].start):
+                        letters[row - 1][column] = " "
+                    for row in range(tokens[start].start[0], tokens[stop].start[0]):
+                        letters[row - 1][-1] = "\\\n"
+    return "".join(letter for line in letters for letter in line)
+
+
+class Text:
+    """A source, and the places of the letters that are compared: what is no comment and no docstring, `_squeezed`."""
+
+    def __init__(self, source: str):
+        self.source, self.starts = source, [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+        dropped: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                start = self.starts[token.start[0] - 1] + token.start[1]
+                dropped.update(range(start, start + len(token.string)))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+                dropped.update(range(self.starts[node.body[0].lineno - 1], self.starts[node.body[0].end_lineno]))
+        kept = [at for at, letter in enumerate(source) if at not in dropped and not letter.isspace() and letter != "\\"]
+        following = [source[at] for at in kept[1:]] + [""]
+        self.kept = [at for at, letter in zip(kept, following, strict=True) if source[at] != "," or letter not in [*")]}"]]
+        self.squeezed = "".join(source[at] for at in self.kept)
+
+    def spans(self, definition: Definition, passage: str) -> list[tuple[int, int]]:
+        """From where to where the passage stands inside the definition."""
+        passage = _squeezed(passage)
+        start, stop = (bisect_left(self.kept, self.starts[line]) for line in (definition.first - 1, definition.last))
+        found = re.finditer(re.escape(passage), self.squeezed[start:stop]) if passage else ()
+        return [(self.kept[start + match.start()], self.kept[start + match.end() - 1] + 1) for match in found]
 
 
 class Room:
@@ -79,8 +132,6 @@ class Room:
         self.name, self.module = name, importlib.import_module(name)
         self.path = Path(self.module.__file__)
         self.source = self.path.read_text(encoding="utf-8")
-        self.lines = self.source.splitlines(keepends=True)
-        self.starts = [0, *accumulate(map(len, self.lines))]
         self.body = ast.parse(self.source).body
         self.definitions = list(_definitions(self.body))
         self.names = {definition.name: definition for definition in self.definitions}
@@ -94,40 +145,23 @@ class Room:
         return compile(tree, str(self.path), "exec", flags=FLAGS, dont_inherit=True)
 
     @cached_property
-    def kept(self) -> list[int]:
-        """The places of the characters that are compared: no white space, comments, docstrings, commas before a bracket."""
-        dropped: set[int] = set()
-        with self.path.open(encoding="utf-8") as file:
-            for token in tokenize.generate_tokens(file.readline):
-                if token.type == tokenize.COMMENT:
-                    start = self.starts[token.start[0] - 1] + token.start[1]
-                    dropped.update(range(start, start + len(token.string)))
-        for node in ast.walk(ast.Module(self.body, [])):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-                dropped.update(range(self.starts[node.body[0].lineno - 1], self.starts[node.body[0].end_lineno]))
-        kept = [at for at, letter in enumerate(self.source) if at not in dropped and not letter.isspace()]
-        following = [self.source[at] for at in kept[1:]] + [""]
-        return [at for at, letter in zip(kept, following, strict=True) if self.source[at] != "," or letter not in [*")]}"]]
+    def texts(self) -> tuple[Text, Text]:
+        """The source, and the same program without the parentheses that only hold a broken line together."""
+        bare = _unwrapped(self.source)
+        assert ast.dump(ast.parse(bare)) == ast.dump(ast.parse(self.source)), f"{self.path}: unwrapped, it is another program"
+        return Text(self.source), Text(bare)
 
-    @cached_property
-    def text(self) -> str:
-        """The source with nothing but those."""
-        return "".join(self.source[at] for at in self.kept)
+    def spans(self, definition: Definition, passage: str) -> tuple[Text, list[tuple[int, int]]]:
+        """Where the passage is, and in which of the two texts."""
+        found = [(text, text.spans(definition, passage)) for text in self.texts]
+        return found[0] if found[0][1] else found[1]
 
-    def spans(self, definition: Definition, passage: str) -> list[tuple[int, int]]:
-        """From where to where in the source the passage stands inside the definition."""
-        passage = _squeezed(passage)
-        start, stop = (bisect_left(self.kept, self.starts[line]) for line in (definition.first - 1, definition.last))
-        found = re.finditer(re.escape(passage), self.text[start:stop]) if passage else ()
-        return [(self.kept[start + match.start()], self.kept[start + match.end() - 1] + 1) for match in found]
-
-    def replaced(self, definition: Definition, span: tuple[int, int], new: str) -> CodeType:
+    def replaced(self, definition: Definition, text: Text, span: tuple[int, int], new: str) -> CodeType:
         """The definition's statement with new in the place of the span."""
         node = self.body[definition.statement]
         first = _first(node) - 1
-        start, stop = self.starts[first], self.starts[node.end_lineno]
-        text = self.source[start : span[0]] + new.strip() + self.source[span[1] : stop]
-        return self.compiled("\n" * first + text)
+        start, stop = text.starts[first], text.starts[node.end_lineno]
+        return self.compiled("\n" * first + text.source[start : span[0]] + new.strip() + text.source[span[1] : stop])
 
 
 ROOM = {name: Room(name) for name in ROOMS}
@@ -167,12 +201,12 @@ def place(mutant: Mutant) -> tuple[Room, Definition]:
     )
 
 
-def located(mutant: Mutant) -> tuple[Room, Definition, tuple[int, int]]:
-    """The one place of the mutant's passage."""
+def located(mutant: Mutant) -> tuple[Room, Definition, CodeType]:
+    """The place of the mutant's passage, and the statement there with the passage replaced."""
     room, definition = place(mutant)
-    spans = room.spans(definition, mutant.old)
+    text, spans = room.spans(definition, mutant.old)
     if len(spans) == 1:
-        return room, definition, spans[0]
+        return room, definition, room.replaced(definition, text, spans[0], mutant.new)
     home = f"{definition.name} ({_short(room.path)}:{definition.first})"
     said = (
         f"is {len(spans)} times in {home}: write more of it" if spans else f"is not in {home} any more: write it as it is now"
@@ -191,8 +225,8 @@ class Judged:
         rooms, change = list(ROOM.values()), {}
         first = 0 if fresh else len(rooms)
         if mutant is not None:
-            room, definition, span = located(mutant)
-            first, change = rooms.index(room), {definition.statement: room.replaced(definition, span, mutant.new)}
+            room, definition, wrong = located(mutant)
+            first, change = rooms.index(room), {definition.statement: wrong}
         self.__dict__["_rooms"] = [room.module for room in rooms[:first]]
         with pytest.MonkeyPatch.context() as patch:
             for room in rooms[first:]:
