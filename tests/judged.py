@@ -15,7 +15,7 @@ import sys
 import tokenize
 from bisect import bisect_left
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -186,11 +186,7 @@ def place(mutant: Mutant) -> tuple[Room, Definition]:
         what = f"where={mutant.where!r}"
     else:
         found = [(room, d) for room in ROOM.values() for d in room.definitions if d.tag == mutant.tag != ""]
-        what = (
-            f"a function whose docstring opens with ({mutant.tag})"
-            if mutant.tag
-            else "a place (where) for a mutant without tag"
-        )
+        what = f"function whose docstring opens with ({mutant.tag})" if mutant.tag else "where for a mutant without a tag"
     if len(found) == 1:
         return found[0]
     rooms = ", ".join(room.name for room, _ in found)
@@ -215,36 +211,16 @@ def located(mutant: Mutant) -> tuple[Room, Definition, CodeType]:
 
 
 class Judged:
-    """The rooms as one module. Reading finds a name where it is defined; writing reaches all rooms that import it too.
+    """The rooms as one module. Reading finds a name where it is defined; writing reaches all rooms that import it too."""
 
-    Without a mutant these are the modules themselves. With one, the rooms from the mutated one on are modules of their own,
-    made of the sources; the earlier ones know nothing of it. `fresh`: all of them, and no mutant.
-    """
-
-    def __init__(self, mutant: Mutant | None = None, fresh: bool = False):
-        rooms, change = list(ROOM.values()), {}
-        first = 0 if fresh else len(rooms)
-        if mutant is not None:
-            room, definition, wrong = located(mutant)
-            first, change = rooms.index(room), {definition.statement: wrong}
-        self.__dict__["_rooms"] = [room.module for room in rooms[:first]]
-        with pytest.MonkeyPatch.context() as patch:
-            for room in rooms[first:]:
-                module = ModuleType(room.name)
-                module.__file__ = str(room.path)
-                package, _, short = room.name.rpartition(".")
-                patch.setitem(sys.modules, room.name, module)
-                patch.setattr(sys.modules[package], short, module)
-                for number, code in enumerate(room.codes):
-                    exec(change.get(number, code), module.__dict__)
-                change = {}  # is of the first one
-                self._rooms.append(module)
+    def __init__(self, modules: list[ModuleType]):
+        self.__dict__["_modules"] = modules
 
     def _owner(self, name: str) -> ModuleType:
-        own = [module for module, room in zip(self._rooms, ROOM.values(), strict=True) if name in room.names]
+        own = [module for module, room in zip(self._modules, ROOM.values(), strict=True) if name in room.names]
         if len(own) > 1:
             raise LookupError(f"{name} is defined in {' and in '.join(module.__name__ for module in own)}: rename one of them")
-        for module in own or self._rooms:
+        for module in own or self._modules:
             if name in vars(module):
                 return module
         raise AttributeError(f"{name} is in none of {', '.join(ROOMS)} (judged.ROOMS)")
@@ -254,9 +230,37 @@ class Judged:
 
     def __setattr__(self, name: str, value: Any) -> None:
         old = getattr(self, name)
-        for module in self._rooms:
+        for module in self._modules:
             if vars(module).get(name) is old:
                 setattr(module, name, value)
 
 
-SHIPPED = Judged()
+def _executed(known: list[ModuleType], change: dict[int, CodeType]) -> Judged:
+    """The rooms, the first ones known already, the others made of their statements: the next one with a change."""
+    modules, rooms = list(known), list(ROOM.values())
+    with pytest.MonkeyPatch.context() as patch:
+        for number, room in enumerate(rooms):
+            if number >= len(known):
+                modules.append(ModuleType(room.name))
+                modules[-1].__file__ = str(room.path)
+            package, _, short = room.name.rpartition(".")  # what the next rooms import
+            patch.setitem(sys.modules, room.name, modules[number])
+            patch.setattr(sys.modules[package], short, modules[number])
+            for at, code in enumerate(room.codes if number >= len(known) else ()):
+                exec(change.get(at, code) if number == len(known) else code, modules[number].__dict__)
+    return Judged(modules)
+
+
+@cache
+def unmutated() -> Judged:
+    """The rooms made in the way in which mutants are, without a change."""
+    return _executed([], {})
+
+
+def mutated(mutant: Mutant) -> Judged:
+    """The rooms with the passage replaced; those before it do not know of it."""
+    room, definition, wrong = located(mutant)
+    return _executed(unmutated()._modules[: list(ROOM.values()).index(room)], {definition.statement: wrong})
+
+
+SHIPPED = Judged([room.module for room in ROOM.values()])

@@ -4,8 +4,6 @@ A mutant is the source of the modules that the laws judge (judged.ROOMS) with on
 a detach, a side of a clip or of a mask, an off-by-one. A law that no mutant fails judges nothing.
 """
 
-import functools
-
 import pytest
 
 import judged
@@ -705,16 +703,10 @@ MUTANTS += (
 )
 
 
-@functools.cache
-def unmutated() -> judged.Judged:
-    """The modules made in the way in which mutants are, without a change."""
-    return judged.Judged(fresh=True)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.tag or 'helper'}-{mutant.law}")
 def test_the_law_kills_the_mutant(mutant):
     assert mutant.new != mutant.old
-    wrong = judged.Judged(mutant)
+    wrong = judged.mutated(mutant)
     with pytest.raises(KILLED):
         laws.LAWS[mutant.law](wrong)
 
@@ -722,7 +714,7 @@ def test_the_law_kills_the_mutant(mutant):
 @pytest.mark.parametrize("name", laws.LAWS)
 def test_the_law_accepts_the_unmutated_source(name):
     """What kills a mutant is its change and nothing else."""
-    laws.LAWS[name](unmutated())
+    laws.LAWS[name](judged.unmutated())
 
 
 def test_every_equation_has_two_mutants():
