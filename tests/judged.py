@@ -156,12 +156,14 @@ class Room:
         found = [(text, text.spans(definition, passage)) for text in self.texts]
         return found[0] if found[0][1] else found[1]
 
-    def replaced(self, definition: Definition, text: Text, span: tuple[int, int], new: str) -> CodeType:
-        """The definition's statement with new in the place of the span."""
+    def replaced(self, definition: Definition, text: Text, span: tuple[int, int], old: str, new: str) -> CodeType:
+        """The definition's statement with new in the place of the span, which is old without the white space around it."""
         node = self.body[definition.statement]
+        new = new.lstrip() if old[0].isspace() else new
+        new = new.rstrip() if old[-1].isspace() else new
         first = _first(node) - 1
         start, stop = text.starts[first], text.starts[node.end_lineno]
-        return self.compiled("\n" * first + text.source[start : span[0]] + new.strip() + text.source[span[1] : stop])
+        return self.compiled("\n" * first + text.source[start : span[0]] + new + text.source[span[1] : stop])
 
 
 ROOM = {name: Room(name) for name in ROOMS}
@@ -202,7 +204,7 @@ def located(mutant: Mutant) -> tuple[Room, Definition, CodeType]:
     room, definition = place(mutant)
     text, spans = room.spans(definition, mutant.old)
     if len(spans) == 1:
-        return room, definition, room.replaced(definition, text, spans[0], mutant.new)
+        return room, definition, room.replaced(definition, text, spans[0], mutant.old, mutant.new)
     home = f"{definition.name} ({_short(room.path)}:{definition.first})"
     said = (
         f"is {len(spans)} times in {home}: write more of it" if spans else f"is not in {home} any more: write it as it is now"

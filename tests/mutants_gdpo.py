@@ -39,6 +39,15 @@ MUTANTS: list[Mutant] = [
         "2.6", 'if counts == "stochastic" else 0.5', "if False else 0.5", "law_stochastic_counts_are_exact_for_linear_models"
     ),
     Mutant("2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_quadrature_states"),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.4', "law_rounded_counts_are_the_nearest"
+    ),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.6', "law_rounded_counts_are_the_nearest"
+    ),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_rounded_counts_are_the_nearest"
+    ),
     Mutant("2.6", SCALE, "scale = n / count", "law_constant_models_show_the_scale"),
     Mutant("2.6", SCALE, "scale = 1 / t", "law_constant_models_show_the_scale"),
     Mutant("2.6", LOST, LOST.replace(".floor()", ".round()"), "law_constant_models_show_the_scale"),

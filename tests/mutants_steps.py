@@ -53,6 +53,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("3.2", "plan.weight / (num_states * tokens)", "plan.weight / num_states", "law_entropy_plan_weights"),
     Mutant("3.2", "plan.weight / (num_states * tokens)", "plan.weight / tokens", "law_entropy_plan_weights"),
+    Mutant("3.2", ".clamp(min=1) if weight", " if weight", "law_entropy_plan_weights"),
+    Mutant("3.2", ".clamp(min=1) if weight", ".clamp(min=2) if weight", "law_entropy_plan_weights"),
     Mutant("3.2", 'return plan if weight == "sum"', 'return plan if weight == "mean"', "law_entropy_plan_weights"),
     Mutant(
         "3.2",
@@ -174,17 +176,10 @@ MUTANTS: list[Mutant] = [
         "law_exact_kl_in_the_loss",
     ),
     Mutant(
-        "10.1",
-        '"step_tokens": plan.scored.sum(-1).clamp(min=1)',
-        '"step_tokens": plan.scored.any(-1).sum(0).clamp(min=1)',
-        "law_step_tokens_normalizer",
-        where="normalizer",
-    ),
-    Mutant(
         "5.1",
         "ll if normalizer is None else ll / normalizer[..., None]",
         "ll if normalizer is None else ll * normalizer[..., None]",
-        "law_step_tokens_normalizer",
+        "law_exact_kl_in_the_loss",
     ),
     # ------------------------------------------------------------------------------------------------- 4.2 exact kernel
     Mutant(
