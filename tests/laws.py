@@ -1,9 +1,9 @@
 """Laws: what must be true of every equation of minidrl.algorithms.
 
-A law takes the module under judgement as its argument, so that the same lines judge the shipped file and each of its
-mutants. It raises AssertionError when the module is wrong. The truth comes from minidrl.oracle, which enumerates, or from
-plain arithmetic written in the law; never from the module itself. `@judges("2.3")` names the equations that a law decides;
-`@judges(module=diagnostics)` is of a law about another module than algorithms.
+A law takes what it judges as its argument: the modules of judged.ROOMS as one, so that the same lines judge the shipped files
+and each of their mutants. It raises AssertionError when they are wrong. The truth comes from minidrl.oracle, which enumerates,
+or from plain arithmetic written in the law; never from the module itself. `@judges("2.3")` names the equations that a law
+decides.
 
 How a random plan is judged. All noise of a plan passes through `alg._uniform`. Under `noise(alg, ...)` the law hands out
 every outcome of that noise, one per row of a large batch: midpoints of the cells in which a floor is constant, and all
@@ -26,21 +26,20 @@ import numpy
 import torch
 from torch import Tensor
 
-from minidrl import algorithms, config, diagnostics, oracle, report
+from minidrl import config, diagnostics, oracle
 from minidrl.sampler import Sampler, generate
 
 Law = Callable[[Any], None]
 LAWS: dict[str, Law] = {}
 TAGS: dict[str, tuple[str, ...]] = {}
-MODULES: dict[str, ModuleType] = {}
 
 
-def judges(*tags: str, module: ModuleType = algorithms) -> Callable[[Law], Law]:
-    """Register a law together with its module and the equations it judges; none for helpers that carry no number."""
+def judges(*tags: str) -> Callable[[Law], Law]:
+    """Register a law together with the equations it judges; none for helpers that carry no number."""
 
     def register(law: Law) -> Law:
         assert law.__name__ not in LAWS, f"{law.__name__} exists already"
-        LAWS[law.__name__], TAGS[law.__name__], MODULES[law.__name__] = law, tags, module
+        LAWS[law.__name__], TAGS[law.__name__] = law, tags
         return law
 
     return register
@@ -585,16 +584,16 @@ def law_plan_refusals(alg: ModuleType) -> None:
     refuses(lambda: alg.replay_plan(rollout, g, num_states=None, min_entropy=0.1), "records", "'entropy'")
 
 
-@judges("2.1", "2.2", "2.3", "2.4", module=report)
-def law_estimators(report: ModuleType) -> None:
+@judges("2.1", "2.2", "2.3", "2.4")
+def law_estimators(alg: ModuleType) -> None:
     """The listed estimators of log p: K states each, and the mean that its equation states, over 2000 draws."""
     model, response = tabular(*MODEL), RESPONSE
-    rollout = repeated(algorithms, response, (1, 1, 1, 1), 2000)
+    rollout = repeated(alg, response, (1, 1, 1, 1), 2000)
     scores = subset_scores(model, response, frozenset(range(4)))
-    for name, make in report.ESTIMATORS.items():
+    for name, make in alg.ESTIMATORS.items():
         if "SDMC" in name or "block" in name:  # law_quadrature_estimators, law_block_estimator
             continue
-        for states in report.ESTIMATOR_CALLS.get(name, (1, 2)):
+        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2)):
             plan = make(rollout, seeded(9), num_states=states)
             assert plan.scored.shape == (states, 2000, 4), name
             truth = {"mean field": oracle.elbo_integrand(model, response, 1.0)}.get(name, oracle.elbo(model, response))
@@ -1638,7 +1637,7 @@ def law_method_properties(alg: ModuleType) -> None:
     bounds |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))
     for name, method in alg.METHODS.items():
         assert method.name == name
-        assert [round(v, 12) for v in diagnostics.clip_bounds(method)] == list(bounds.get(name, (0.0, math.inf))), name
+        assert [round(v, 12) for v in alg.clip_bounds(method)] == list(bounds.get(name, (0.0, math.inf))), name
 
         def loss(x: Tensor, method=method) -> Tensor:
             penalty = method.kl.beta * alg.kl_term(x, ref, form=method.kl.form) if method.kl else 0.0
@@ -1648,8 +1647,8 @@ def law_method_properties(alg: ModuleType) -> None:
         assert method.linear == (torch.equal(*at) and method.extra is None), f"{name}: linear"
 
 
-@judges(module=diagnostics)
-def law_clip_bounds(judged: ModuleType) -> None:
+@judges()
+def law_clip_bounds(alg: ModuleType) -> None:
     """(low, high) of each kind of clip: epsilons around 1, one that is not there, a cap with and without a floor, none."""
     words = {
         "egspo": (0.8, 1.5),
@@ -1660,18 +1659,18 @@ def law_clip_bounds(judged: ModuleType) -> None:
         "reinforce": (0.0, math.inf),
     }
     for name, bounds in words.items():
-        got = judged.clip_bounds(algorithms.METHODS[name])
+        got = alg.clip_bounds(alg.METHODS[name])
         assert [round(v, 12) for v in got] == list(bounds), name
 
 
-@judges(module=diagnostics)
-def law_diagnostics(judged: ModuleType) -> None:
+@judges()
+def law_diagnostics(alg: ModuleType) -> None:
     """Means, spread, clipped and bypassed shares and effective sample size by plain arithmetic over entries that exist."""
-    rollout, plan, _ = loose_plan(algorithms)
+    rollout, plan, _ = loose_plan(alg)
     anchor, adv = normal(3, 4, 5, seed=51), double([1.0, -1.0, 0.0, -2.0])
     ll = anchor + normal(3, 4, 5, seed=52)
     for name in ("diffu-grpo", "stabledrl-elbo"):
-        method = config.with_options(algorithms.METHODS[name], {"reduction": "token"})
+        method = config.with_options(alg.METHODS[name], {"reduction": "token"})
         key, low, high = ("objective.epsilon_high", 0.5, 1.4) if name == "diffu-grpo" else ("objective.cap", 0.0, 1.7)
         method = config.with_options(method, {key: high - (name == "diffu-grpo")})
         seen = [(float((ll - anchor)[k, b, i]), float(adv[b])) for k, b, i in plan.scored.nonzero().tolist()]
@@ -1687,16 +1686,16 @@ def law_diagnostics(judged: ModuleType) -> None:
             "bypass_fraction": sum(a < 0 and x > high for x, (_, a) in zip(r, seen, strict=True)) / n,
             "effective_sample_size": sum(r) ** 2 / (n * sum(x * x for x in r)),
         }
-        got = judged.ratio_diagnostics(method, plan, rollout, ll, anchor, adv)
+        got = alg.ratio_diagnostics(method, plan, rollout, ll, anchor, adv)
         assert any(a < 0 and x < 0.5 for x, (_, a) in zip(r, seen, strict=True)), "no ratio below the clip"
         assert any(a == 0 and x > high for x, (_, a) in zip(r, seen, strict=True)), "no ratio above it with adv = 0"
         assert set(got) == set(expected) and 0 < expected["clip_fraction"] < 1 and 0 < expected["bypass_fraction"] < 1
         for key, value in expected.items():
             close(got[key], value, f"{name}: {key}")
-        calm = judged.ratio_diagnostics(method, plan, rollout, ll, ll, adv)
+        calm = alg.ratio_diagnostics(method, plan, rollout, ll, ll, adv)
         close([calm["ratio_mean"], calm["effective_sample_size"], calm["clip_fraction"]], [1.0, 1.0, 0.0], "on policy")
-        nothing = algorithms.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
-        assert judged.ratio_diagnostics(method, nothing, rollout, ll, anchor, adv) == {}, "no entries"
+        nothing = alg.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
+        assert alg.ratio_diagnostics(method, nothing, rollout, ll, anchor, adv) == {}, "no entries"
 
 
 # The laws of the method families, each in a file of its own; they register themselves.

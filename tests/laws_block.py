@@ -45,7 +45,7 @@ from laws import (
     walk_gradient,
 )
 from laws_stabledrl import eubo_by_loops, weighted
-from minidrl import algorithms, denoiser, oracle, report, trainer
+from minidrl import denoiser, oracle, trainer
 from minidrl.sampler import Sampler, generate
 from minidrl.tasks.countdown import tokenizer
 
@@ -217,16 +217,14 @@ def law_block_elbo_refusals(alg: ModuleType) -> None:
     refuses(lambda: plan_of(alg, rollout, domain="eos"), "plan.domain", "'eos'")
 
 
-@judges("2.8", module=report)
-def law_block_estimator(report: ModuleType) -> None:
+@judges("2.8")
+def law_block_estimator(alg: ModuleType) -> None:
     """The entry of the table of estimators: as many forwards as states asked for, with the mean oracle.block_elbo."""
-    model, rollout = tabular(*MODEL), blocked(algorithms, [RESPONSE] * 2000, [KEEPS[0]] * 2000, 2)
-    for states in report.ESTIMATOR_CALLS.get("block ELBO", (1, 2, 4)):
-        plan = report.ESTIMATORS["block ELBO"](rollout, seeded(9), num_states=states)
+    model, rollout = tabular(*MODEL), blocked(alg, [RESPONSE] * 2000, [KEEPS[0]] * 2000, 2)
+    for states in alg.ESTIMATOR_CALLS.get("block ELBO", (1, 2, 4)):
+        plan = alg.ESTIMATORS["block ELBO"](rollout, seeded(9), num_states=states)
         assert plan.network_calls == states * 2000 and plan.scored.shape == (2 * states, 2000, 4)
-        mean_is(
-            ll_of(algorithms, model, rollout, plan)[0, :, 0], oracle.block_elbo(model, RESPONSE, 2).item(), f"{states} states"
-        )
+        mean_is(ll_of(alg, model, rollout, plan)[0, :, 0], oracle.block_elbo(model, RESPONSE, 2).item(), f"{states} states")
 
 
 # ======================================================================================= 3.5 The trajectory as a staircase

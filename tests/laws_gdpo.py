@@ -42,7 +42,7 @@ from laws import (
     subset_scores,
     tabular,
 )
-from minidrl import algorithms, config, oracle, report
+from minidrl import config, oracle
 
 COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
@@ -265,6 +265,21 @@ def law_stochastic_counts_are_exact_for_linear_models(alg: ModuleType) -> None:
 
 
 @judges("2.6")
+def law_rounded_counts_are_the_nearest(alg: ModuleType) -> None:
+    """rounded: at every node the integer next to 1 + t (n - 1), at most half of a position off; of n = 1 .. 40 positions."""
+    lengths, gaps = range(1, 41), []
+    keep = [[1] * n + [0] * (40 - n) for n in lengths]
+    rollout = rollout_of(alg, [[1] * 40] * 40, keep)
+    for nodes in (2, 3, 4):
+        plan = alg.quadrature_plan(rollout, seeded(), num_nodes=nodes, masks_per_node=1, counts="rounded", domain="keep")
+        wanted = double([[1 + t * (n - 1) for n in lengths] for t in rule(nodes)[0]])
+        gaps.append(plan.scored.sum(-1) - wanted)
+    gap = torch.cat(gaps)
+    assert float(gap.abs().max()) <= 0.5 + 1e-9, f"off by {gap.abs().max()}"
+    assert float(gap.max()) > 0.45 and float(gap.min()) < -0.45, "the fixture has fractions on both sides of one half"
+
+
+@judges("2.6")
 def law_constant_models_show_the_scale(alg: ModuleType) -> None:
     """logp c everywhere: fixed counts give n c in every draw; floor gives sum of w floor(t n)/(t n) of it, 0.72 at n = 8."""
     published = {(4, 2): 0.475, (4, 3): 0.679, (8, 2): 0.771, (8, 3): 0.718, (16, 3): 0.872, (64, 2): 0.976, (256, 3): 0.9916}
@@ -420,19 +435,19 @@ def law_quadrature_refusals(alg: ModuleType) -> None:
         refuses(lambda o={**good, key: value}: alg.quadrature_plan(rollout, seeded(), **o), f"plan.{key}", repr(value), more)
 
 
-@judges("2.6", "2.5", module=report)
-def law_quadrature_estimators(report: ModuleType) -> None:
+@judges("2.6", "2.5")
+def law_quadrature_estimators(alg: ModuleType) -> None:
     """The three SDMC entries of the table of estimators: a state a node, and the mean that enumeration gives."""
     model, keep, seen = tabular(4, 3), (1, 1, 1, 1), 0
-    rollout, scores = repeated(algorithms, RESPONSE, keep, 2000), subset_scores(model, RESPONSE, frozenset(range(4)))
+    rollout, scores = repeated(alg, RESPONSE, keep, 2000), subset_scores(model, RESPONSE, frozenset(range(4)))
     kinds = {"SDMC": "bernoulli", "SDMC, fixed counts": "rounded", "SDMC, as released": "floor"}
     for name, how in kinds.items():
-        for states in report.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
-            plan = report.ESTIMATORS[name](rollout, seeded(67), num_states=states)
+        for states in alg.ESTIMATOR_CALLS.get(name, (1, 2, 4)):
+            plan = alg.ESTIMATORS[name](rollout, seeded(67), num_states=states)
             assert plan.scored.shape == (states, 2000, 4), name
             mean_is(scored_values(plan, scores), expected(model, keep, states, how), f"{name}, {states} states")
             seen += 1
-    assert seen >= 6 and {name for name in report.ESTIMATORS if "SDMC" in name} == set(kinds)
+    assert seen >= 6 and {name for name in alg.ESTIMATORS if "SDMC" in name} == set(kinds)
 
 
 # ================================================================================================== ratios and methods

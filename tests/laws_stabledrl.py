@@ -47,7 +47,7 @@ from laws import (
     token_logps,
     weights_of,
 )
-from minidrl import algorithms, diagnostics, oracle
+from minidrl import oracle
 
 # ================================================================================================= 2.7 states of block samplers
 
@@ -593,8 +593,8 @@ def law_noise_makes_log_normal_ratios(alg: ModuleType) -> None:
         close(second, math.exp(2 * s * s) * math.expm1(2 * s * s), f"variance at {s}", 1e-6)
 
 
-@judges(module=diagnostics)
-def law_bypass_rate_of_noise(judged: ModuleType) -> None:
+@judges()
+def law_bypass_rate_of_noise(alg: ModuleType) -> None:
     """The share of bad answers beyond the clip is erfc(log(1 + epsilon) / 2 s) / 2; good answers bypass nothing.
 
     The noise of a ratio is given as its quantiles, so that shares are exact up to one over their number.
@@ -602,20 +602,20 @@ def law_bypass_rate_of_noise(judged: ModuleType) -> None:
     count = 20000
     normal_quantile = statistics.NormalDist().inv_cdf
     noise_of_ratio = double([normal_quantile((i + 0.5) / count) for i in range(count)])
-    rollout = rollout_of(algorithms, [[1]] * count)
+    rollout = rollout_of(alg, [[1]] * count)
     one = torch.ones(1, count, 1, dtype=torch.bool)
-    plan = algorithms.Plan(torch.zeros(1, count, 4).bool(), one, torch.ones(1, count, dtype=torch.float64), one[..., 0])
+    plan = alg.Plan(torch.zeros(1, count, 4).bool(), one, torch.ones(1, count, dtype=torch.float64), one[..., 0])
     anchor = torch.full((1, count, 1), -3.0, dtype=torch.float64)
     known = {(0.3, 0.2): 0.3337, (0.1, 0.2): 0.0987, (1.0, 0.2): 0.4487, (1.0, 4.0): 0.1275}
     for (s, epsilon), share in known.items():
-        clip = functools.partial(algorithms.ppo_clip, epsilon_low=0.2, epsilon_high=epsilon)
-        method = replace(algorithms.METHODS["grpo"], objective=clip)
+        clip = functools.partial(alg.ppo_clip, epsilon_low=0.2, epsilon_high=epsilon)
+        method = replace(alg.METHODS["grpo"], objective=clip)
         truth = math.erfc(math.log1p(epsilon) / (2 * s)) / 2
         close(truth, share, "the constant", 1e-4)
         ll = anchor + math.sqrt(2) * s * noise_of_ratio[None, :, None]
         for adv, expected in ((-1.0, truth), (1.0, 0.0), (0.0, 0.0)):
             signs = torch.full((count,), adv, dtype=torch.float64)
-            seen = judged.ratio_diagnostics(method, plan, rollout, ll, anchor, signs)
+            seen = alg.ratio_diagnostics(method, plan, rollout, ll, anchor, signs)
             close(seen["bypass_fraction"], expected, f"deviation {s}, epsilon {epsilon}, adv {adv}", 1e-4)
         close(seen["log_ratio_std"], math.sqrt(2) * s, "spread", 1e-3)
 

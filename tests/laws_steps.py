@@ -117,7 +117,7 @@ def law_entropy_plan_shared(alg: ModuleType) -> None:
 
 @judges("3.2")
 def law_entropy_plan_weights(alg: ModuleType) -> None:
-    """sum: 1; mean: 1/K; token_mean: 1/(K tokens of the step); whatever the number of valid states."""
+    """sum: 1; mean: 1/K; token_mean: 1/(K tokens of the step); whatever else is valid; finite where nothing is scored."""
     uneven = torch.tensor([[0, 0, 0, 1, 2, 2, 3, 3], *STEPS[1:]])
     for states in (2, 3):
         for weight in ("sum", "mean", "token_mean"):
@@ -129,6 +129,9 @@ def law_entropy_plan_weights(alg: ModuleType) -> None:
                     tokens = sum(int(s) == int(plan.step[k, b]) for s in uneven[b])
                     expected = {"sum": 1.0, "mean": 1 / states, "token_mean": 1 / (states * tokens)}[weight]
                     close(plan.weight[k, b], expected, f"{weight}, row {b}, rank {k}")
+            assert bool(plan.weight.isfinite().all()) and not plan.scored.any(-1).all(), "also where nothing is scored"
+            loss = alg.aggregate(torch.ones(states, 4, 1).double(), plan, rollout, level="step", how="sequence_mean")
+            close(loss, (plan.weight * plan.valid).sum() / 4, "which adds nothing to a loss")
     sizes = {int(n) for n in plan.scored.sum(-1).flatten()}
     assert {1, 2, 3} <= sizes, f"the fixture has steps of {sizes} tokens"
 
@@ -378,10 +381,10 @@ def graph_features(alg: ModuleType, method: Any, model: Any, rollout: Any, plan:
 
 @judges("10.1")
 def law_exact_kl_in_the_loss(alg: ModuleType) -> None:
-    """KL("exact"): beta times the kl_ref summed over the step, divided by its tokens where ll is. target old: the anchor."""
+    """KL("exact"): beta times the kl_ref summed over the step, divided by the length where ll is. target old: the anchor."""
     drawn, old, new, ref, reward = experience()
     rollout = alg.Rollout(**vars(drawn))
-    for normalizer in ("none", "step_tokens"):
+    for normalizer in ("none", "kept_length"):
         exact = released(alg, kl=alg.KL("exact", 0.3), features=("logp", "kl_ref"), normalizer=normalizer)
         plan = exact.plan(rollout, seeded())
         feature = graph_features(alg, exact, new, rollout, plan, ref)
@@ -393,7 +396,7 @@ def law_exact_kl_in_the_loss(alg: ModuleType) -> None:
         for k, b in itertools.product(range(2), range(8)):
             truth = kl_by_hand(new, ref, rollout, plan, k, b, 1.0)
             if truth:
-                tokens = len(truth) if normalizer == "step_tokens" else 1
+                tokens = int(rollout.lengths[b]) if normalizer == "kept_length" else 1
                 expected = expected + 0.3 * sum(truth.values()) / tokens / (2 * len(truth)) / 8
         penalty = loss(exact) - free
         close(penalty, expected, f"exact KL, {normalizer}")
@@ -403,20 +406,6 @@ def law_exact_kl_in_the_loss(alg: ModuleType) -> None:
             gap = (ll[k, b, 0] - anchor[k, b, 0]).item()
             by_old += 0.3 * (math.exp(-gap) - 1 + gap) * float(plan.weight[k, b]) / 8
         close(loss(dataclasses.replace(exact, kl=alg.KL("k3", 0.3, target="old"))) - free, by_old, "target old")
-
-
-@judges("10.1", "5.1")
-def law_step_tokens_normalizer(alg: ModuleType) -> None:
-    """step_tokens: each step's ll is divided by its own number of tokens, so that a ratio becomes its n-th root."""
-    rollout = four_steps(alg, unmask_step=torch.tensor([[0, 0, 0, 1, 1, 2, 2, 3], *STEPS[1:]]))
-    method = released(alg, normalizer="step_tokens")
-    plan = config.with_options(method, {"plan.num_states": 3}).plan(rollout, seeded())
-    logp = {"logp": -normal(3, 4, 8, seed=61).abs()}
-    got, plain = (alg.reduced(row, plan, rollout, logp) for row in (method, released(alg)))
-    for k, b in plan.valid.nonzero().tolist():
-        values = [logp["logp"][k, b, i].item() for i in sorted(positions(plan.scored[k, b]))]
-        close(plain[k, b], [sum(values)], "sum")
-        close(got[k, b], [sum(values) / len(values)], "mean over the step's tokens")
 
 
 # ======================================================================= 4.2 The exact kernel of the low-confidence sampler

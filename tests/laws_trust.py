@@ -15,7 +15,7 @@ from torch import Tensor
 
 import laws
 from laws import Formula, close, coefficients, double, formula, judges, normal, refuses, seeded
-from minidrl import algorithms, config, diagnostics, oracle
+from minidrl import config, oracle
 
 DELTAS = (0.05, 0.15, 0.5, 2.5, 12.5)
 PAIRS = ((1e-4, 1e-2), (1e-3, 0.4), (0.02, 0.17), (0.3, 0.31), (0.5, 0.5), (0.5, 0.9), (0.6, 0.2), (0.99, 0.8), (0.999, 1e-4))
@@ -561,10 +561,10 @@ def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
     assert seen == {True, False}, "the fixture clips one and lets another pass"
 
 
-@judges(module=diagnostics)
-def law_trust_diagnostics(judged: Any) -> None:
+@judges()
+def law_trust_diagnostics(alg: Any) -> None:
     """clip_fraction of a trust region: the share beyond it on the way out; 0 at delta 12.5; dual clip: both of its sides."""
-    rollout, plan, _ = laws.loose_plan(algorithms)
+    rollout, plan, _ = laws.loose_plan(alg)
     mu = torch.rand(3, 4, 5, generator=seeded(77), dtype=torch.float64) * 0.98 + 0.01
     pi = torch.rand(3, 4, 5, generator=seeded(78), dtype=torch.float64) * 0.98 + 0.01
     adv = double([1.0, -1.0, 2.0, -2.0])
@@ -578,8 +578,8 @@ def law_trust_diagnostics(judged: Any) -> None:
         "ppo-released": lambda p, m, a: (p / m > 1.2) if a > 0 else (p / m < 0.8 or p / m > 3.0),
     }
     for name, rule in rules.items():
-        method = algorithms.METHODS[name]
-        got = judged.ratio_diagnostics(method, plan, rollout, pi.log(), mu.log(), adv)["clip_fraction"]
+        method = alg.METHODS[name]
+        got = alg.ratio_diagnostics(method, plan, rollout, pi.log(), mu.log(), adv)["clip_fraction"]
         close(got, sum(rule(*point) for point in seen) / len(seen), name)
         assert name == "drpo-released" or 0 < got < 1
     assert any(a < 0 and p / m > 3.0 for p, m, a in seen), "dual clip acts"

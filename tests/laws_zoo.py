@@ -109,6 +109,19 @@ def law_progress_advantage(alg: ModuleType) -> None:
         assert int((got.unflatten(1, (2, 3)).abs().sum(2) > 0).sum(0).max()) <= keep
 
 
+@judges("6.5")
+def law_progress_advantage_of_few(alg: ModuleType) -> None:
+    """A group that a state has lost altogether, or but for one member, has advantage 0 there, and the other one its own."""
+    reward, steps = normal(6, seed=64).tolist(), normal(4, 6, seed=65).tolist()
+    valid = [[1] * 6, [1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0] * 6]
+    options = {"num_states": 4, "eps": 1e-4}
+    time = torch.zeros(4, 6, dtype=torch.float64)
+    got = alg.progress_advantage(double(reward), 3, double(steps), torch.tensor(valid).bool(), time, **options)
+    close(got, progress(reward, steps, valid, 3, 4, 1e-4))
+    close(got[1:, 3:], [[0.0] * 3] * 3, "one of three, none, none")
+    assert bool((got[0] != 0).all()) and bool((got[1, :3] != 0).all()), "where there are members to compare"
+
+
 # ---------------------------------------------------------------------------------------------------------- 8.14, 8.15 losses
 
 

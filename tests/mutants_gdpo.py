@@ -39,6 +39,15 @@ MUTANTS: list[Mutant] = [
         "2.6", 'if counts == "stochastic" else 0.5', "if False else 0.5", "law_stochastic_counts_are_exact_for_linear_models"
     ),
     Mutant("2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_quadrature_states"),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.4', "law_rounded_counts_are_the_nearest"
+    ),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.6', "law_rounded_counts_are_the_nearest"
+    ),
+    Mutant(
+        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_rounded_counts_are_the_nearest"
+    ),
     Mutant("2.6", SCALE, "scale = n / count", "law_constant_models_show_the_scale"),
     Mutant("2.6", SCALE, "scale = 1 / t", "law_constant_models_show_the_scale"),
     Mutant("2.6", LOST, LOST.replace(".floor()", ".round()"), "law_constant_models_show_the_scale"),
@@ -49,7 +58,7 @@ MUTANTS: list[Mutant] = [
         "(noise < t[..., None]).all(-1, keepdim=True) & inside",
         "law_quadrature_fails_where_the_doubt_is_at_one_end",
     ),
-    Mutant("2.6", RULE, FEWER, "law_quadrature_fails_where_the_doubt_is_at_one_end"),
+    Mutant("2.6", RULE, FEWER, "law_quadrature_fails_where_the_doubt_is_at_one_end", where="gauss_legendre"),
     Mutant("2.6", BY_TIME, "(w**2 / masks_per_node / t).expand(-1, len(n))", "law_quadrature_variance"),
     Mutant("2.6", BY_TIME, "(w / masks_per_node**0.5 / t).expand(-1, len(n))", "law_quadrature_variance"),
     Mutant("2.6", "x.repeat_interleave(masks_per_node)", "x.repeat(masks_per_node)", "law_quadrature_states"),
@@ -79,39 +88,56 @@ MUTANTS: list[Mutant] = [
     ),
     # ------------------------------------------------------------------------------------------------------- ratios and rows
     Mutant("7.1", "    return ll - anchor", "    return anchor - ll", "law_shared_masks_make_the_first_update_on_policy"),
-    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_shared_masks_make_the_first_update_on_policy"),
-    Mutant("10.1", GDPO, GDPO.replace("none", "kept_length"), "law_methods"),
+    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_shared_masks_make_the_first_update_on_policy", where="_GDPO"),
+    Mutant("10.1", GDPO, GDPO.replace("none", "kept_length"), "law_methods", where="_GDPO"),
     Mutant(
         "10.1",
         'method if method.kl.of == "ratio" else replace(method, normalizer="none")',
         "method",
         "law_kl_of_the_whole_log_likelihood",
+        where="kl_target",
     ),
-    Mutant("10.1", 'if method.kl.of == "ratio" else', "if False else", "law_kl_of_the_whole_log_likelihood"),
+    Mutant("10.1", 'if method.kl.of == "ratio" else', "if False else", "law_kl_of_the_whole_log_likelihood", where="kl_target"),
     Mutant(
         "10.1",
         'num_nodes=3, masks_per_node=1, counts="bernoulli"',
         'num_nodes=3, masks_per_node=1, counts="rounded"',
         "law_methods",
+        where="_GDPO",
     ),
-    Mutant("10.1", 'counts="floor", domain="all"), aggregation', 'counts="floor", domain="keep"), aggregation', "law_methods"),
-    Mutant("10.1", 'normalizer="padded_length", refresh', 'normalizer="kept_length", refresh', "law_methods"),
+    Mutant(
+        "10.1",
+        'counts="floor", domain="all"), aggregation',
+        'counts="floor", domain="keep"), aggregation',
+        "law_methods",
+        where="_GDPO_RELEASED",
+    ),
+    Mutant(
+        "10.1",
+        'normalizer="padded_length", refresh',
+        'normalizer="kept_length", refresh',
+        "law_methods",
+        where="_GDPO_RELEASED",
+    ),
     Mutant(
         "10.1",
         'there of the micro-batch", aggregation="token_mean"',
         'there of the micro-batch", aggregation="fixed_length"',
         "law_methods",
+        where="_DIFFU_GRPO_RELEASED",
     ),
     Mutant(
         "2.6",
         'num_nodes=num_states, counts="rounded"',
         'num_nodes=num_states, counts="floor"',
         "law_quadrature_estimators",
+        where="ESTIMATORS",
     ),
     Mutant(
         "2.6",
         'num_nodes=num_states, counts="floor"',
         'num_nodes=num_states, counts="stochastic"',
         "law_quadrature_estimators",
+        where="ESTIMATORS",
     ),
 ]

@@ -205,12 +205,14 @@ MUTANTS: list[Mutant] = [
         "((adv[present] < 0) & (ratio > clip_bounds(method)[1]))",
         "((adv[present] <= 0) & (ratio > clip_bounds(method)[1]))",
         "law_bypass_rate_of_noise",
+        where="ratio_diagnostics",
     ),
     Mutant(
         "",
         "((adv[present] < 0) & (ratio > clip_bounds(method)[1]))",
         "((adv[present] < 0) & (ratio < clip_bounds(method)[0]))",
         "law_bypass_rate_of_noise",
+        where="ratio_diagnostics",
     ),
     # --------------------------------------------------------------------------------------------------------------- rows
     Mutant(
@@ -218,19 +220,34 @@ MUTANTS: list[Mutant] = [
         "extra=partial(sandwich, eubo_beta=1.5, omega=0.5)",
         "extra=partial(sandwich, eubo_beta=1.0, omega=0.5)",
         "law_methods",
+        where="_STABLEDRL",
     ),
     Mutant(
         "10.1",
         "extra=partial(sandwich, eubo_beta=1.5, omega=0.5)",
         "extra=partial(sandwich, eubo_beta=1.5, omega=1.0)",
         "law_methods",
+        where="_STABLEDRL",
     ),
-    Mutant("10.1", "partial(self_normalized_clip, cap=math.inf))", "partial(self_normalized_clip, cap=6.0))", "law_methods"),
+    Mutant(
+        "10.1",
+        "partial(self_normalized_clip, cap=math.inf))",
+        "partial(self_normalized_clip, cap=6.0))",
+        "law_methods",
+        where="_SELF_NORM_ONLY",
+    ),
     Mutant(
         "10.1",
         "objective=partial(truncated_is, floor=0.0, cap=6.0),",
         "objective=partial(truncated_is, floor=0.0, cap=5.0),",
         "law_methods",
+        where="_CLIP_ONLY",
     ),
-    Mutant("10.1", 'aggregation="length_weighted", anchor="none"', 'aggregation="sequence_mean", anchor="none"', "law_methods"),
+    Mutant(
+        "10.1",
+        'aggregation="length_weighted", anchor="none"',
+        'aggregation="sequence_mean", anchor="none"',
+        "law_methods",
+        where="_SPG",
+    ),
 ]

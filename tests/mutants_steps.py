@@ -33,6 +33,7 @@ MUTANTS: list[Mutant] = [
         "masked_fill(rollout.unmask_step < 0, 0)\n",
         "clone()\n",
         "law_entropy_plan_takes_the_most_uncertain_steps",
+        where="_step_entropy",
     ),
     Mutant(
         "3.2",
@@ -52,6 +53,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("3.2", "plan.weight / (num_states * tokens)", "plan.weight / num_states", "law_entropy_plan_weights"),
     Mutant("3.2", "plan.weight / (num_states * tokens)", "plan.weight / tokens", "law_entropy_plan_weights"),
+    Mutant("3.2", ".clamp(min=1) if weight", " if weight", "law_entropy_plan_weights"),
+    Mutant("3.2", ".clamp(min=1) if weight", ".clamp(min=2) if weight", "law_entropy_plan_weights"),
     Mutant("3.2", 'return plan if weight == "sum"', 'return plan if weight == "mean"', "law_entropy_plan_weights"),
     Mutant(
         "3.2",
@@ -61,7 +64,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("3.2", 'if weight not in ("sum", "mean", "token_mean"):', "if False:", "law_step_plan_refusals"),
     Mutant("3.2", "    _check_num_states(rollout, num_states)\n    if weight", "    if weight", "law_step_plan_refusals"),
-    Mutant("3.2", "if name not in rollout.records:", "if False:", "law_step_plan_refusals"),
+    Mutant("3.2", "if name not in rollout.records:", "if False:", "law_step_plan_refusals", where="_record"),
     Mutant("3.2", "    if shared:\n", "    if True:\n", "law_selection_by_trajectory_is_biased"),
     Mutant("3.2", "    if shared:\n", "    if False:\n", "law_selection_by_trajectory_is_biased"),
     Mutant(
@@ -69,24 +72,28 @@ MUTANTS: list[Mutant] = [
         'values["entropy"] = -_expectation(read, read)',
         'values["entropy"] = -_expectation(read, read) / 64',
         "law_entropy_bounds_what_a_fixed_selection_loses",
+        where="_read",
     ),
     Mutant(
         "4.1",
         'values["entropy"] = -_expectation(read, read)',
         'values["entropy"] = -_expectation(read, read) / 2',
         "law_entropy_bounds_the_score",
+        where="_read",
     ),
     Mutant(
         "4.1",
         'values["entropy"] = -_expectation(read, read)',
         'values["entropy"] = -_expectation(read, read) / math.log(2)',  # bits
         "law_entropy_bounds_the_score",
+        where="_read",
     ),
     Mutant(
         "4.1",
         "read = (logits / temperature).log_softmax(-1)",
         "read = logits.log_softmax(-1)",
         "law_score_at_another_temperature",
+        where="_read",
     ),
     # --------------------------------------------------------------------------------------------------- 3.3 merged steps
     Mutant("3.3", 'merge, rounding_mode="floor")', 'merge, rounding_mode="trunc")', "law_merged_states"),
@@ -125,23 +132,29 @@ MUTANTS: list[Mutant] = [
         "law_one_step_values",
     ),
     Mutant("4.1", '"topk_ids")[row][scored]', '"topk_ids")[row * 0][scored]', "law_topk_logp"),
-    Mutant("4.1", 'values["topk_logp"] = read.gather(', 'values["topk_logp"] = read.exp().gather(', "law_topk_logp"),
-    Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(theirs, read - theirs)", "law_exact_kl"),
-    Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(read, theirs - read)", "law_exact_kl"),
-    Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(read.detach(), read - theirs)", "law_exact_kl"),
+    Mutant(
+        "4.1", 'values["topk_logp"] = read.gather(', 'values["topk_logp"] = read.exp().gather(', "law_topk_logp", where="_read"
+    ),
+    Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(theirs, read - theirs)", "law_exact_kl", where="_read"),
+    Mutant("4.1", "_expectation(read, read - theirs)", "_expectation(read, theirs - read)", "law_exact_kl", where="_read"),
+    Mutant(
+        "4.1", "_expectation(read, read - theirs)", "_expectation(read.detach(), read - theirs)", "law_exact_kl", where="_read"
+    ),
     Mutant(
         "4.1",
         "        with torch.no_grad():\n            theirs",
         "        with torch.enable_grad():\n            theirs",
         "law_head_in_parts",
+        where="_read",
     ),
-    Mutant("4.1", "(reference.head(their_h) / temperature)", "reference.head(their_h)", "law_exact_kl"),
-    Mutant("4.1", "value.masked_fill(log_probs == -torch.inf, 0)", "value", "law_exact_kl"),
+    Mutant("4.1", "(reference.head(their_h) / temperature)", "reference.head(their_h)", "law_exact_kl", where="_read"),
+    Mutant("4.1", "value.masked_fill(log_probs == -torch.inf, 0)", "value", "law_exact_kl", where="_expectation"),
     Mutant(
         "4.1",
         "_expectation(read, read - theirs)",
         "_expectation(read, theirs.exp() - read.exp())",
         "law_exact_kl_is_the_mean_of_k3",
+        where="_read",
     ),
     Mutant("7.2", "torch.expm1(-u) + u", "torch.expm1(u) - u", "law_exact_kl_is_the_mean_of_k3"),
     Mutant(
@@ -163,16 +176,10 @@ MUTANTS: list[Mutant] = [
         "law_exact_kl_in_the_loss",
     ),
     Mutant(
-        "10.1",
-        '"step_tokens": plan.scored.sum(-1).clamp(min=1)',
-        '"step_tokens": plan.scored.any(-1).sum(0).clamp(min=1)',
-        "law_step_tokens_normalizer",
-    ),
-    Mutant(
         "5.1",
         "ll if normalizer is None else ll / normalizer[..., None]",
         "ll if normalizer is None else ll * normalizer[..., None]",
-        "law_step_tokens_normalizer",
+        "law_exact_kl_in_the_loss",
     ),
     # ------------------------------------------------------------------------------------------------- 4.2 exact kernel
     Mutant(
@@ -180,24 +187,26 @@ MUTANTS: list[Mutant] = [
         "mine, log_probs = _confidence(logits), (",
         "mine, log_probs = (logits / temperature).log_softmax(-1).float(), (",
         "law_order_kernel",
+        where="_passed_over",
     ),
-    Mutant("4.2", "(log_probs.exp() * (", "(mine.exp() * (", "law_order_kernel"),
+    Mutant("4.2", "(log_probs.exp() * (", "(mine.exp() * (", "law_order_kernel", where="_passed_over"),
     Mutant(
         "4.2",
         "lowest = chosen.amin(-1, keepdim=True)",
         "lowest = chosen.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)",
         "law_order_kernel",
     ),
-    Mutant("4.2", "((mine < limit) |", "((mine > limit) |", "law_order_kernel"),
+    Mutant("4.2", "((mine < limit) |", "((mine > limit) |", "law_order_kernel", where="_passed_over"),
     Mutant("4.2", "(total / scored.sum(-1).clamp(min=1))[:, None]", "total[:, None]", "law_order_kernel"),
-    Mutant("4.2", "return hidden & (block ==", "return hidden | (block !=", "law_order_kernel"),
+    Mutant("4.2", "return hidden & (block ==", "return hidden | (block !=", "law_order_kernel", where="_candidates"),
     Mutant(
         "4.2",
         "hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)",
         "hidden",
         "law_order_kernel",
+        where="_candidates",
     ),
-    Mutant("4.2", "states) & ~scored, _spread", "states), _spread", "law_order_kernel"),
+    Mutant("4.2", "states) & ~scored, _spread", "states), _spread", "law_order_kernel", where="state_features"),
     Mutant(
         "4.2",
         "place[:, None] > last[state]",
@@ -209,12 +218,14 @@ MUTANTS: list[Mutant] = [
         "((mine < limit) | ((mine == limit) & later))",
         "(mine < limit)",
         "law_order_kernel_on_ties",
+        where="_passed_over",
     ),
     Mutant(
         "4.2",
         "((mine < limit) | ((mine == limit) & later))",
         "(mine <= limit)",
         "law_order_kernel_on_ties",
+        where="_passed_over",
     ),
     Mutant(
         "4.2",
@@ -227,64 +238,89 @@ MUTANTS: list[Mutant] = [
         'feature["logp"] + feature["order_logp"] if "order_logp"',
         'feature["logp"] if "order_logp"',
         "law_exact_score_is_the_policy_gradient",
+        where="reduced",
     ),
     Mutant(
         "4.2",
         'feature["logp"] + feature["order_logp"] if "order_logp"',
         'feature["logp"] - feature["order_logp"] if "order_logp"',
         "law_exact_score_is_the_policy_gradient",
+        where="reduced",
     ),
     Mutant(
-        "4.2", '{"log_f": probability.clamp(', '{"log_f": probability.detach().clamp(', "law_exact_score_is_the_policy_gradient"
+        "4.2",
+        '{"log_f": probability.clamp(',
+        '{"log_f": probability.detach().clamp(',
+        "law_exact_score_is_the_policy_gradient",
+        where="_passed_over",
     ),
     Mutant(
         "4.2",
         "(log_probs.exp() * (",
         "(log_probs.exp().detach() * (",
         "law_mean_score_is_zero_with_the_order_only",
+        where="_passed_over",
     ),
     Mutant("4.2", "return scored * (total /", "return 0 * scored * (total /", "law_mean_score_is_zero_with_the_order_only"),
-    Mutant("4.2", "((mine < limit) |", "((mine > limit) |", "law_objective_jumps_where_confidences_cross"),
+    Mutant(
+        "4.2", "((mine < limit) |", "((mine > limit) |", "law_objective_jumps_where_confidences_cross", where="_passed_over"
+    ),
     Mutant(
         "4.2",
         "((mine < limit) |",
         "(torch.sigmoid(50 * (mine - limit).neg()) +",
         "law_objective_jumps_where_confidences_cross",
+        where="_passed_over",
     ),  # smoothed
     Mutant(
-        "4.2", "probability.clamp(min=torch.finfo(probability.dtype).tiny).log()", "probability.log()", "law_impossible_orders"
+        "4.2",
+        "probability.clamp(min=torch.finfo(probability.dtype).tiny).log()",
+        "probability.log()",
+        "law_impossible_orders",
+        where="_passed_over",
     ),
     Mutant(
         "4.2",
         "probability.clamp(min=torch.finfo(probability.dtype).tiny).log()",
         "(probability + 1e-8).log()",
         "law_impossible_orders",
+        where="_passed_over",
     ),
     Mutant(
         "4.2",
         'if rollout.sampler.order != "low_confidence":',
         'if rollout.sampler.order == "random":',
         "law_other_orders_have_no_position_factor",
+        where="_candidates",
     ),
     Mutant(
         "4.2",
         'if rollout.sampler.order != "low_confidence":',
         'if rollout.sampler.order == "left_to_right":',
         "law_other_orders_have_no_position_factor",
+        where="_candidates",
     ),
     Mutant("4.2", "total / scored.sum(-1).clamp(min=1)", "total / scored.sum(-1)", "law_other_orders_have_no_position_factor"),
-    Mutant("4.2", "states) & ~scored, _spread", "states) | scored, _spread", "law_exact_kernel_costs_rows_of_the_head_only"),
+    Mutant(
+        "4.2",
+        "states) & ~scored, _spread",
+        "states) | scored, _spread",
+        "law_exact_kernel_costs_rows_of_the_head_only",
+        where="state_features",
+    ),
     Mutant(
         "4.2",
         "_at(h, scored, plan), ",
         "_at(h, scored | True, plan), ",
         "law_exact_kernel_costs_rows_of_the_head_only",
+        where="state_features",
     ),
     Mutant(
         "4.2",
         'feature["logp"] + feature["order_logp"] if "order_logp"',
         'feature["logp"] + feature["order_logp"].detach() if "order_logp"',
         "law_egspo_exact_row",
+        where="reduced",
     ),
     # ---------------------------------------------------------------------------------------------- 6.4 stepwise credit
     Mutant(
@@ -333,12 +369,14 @@ MUTANTS: list[Mutant] = [
         "plan.step.to(reward.dtype) / _num_steps(rollout)",
         "(plan.step + 1).to(reward.dtype) / _num_steps(rollout)",
         "law_stepwise_time",
+        where="advantages",
     ),
     Mutant(
         "6.4",
         "plan.step.to(reward.dtype) / _num_steps(rollout)",
         "plan.step.to(reward.dtype) / plan.step.shape[0] * 2",
         "law_stepwise_time",
+        where="advantages",
     ),
     Mutant("6.4", "    if lam < 0:\n", "    if lam < -1:\n", "law_stepwise_refusals"),
     Mutant("6.4", "        if value not in allowed:\n", "        if False:\n", "law_stepwise_refusals"),

@@ -27,10 +27,16 @@ MUTANTS: list[Mutant] = [
     Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(ll, anchor)"), "law_binary_divergence"),
     Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(anchor, ll.detach())"), "law_binary_divergence"),
     Mutant("8.7", POINTS, POINTS.replace("-torch.expm1(x)", "0 * x"), "law_binary_divergence"),
-    Mutant("8.7", CLAMPED, "mu / pi", "law_binary_divergence"),
-    Mutant("8.7", "return (pi - mu).abs().sum(-1) / 2", "return (pi - mu).abs().sum(-1)", "law_divergence_chain"),
-    Mutant("8.7", 'if form not in ("tv", "kl"):', "if False:", "law_binary_divergence"),
-    Mutant("8.8", 'if form not in ("tv", "kl"):', "if False:", "law_topk_divergence"),
+    Mutant("8.7", CLAMPED, "mu / pi", "law_binary_divergence", where="_divergence"),
+    Mutant(
+        "8.7",
+        "return (pi - mu).abs().sum(-1) / 2",
+        "return (pi - mu).abs().sum(-1)",
+        "law_divergence_chain",
+        where="_divergence",
+    ),
+    Mutant("8.7", 'if form not in ("tv", "kl"):', "if False:", "law_binary_divergence", where="_divergence"),
+    Mutant("8.8", 'if form not in ("tv", "kl"):', "if False:", "law_topk_divergence", where="_divergence"),
     Mutant(
         "8.8", "own = (~drawn).expand(ll.shape)[..., None]", "own = drawn.expand(ll.shape)[..., None]", "law_divergence_chain"
     ),
@@ -48,7 +54,7 @@ MUTANTS: list[Mutant] = [
         "law_topk_divergence",
     ),
     Mutant("8.8", "rollout.response[..., None]).any(-1)", "rollout.response[..., None]).all(-1)", "law_topk_divergence"),
-    Mutant("8.8", CLAMPED, "mu / pi", "law_topk_divergence"),
+    Mutant("8.8", CLAMPED, "mu / pi", "law_topk_divergence", where="_divergence"),
     # ----------------------------------------------------------------------------------------------------- 8.9 the mask
     Mutant("8.9", MASK, MASK.replace("> 0", "< 0"), "law_trust_mask"),
     Mutant("8.9", MASK, MASK.replace("> 0", ">= 0"), "law_trust_mask"),
@@ -69,7 +75,7 @@ MUTANTS: list[Mutant] = [
         "binary_divergence(ll, anchor, form=form)",
         "law_dppo_examples",
     ),
-    Mutant("8.10", "if not value > least:", "if value < least:", "law_trust_refusals"),
+    Mutant("8.10", "if not value > least:", "if value < least:", "law_trust_refusals", where="_check_above"),
     # ----------------------------------------------------------------------------------------------- 8.11 DPPO, released
     Mutant("8.11", RELEASED, RELEASED.replace(".clamp(max=cap)", ""), "law_dppo_released"),
     Mutant("8.11", RELEASED, RELEASED.replace(" * inside", ""), "law_dppo_released"),
@@ -94,26 +100,53 @@ MUTANTS: list[Mutant] = [
     Mutant("8.13", DRPO, DRPO.replace("(ratio - 1).square()", "(ratio - 1).abs()"), "law_penalties_in_expectation"),
     Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "(2 * min(delta, 0.9))"), "law_the_boundary_must_be_a_probability"),
     # ------------------------------------------------------------------------------------ ratios of a recorded trajectory
-    Mutant("3.1", "masked = (unmask >= steps", "masked = (unmask > steps", "law_token_ratios_have_mean_one"),
+    Mutant(
+        "3.1", "masked = (unmask >= steps", "masked = (unmask > steps", "law_token_ratios_have_mean_one", where="_replay_states"
+    ),
     Mutant("7.1", "return ll - anchor", "return anchor - ll", "law_token_ratios_have_mean_one"),
     Mutant("7.1", "return ll - anchor", "return (ll - anchor) / 2", "law_left_to_right_ratios_are_importance_weights"),
     Mutant(
-        "4.1", "read = (logits / temperature)", "read = (logits * temperature)", "law_token_ratios_at_the_wrong_temperature"
+        "4.1",
+        "read = (logits / temperature)",
+        "read = (logits * temperature)",
+        "law_token_ratios_at_the_wrong_temperature",
+        where="_read",
     ),
     Mutant(
         "10.1",
         '"kept_length": rollout.lengths,',
         '"kept_length": torch.full_like(rollout.lengths, 4),',
         "law_gspo_moves_a_sequence_as_one",
+        where="normalizer",
     ),
     # ---------------------------------------------------------------------------------------------------------- rows
-    Mutant("10.1", "objective=partial(drpo, delta=0.15)", "objective=partial(drpo, delta=0.16)", "law_methods"),
-    Mutant("10.1", 'extra=partial(topk_divergence, form="tv")', "extra=None", "law_methods"),
-    Mutant("10.1", "floor=0.8, cap=1.28", "floor=0.0, cap=1.28", "law_methods"),
-    Mutant("10.1", "epsilon_high=0.2, bound=3.0", "epsilon_high=0.2, bound=4.0", "law_methods"),
+    Mutant(
+        "10.1", "objective=partial(drpo, delta=0.15)", "objective=partial(drpo, delta=0.16)", "law_methods", where="_TOKEN_ROWS"
+    ),
+    Mutant("10.1", 'extra=partial(topk_divergence, form="tv")', "extra=None", "law_methods", where="_TOKEN_ROWS"),
+    Mutant("10.1", "floor=0.8, cap=1.28", "floor=0.0, cap=1.28", "law_methods", where="_TOKEN_ROWS"),
+    Mutant("10.1", "epsilon_high=0.2, bound=3.0", "epsilon_high=0.2, bound=4.0", "law_methods", where="_TOKEN_ROWS"),
     # ----------------------------------------------------------------------------------------------------- diagnostics
-    Mutant("", '"clip_fraction": _clipped(', '"clip_fraction": 1 - 1 * _clipped(', "law_trust_diagnostics"),
-    Mutant("", 'form=words.get("form", "tv")) > words["delta"]', 'form="tv") > words["delta"]', "law_trust_diagnostics"),
-    Mutant("", "return ~trust_mask(log_ratio(ll, anchor), adv, outside)", "return outside", "law_trust_diagnostics"),
-    Mutant("", '(ratio > words.get("bound", math.inf))', "(ratio > math.inf)", "law_trust_diagnostics"),
+    Mutant(
+        "",
+        '"clip_fraction": _clipped(',
+        '"clip_fraction": 1 - 1 * _clipped(',
+        "law_trust_diagnostics",
+        where="ratio_diagnostics",
+    ),
+    Mutant(
+        "",
+        'form=words.get("form", "tv")) > words["delta"]',
+        'form="tv") > words["delta"]',
+        "law_trust_diagnostics",
+        where="_clipped",
+    ),
+    Mutant(
+        "",
+        "return ~trust_mask(log_ratio(ll, anchor), adv, outside)",
+        "return outside",
+        "law_trust_diagnostics",
+        where="_clipped",
+    ),
+    Mutant("", '(ratio > words.get("bound", math.inf))', "(ratio > math.inf)", "law_trust_diagnostics", where="_clipped"),
 ]

@@ -18,7 +18,9 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("5.1", "ll = pairs * (ll * plan.weight", "ll = (ll * plan.weight", "law_pair_reduction"),
     Mutant("5.1", ".unflatten(0, (pairs, -1)).sum(1)", ".unflatten(0, (-1, pairs)).sum(1)", "law_reductions"),
-    Mutant("5.1", ".unflatten(0, (pairs, -1)).any(1)", ".unflatten(0, (pairs, -1)).all(1)", "law_pair_reduction"),
+    Mutant(
+        "5.1", ".unflatten(0, (pairs, -1)).any(1)", ".unflatten(0, (pairs, -1)).all(1)", "law_pair_reduction", where="entries"
+    ),
     Mutant("6.5", "+ 1 + later).unflatten", "+ 1).unflatten", "law_progress_advantage"),
     Mutant(
         "6.5",
@@ -27,6 +29,20 @@ MUTANTS: list[Mutant] = [
         "law_progress_advantage",
     ),
     Mutant("6.5", ".flip(0).cumsum(0).flip(0)[1:]", ".flip(0).cumsum(0).flip(0)[:-1]", "law_progress_advantage"),
+    Mutant(
+        "6.5",
+        "count = present.sum(2, keepdim=True).clamp(min=1)",
+        "count = present.sum(2, keepdim=True)",
+        "law_progress_advantage_of_few",
+    ),
+    Mutant(
+        "6.5",
+        "count = present.sum(2, keepdim=True).clamp(min=1)",
+        "count = present.sum(2, keepdim=True).clamp(min=2)",
+        "law_progress_advantage_of_few",
+    ),
+    Mutant("6.5", "(count - 1).clamp(min=1)", "(count - 1)", "law_progress_advantage_of_few"),
+    Mutant("6.5", "(count - 1).clamp(min=1)", "(count - 1).clamp(min=2)", "law_progress_advantage_of_few"),
     Mutant("6.5", "(score * (rank < num_states))", "(score * (rank <= num_states))", "law_progress_advantage"),
     Mutant(
         "6.5",

@@ -15,16 +15,21 @@ from parity import cases, same
 
 
 def released(given, states=1, name="egspo-released"):
-    """The row with a case's numbers; ``agg`` mean = ll divided by the step's tokens, weight 1/K instead of 1/(K tokens)."""
+    """The row with a case's numbers; ``agg`` mean: weight 1/K instead of 1/(K tokens), of features as `shared` gives them."""
     options = {
         "plan.num_states": states,
         "plan.weight": "token_mean" if given["agg"] == "sum" else "mean",
-        "normalizer": "none" if given["agg"] == "sum" else "step_tokens",
         "objective.epsilon_low": given["clip_low"],
         "objective.epsilon_high": given["clip_high"],
         "kl.beta": given["beta"],
     }
     return config.with_options(alg.METHODS[name], options)
+
+
+def shared(given, plan, feature):
+    """``agg`` mean: no row divides ll by the step's tokens; each token then has its share of the mean over them."""
+    tokens = 1 if given["agg"] == "sum" else plan.scored.sum(-1, keepdim=True).clamp(min=1)
+    return {name: value / tokens for name, value in feature.items()}
 
 
 def walked(unmask_step, chosen, response=None, **given):
@@ -48,8 +53,7 @@ def test_egspo_loss(case):
     n, rows, method = given["n_tokens_per_step"], given["G"], released(given)
     rollout = walked([[0] * n] * rows, [[0]] * rows)
     plan = method.plan(rollout, laws.seeded())
-    share = n if given["agg"] == "sum" else 1
-    tokens = lambda values: {"logp": (values / share)[None, :, None].expand(1, rows, n)}  # noqa: E731
+    tokens = lambda values: {"logp": (values / n)[None, :, None].expand(1, rows, n)}  # noqa: E731
     new = double(given["step_logp_new"]).requires_grad_()
     anchor, ref = (alg.reduced(method, plan, rollout, tokens(double(given[f"step_logp_{name}"]))) for name in ("old", "ref"))
     loss = alg.method_loss(method, plan, rollout, tokens(new), double(given["adv"]), anchor, ref)
@@ -133,8 +137,10 @@ def test_egspo_from_the_table(case):
             states = torch.arange(plan.scored.shape[0] * given["G"])
             more = alg.state_features(new, rollout, plan, states, temperature=1.0, names=("kl_ref",), reference=ref)
             feature["kl_ref"] = more["kl_ref"].unflatten(0, plan.scored.shape[:2])
+        feature = shared(given, plan, feature)
         anchor, target = (
-            alg.reduced(method, plan, rollout, alg.features(model, rollout, plan, temperature=1.0)) for model in (old, ref)
+            alg.reduced(method, plan, rollout, shared(given, plan, alg.features(model, rollout, plan, temperature=1.0)))
+            for model in (old, ref)
         )
         for name, value in (("new", alg.reduced(method, plan, rollout, feature)), ("old", anchor), ("ref", target)):
             same(value[..., 0], out[f"step_logp_{name}"][ranks], name)

@@ -3,53 +3,100 @@
 import inspect
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+import judged
 import laws
-from minidrl import algorithms
 from minidrl.sampler import Sampler
-
-TAG = re.compile(r"^\((\d+\.\d+)\) ")
-
-
-def equations() -> dict[str, str]:
-    """Equation tag to the name of the function whose docstring it opens."""
-    functions = inspect.getmembers(algorithms, inspect.isfunction)
-    own = [(name, function) for name, function in functions if function.__module__ == algorithms.__name__]
-    found = [(TAG.match(function.__doc__ or ""), name) for name, function in own]
-    return {match.group(1): name for match, name in found if match}
+from test_mutants import MUTANTS
 
 
 @pytest.mark.parametrize("name", laws.LAWS)
 def test_law_holds(name):
-    laws.LAWS[name](laws.MODULES[name])
+    laws.LAWS[name](judged.SHIPPED)
 
 
-def test_every_equation_has_a_law_and_every_law_an_equation():
-    tagged = re.findall(r'"""\((\d+\.\d+)\) ', inspect.getsource(algorithms))
-    assert sorted(tagged) == sorted(equations()) and len(tagged) >= 18
-    judged = {tag for tags in laws.TAGS.values() for tag in tags}
-    assert judged == set(tagged)
+def test_no_tag_is_used_twice():
+    first, twice = {}, []
+    for tag, name, at in judged.equations():
+        if first.setdefault(tag, at) != at:
+            twice.append(f"{at}: ({tag}) opens the docstring of {name} and that at {first[tag]}: give one another number")
+    assert not twice, "\n" + "\n".join(twice)
 
 
-def plans():
-    count = {"num_states": 2, "domain": "keep"}
-    return {
-        "2.1": partial(algorithms.mean_field_plan, p_mask_prompt=0.3),
-        "2.2": partial(algorithms.elbo_time_plan, min_t=0.1, **count),
-        "2.3": partial(algorithms.elbo_count_plan, strata=True, **count),
-        "2.4": partial(algorithms.complementary_plan, **count),
-        "2.6": partial(algorithms.quadrature_plan, num_nodes=2, masks_per_node=1, counts="stochastic", domain="keep"),
-        "2.7": partial(algorithms.block_plan, num_states=2, block_length=2, p_mask=0.3),
-        "2.8": partial(algorithms.block_elbo_plan, strata=True, **count),
-        "3.1": partial(algorithms.replay_plan, num_states=2, min_entropy=0.1),
-        "3.2": partial(algorithms.entropy_plan, num_states=2, shared=False, weight="sum"),
-        "3.3": partial(algorithms.merged_plan, merge=2),
-        "3.4": partial(algorithms.prediction_plan),
-        "3.5": partial(algorithms.block_replay_plan),
-    }
+def test_every_law_judges_equations_that_exist():
+    tags, wrong = {tag for tag, _, _ in judged.equations()}, []
+    for name, law in laws.LAWS.items():
+        for tag in {*laws.TAGS[name]} - tags:
+            where = f"{law.__code__.co_filename}:{law.__code__.co_firstlineno}"
+            wrong.append(f"{where}: {name} judges ({tag}), with which no docstring of {', '.join(judged.ROOMS)} opens")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_every_equation_has_a_law_and_two_mutants_and_every_plan_its_words():
+    wrong = []
+    for tag, name, at in judged.equations():
+        number, needs = sum(mutant.tag == tag for mutant in MUTANTS), []
+        if not any(tag in tags for tags in laws.TAGS.values()):
+            needs.append(f"a law in tests/laws_*.py under @judges({tag!r})")
+        if number < 2:
+            needs.append(f"{2 - number} more mutants Mutant({tag!r}, ..) in tests/mutants_*.py")
+        if name.endswith("_plan") and unknown(name):
+            needs.append(f"a value for {', '.join(unknown(name))} in WORDS of tests/test_laws.py")
+        if needs:
+            wrong.append(f"{at}: {name} ({tag}) needs {'; '.join(needs)}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+# Fields of a row that are prose, and fields and words that only the trainer reads, which test_trainer.py judges.
+NO_EQUATION = {"title", "source", "differs", "refresh", "step_value", "sampled"}
+
+
+def test_every_field_and_every_choice_has_a_law():
+    """A field, or a word that a row may use, that no law names is one that no law judges."""
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(laws.__file__).parent.glob("laws*.py"))
+    alg, silent = judged.SHIPPED, []
+    for kind in (alg.Rollout, alg.Plan, alg.Method, alg.KL):
+        for name in inspect.get_annotations(kind):
+            if name not in NO_EQUATION and not re.search(rf"[.\"]{name}\b|\b{name}=", text):
+                silent.append(f"{kind.__name__}.{name} is a field that no law names")
+    for key, words in alg.CHOICES.items():
+        used = {getattr(row, key) for row in alg.METHODS.values()}  # law_methods judges all rows
+        for word in {*words} - used - NO_EQUATION - {"step_tokens"}:  # the last one goes
+            if f'"{word}"' not in text:
+                silent.append(f"CHOICES[{key!r}]: {word!r} is used by no row and named by no law")
+    assert not silent, "\n" + "\n".join(
+        f"{line}: add a law to tests/laws_*.py and mutants of it, or see NO_EQUATION" for line in silent
+    )
+
+
+# What the plans are given below, by the names of their keywords.
+WORDS = {
+    "p_mask_prompt": 0.3,
+    "num_states": 2,
+    "domain": "keep",
+    "min_t": 0.1,
+    "strata": True,
+    "num_nodes": 2,
+    "masks_per_node": 1,
+    "counts": "stochastic",
+    "block_length": 2,
+    "p_mask": 0.3,
+    "min_entropy": 0.1,
+    "shared": False,
+    "weight": "sum",
+    "merge": 2,
+}
+WITHOUT_CHANCE = ("entropy_plan", "merged_plan", "prediction_plan", "block_replay_plan")
+PLANS = [name for _, name, _ in judged.equations() if name.endswith("_plan")]
+
+
+def unknown(name):
+    keywords = inspect.signature(getattr(judged.SHIPPED, name)).parameters.values()
+    return [word.name for word in keywords if word.kind == word.KEYWORD_ONLY and word.name not in WORDS]
 
 
 def rollout():
@@ -58,7 +105,7 @@ def rollout():
     entropy = torch.full((3, 4), 0.5, dtype=torch.float64)
     responses = [laws.RESPONSE] * 3
     records = {"entropy": entropy, "one_step": torch.ones(3, 4, 4, dtype=torch.long)}
-    return laws.rollout_of(algorithms, responses, laws.KEEPS, unmask_step=steps, records=records, sampler=settings)
+    return laws.rollout_of(judged.SHIPPED, responses, laws.KEEPS, unmask_step=steps, records=records, sampler=settings)
 
 
 def tensors(record):
@@ -66,29 +113,26 @@ def tensors(record):
     return fields | {f"records.{name}": value for name, value in getattr(record, "records", {}).items()}
 
 
-@pytest.mark.parametrize("tag", plans())
-def test_plans_use_their_own_generator_and_leave_the_rollout_alone(tag):
-    make, given = plans()[tag], rollout()
+@pytest.mark.parametrize("name", [name for name in PLANS if not unknown(name)])
+def test_plans_use_their_own_generator_and_leave_the_rollout_alone(name):
+    function, given = getattr(judged.SHIPPED, name), rollout()
+    make = partial(function, **{word: WORDS[word] for word in inspect.signature(function).parameters if word in WORDS})
     before, state = {name: value.clone() for name, value in tensors(given).items()}, torch.get_rng_state()
     first, again, other = (make(given, laws.seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in tensors(given).items())
     assert all(torch.equal(value, tensors(again)[name]) for name, value in tensors(first).items())
-    if tag not in ("3.2", "3.3", "3.4", "3.5"):  # these choose without chance
-        assert not all(torch.equal(value, tensors(other)[name]) for name, value in tensors(first).items())
+    same = all(torch.equal(value, tensors(other)[name]) for name, value in tensors(first).items())
+    assert same == (name in WITHOUT_CHANCE), f"{name} chooses {'without' if same else 'by'} chance: mend WITHOUT_CHANCE above"
 
 
-def test_every_plan_is_listed_above():
-    assert set(plans()) == {tag for tag, name in equations().items() if name.endswith("_plan")}
-
-
-@pytest.mark.parametrize("name", algorithms.METHODS)
+@pytest.mark.parametrize("name", judged.SHIPPED.METHODS)
 def test_losses_leave_their_inputs_alone(name):
-    method = laws.sized(algorithms.METHODS[name])
+    method = laws.sized(judged.SHIPPED.METHODS[name])
     drawn, _, _, _, reward = laws.experience(name)
     plan = method.plan(drawn, laws.seeded(44))
     held = [*tensors(drawn).values(), *tensors(plan).values(), reward]
     before, state = [value.clone() for value in held], torch.get_rng_state()
-    laws.judged_gradient(algorithms, method, plan, drawn, reward)
+    laws.judged_gradient(judged.SHIPPED, method, plan, drawn, reward)
     assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,268 @@
+"""What the laws judge: several modules of minidrl as if they were one, as they are or with one passage replaced.
+
+A law reads `alg.features`, `alg.METHODS`, `alg._uniform` and need not know which module of ROOMS holds the name. A mutant is
+found by the name of its place (mutant.py), never by the whole text of a file: code added elsewhere, and another way to break
+the lines, leave it as it is.
+"""
+
+import __future__
+
+import ast
+import importlib
+import io
+import re
+import sys
+import tokenize
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import cache, cached_property
+from itertools import accumulate
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from mutant import Mutant
+
+# The modules under judgement, in the order in which they import each other.
+ROOMS = ("minidrl.algorithms", "minidrl.diagnostics", "minidrl.report")
+
+ROOT = Path(__file__).parent.parent
+TAG = re.compile(r"\((\d+\.\d+)\) ")
+FLAGS = __future__.annotations.compiler_flag
+
+
+class Stale(Exception):
+    """A mutant whose passage is not there (any more), or is there more than once."""
+
+
+class Definition(NamedTuple):
+    """A name at the top of a module (or Class.member): its lines, counted from 1, and the number of its statement."""
+
+    name: str
+    first: int
+    last: int
+    statement: int
+    tag: str = ""
+
+
+def _first(node: ast.stmt) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+
+
+def _names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[Definition]:
+    for number, node in enumerate(body):
+        match = TAG.match((isinstance(node, ast.FunctionDef) and ast.get_docstring(node)) or "")
+        for name in _names(node):
+            yield Definition(name, _first(node), node.end_lineno, number, match.group(1) if match else "")
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            for name in _names(member):
+                yield Definition(f"{node.name}.{name}", _first(member), member.end_lineno, number)
+
+
+def _squeezed(passage: str) -> str:
+    """Without white space, backslashes and the commas that a line break adds before a closing bracket."""
+    return re.sub(r",(?=[)\]}])", "", re.sub(r"[\s\\]", "", passage))
+
+
+def _unwrapped(source: str) -> str:
+    """The same program without the parentheses of `= (`, `return (`, .. at the end of a line: as it was before ruff broke it.
+
+    It has as many lines: those inside end with a backslash.
+    """
+    tokens, lines = list(tokenize.generate_tokens(io.StringIO(source).readline)), source.splitlines(keepends=True)
+    opened, pairs = [], []
+    for number, token in enumerate(tokens):
+        if token.string in [*"([{"]:
+            opened.append(number)
+        elif token.string in [*")]}"]:
+            pairs.append((opened.pop(), number))
+    letters = [list(line) for line in lines]
+    for start, stop in pairs:
+        inside = tokens[start + 1 : stop]
+        if inside and inside[0].type == tokenize.NL and tokens[start].string == "(":
+            before, after = tokens[start - 1].string, tokens[stop + 1]
+            if before in ("=", "return", "in", "if", "elif") and (after.type == tokenize.NEWLINE or after.string == ":"):
+                if not any(token.type == tokenize.COMMENT or token.string in ("for", ":=", "yield") for token in inside):
+                    for row, column in (tokens[start].start, tokens[stop].start):
+                        letters[row - 1][column] = " "
+                    for row in range(tokens[start].start[0], tokens[stop].start[0]):
+                        letters[row - 1][-1] = "\\\n"
+    return "".join(letter for line in letters for letter in line)
+
+
+class Text:
+    """A source, and the places of the letters that are compared: what is no comment and no docstring, `_squeezed`."""
+
+    def __init__(self, source: str):
+        self.source, self.starts = source, [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+        dropped: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                start = self.starts[token.start[0] - 1] + token.start[1]
+                dropped.update(range(start, start + len(token.string)))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+                dropped.update(range(self.starts[node.body[0].lineno - 1], self.starts[node.body[0].end_lineno]))
+        kept = [at for at, letter in enumerate(source) if at not in dropped and not letter.isspace() and letter != "\\"]
+        following = [source[at] for at in kept[1:]] + [""]
+        self.kept = [at for at, letter in zip(kept, following, strict=True) if source[at] != "," or letter not in [*")]}"]]
+        self.squeezed = "".join(source[at] for at in self.kept)
+
+    def spans(self, definition: Definition, passage: str) -> list[tuple[int, int]]:
+        """From where to where the passage stands inside the definition."""
+        passage = _squeezed(passage)
+        start, stop = (bisect_left(self.kept, self.starts[line]) for line in (definition.first - 1, definition.last))
+        found = re.finditer(re.escape(passage), self.squeezed[start:stop]) if passage else ()
+        return [(self.kept[start + match.start()], self.kept[start + match.end() - 1] + 1) for match in found]
+
+
+class Room:
+    """The source of one module: its statements, compiled one by one, and where each name is defined."""
+
+    def __init__(self, name: str):
+        self.name, self.module = name, importlib.import_module(name)
+        self.path = Path(self.module.__file__)
+        self.source = self.path.read_text(encoding="utf-8")
+        self.body = ast.parse(self.source).body
+        self.definitions = list(_definitions(self.body))
+        self.names = {definition.name: definition for definition in self.definitions}
+
+    @cached_property
+    def codes(self) -> list[CodeType]:
+        """The statements."""
+        return [self.compiled(ast.Module([node], [])) for node in self.body]
+
+    def compiled(self, tree: ast.Module | str) -> CodeType:
+        return compile(tree, str(self.path), "exec", flags=FLAGS, dont_inherit=True)
+
+    @cached_property
+    def texts(self) -> tuple[Text, Text]:
+        """The source, and the same program without the parentheses that only hold a broken line together."""
+        bare = _unwrapped(self.source)
+        assert ast.dump(ast.parse(bare)) == ast.dump(ast.parse(self.source)), f"{self.path}: unwrapped, it is another program"
+        return Text(self.source), Text(bare)
+
+    def spans(self, definition: Definition, passage: str) -> tuple[Text, list[tuple[int, int]]]:
+        """Where the passage is, and in which of the two texts."""
+        found = [(text, text.spans(definition, passage)) for text in self.texts]
+        return found[0] if found[0][1] else found[1]
+
+    def replaced(self, definition: Definition, text: Text, span: tuple[int, int], old: str, new: str) -> CodeType:
+        """The definition's statement with new in the place of the span, which is old without the white space around it."""
+        node = self.body[definition.statement]
+        new = new.lstrip() if old[0].isspace() else new
+        new = new.rstrip() if old[-1].isspace() else new
+        first = _first(node) - 1
+        start, stop = text.starts[first], text.starts[node.end_lineno]
+        return self.compiled("\n" * first + text.source[start : span[0]] + new + text.source[span[1] : stop])
+
+
+ROOM = {name: Room(name) for name in ROOMS}
+
+
+def equations() -> list[tuple[str, str, str]]:
+    """(tag, name of the function, file:line) of every function whose docstring opens with a tag, in reading order."""
+    return [(d.tag, d.name, f"{room.path}:{d.first}") for room in ROOM.values() for d in room.definitions if d.tag]
+
+
+def _short(path: Any) -> str:
+    return str(path).removeprefix(f"{ROOT}/")
+
+
+def place(mutant: Mutant) -> tuple[Room, Definition]:
+    """Where the mutant says that its passage is."""
+    if mutant.where:
+        short = {room.name.rpartition(".")[2]: room for room in ROOM.values()}
+        head, _, rest = mutant.where.partition(".")
+        found = [(room, room.names[mutant.where]) for room in ROOM.values() if mutant.where in room.names]
+        found += [(short[head], short[head].names[rest])] if head in short and rest in short[head].names else []
+        what = f"where={mutant.where!r}"
+    else:
+        found = [(room, d) for room in ROOM.values() for d in room.definitions if d.tag == mutant.tag != ""]
+        what = f"function whose docstring opens with ({mutant.tag})" if mutant.tag else "where for a mutant without a tag"
+    if len(found) == 1:
+        return found[0]
+    rooms = ", ".join(room.name for room, _ in found)
+    if found:
+        raise Stale(f"{_short(mutant.at)}: {what} is defined in {rooms}: write the module before it, as in report.ESTIMATORS")
+    raise Stale(
+        f"{_short(mutant.at)}: there is no {what} in {', '.join(ROOMS)}: mend where, or drop the mutant\n    {mutant.old}"
+    )
+
+
+def located(mutant: Mutant) -> tuple[Room, Definition, CodeType]:
+    """The place of the mutant's passage, and the statement there with the passage replaced."""
+    room, definition = place(mutant)
+    text, spans = room.spans(definition, mutant.old)
+    if len(spans) == 1:
+        return room, definition, room.replaced(definition, text, spans[0], mutant.old, mutant.new)
+    home = f"{definition.name} ({_short(room.path)}:{definition.first})"
+    said = (
+        f"is {len(spans)} times in {home}: write more of it" if spans else f"is not in {home} any more: write it as it is now"
+    )
+    raise Stale(f"{_short(mutant.at)}: the passage {said}, or drop the mutant\n    {mutant.old}")
+
+
+class Judged:
+    """The rooms as one module. Reading finds a name where it is defined; writing reaches all rooms that import it too."""
+
+    def __init__(self, modules: list[ModuleType]):
+        self.__dict__["_modules"] = modules
+
+    def _owner(self, name: str) -> ModuleType:
+        own = [module for module, room in zip(self._modules, ROOM.values(), strict=True) if name in room.names]
+        if len(own) > 1:
+            raise LookupError(f"{name} is defined in {' and in '.join(module.__name__ for module in own)}: rename one of them")
+        for module in own or self._modules:
+            if name in vars(module):
+                return module
+        raise AttributeError(f"{name} is in none of {', '.join(ROOMS)} (judged.ROOMS)")
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self._owner(name))[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        old = getattr(self, name)
+        for module in self._modules:
+            if vars(module).get(name) is old:
+                setattr(module, name, value)
+
+
+def _executed(known: list[ModuleType], change: dict[int, CodeType]) -> Judged:
+    """The rooms, the first ones known already, the others made of their statements: the next one with a change."""
+    modules, rooms = list(known), list(ROOM.values())
+    with pytest.MonkeyPatch.context() as patch:
+        for number, room in enumerate(rooms):
+            if number >= len(known):
+                modules.append(ModuleType(room.name))
+                modules[-1].__file__ = str(room.path)
+            package, _, short = room.name.rpartition(".")  # what the next rooms import
+            patch.setitem(sys.modules, room.name, modules[number])
+            patch.setattr(sys.modules[package], short, modules[number])
+            for at, code in enumerate(room.codes if number >= len(known) else ()):
+                exec(change.get(at, code) if number == len(known) else code, modules[number].__dict__)
+    return Judged(modules)
+
+
+@cache
+def unmutated() -> Judged:
+    """The rooms made in the way in which mutants are, without a change."""
+    return _executed([], {})
+
+
+def mutated(mutant: Mutant) -> Judged:
+    """The rooms with the passage replaced; those before it do not know of it."""
+    room, definition, wrong = located(mutant)
+    return _executed(unmutated()._modules[: list(ROOM.values()).index(room)], {definition.statement: wrong})
+
+
+SHIPPED = Judged([room.module for room in ROOM.values()])
