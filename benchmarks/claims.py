@@ -566,7 +566,7 @@ def points(name: str, other: str | None = None) -> Found:
 TABLE_SEEDS, GRID = f"exact, {TABLES} tables", "exact, grid of 19,602 tokens"
 KERNEL = ("logp", "order_logp")
 RACE = "`python benchmarks/instability.py`, notebook 06 {}"
-COMPARE = "README.md (command 2)"
+COMPARE = "docs/results.md (command 2)"
 ONE_RUN = "1 run each, 512 puzzles"
 
 LEDGER: dict[str, list[Claim]] = {
@@ -719,7 +719,7 @@ LEDGER: dict[str, list[Claim]] = {
     ],
     "All of them, against the simplest control": [
         Claim("RL solves more Countdown puzzles than fine-tuning on the base's own correct samples, with equal budgets.",
-            "minidrl", "README.md (command 1)", "3 seeds, 512 puzzles",
+            "minidrl", "docs/results.md (command 1)", "3 seeds, 512 puzzles",
             "points", rl_less_self_training, "> 0"),
     ],
 }  # fmt: skip

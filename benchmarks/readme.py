@@ -1,4 +1,7 @@
-"""Rewrite the generated parts of README.md (between <!-- name --> and <!-- /name -->): `python benchmarks/readme.py`."""
+"""Rewrite the generated tables of README.md and docs/*.md: `python benchmarks/readme.py`.
+
+A table stands between <!-- name --> and <!-- /name -->, on any one of these pages.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ from pathlib import Path
 
 from minidrl import report
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 MAP_COLUMNS = ("method", "likelihood", "ratio", "anchor", "objective", "advantage", "source")
+
+
+def pages() -> list[Path]:
+    """The pages on which generated tables may stand."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def map_rows() -> list[dict[str, str]]:
@@ -27,13 +35,26 @@ def parts() -> dict[str, str]:
     }
 
 
+def page_of(name: str, pages: list[Path]) -> Path:
+    """The page that holds a place. Raises: ValueError when there is none, or more than one."""
+    found = [page for page in pages if page.read_text(encoding="utf-8").count(f"<!-- {name} -->\n") == 1]
+    if len(found) != 1:
+        raise ValueError(f"<!-- {name} -->: got {len(found)} pages that hold it once; allowed 1")
+    return found[0]
+
+
 def between(text: str, name: str) -> str:
-    """What stands in README.md at a place."""
+    """What stands in a page at a place."""
     return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.DOTALL).group(1)
 
 
+def written(text: str, name: str, table: str) -> str:
+    """The page with another table at a place."""
+    head, mark, rest = text.partition(f"<!-- {name} -->\n")
+    return head + mark + table + rest[rest.index(f"\n<!-- /{name} -->") :]
+
+
 if __name__ == "__main__":
-    text = README.read_text()
     for name, table in parts().items():
-        text = text.replace(between(text, name), table)
-    README.write_text(text)
+        page = page_of(name, pages())
+        page.write_text(written(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")

@@ -36,7 +36,7 @@ def unknown(decided_by: str) -> list[str]:
     """The parts of a reference that name nothing in the repository."""
     found = []
     for part in decided_by.split(", "):
-        law, command = re.fullmatch(r"`(law_\w+)`", part), re.fullmatch(r"README\.md \(command (\d+)\)", part)
+        law, command = re.fullmatch(r"`(law_\w+)`", part), re.fullmatch(r"docs/results\.md \(command (\d+)\)", part)
         file, notebook = (
             re.fullmatch(r"`(?:python )?(\w+/\w+\.py)`", part),
             re.fullmatch(r"notebook (\d\d) \((\d+\.\d+)\)", part),
@@ -65,7 +65,7 @@ def test_what_a_row_names_exists(claim):
         "`tests/test_nothing.py`",
         "notebook 05 (99.9)",
         "notebook 99 (50.1)",
-        "README.md (command 9)",
+        "docs/results.md (command 9)",
         "faith",
     ],
 )
@@ -74,7 +74,7 @@ def test_a_reference_to_nothing_is_found(wrong):
 
 
 def test_commands_name_files_and_verbs_that_exist():
-    verbs = set(re.findall(r"python -m minidrl (\w+)", (ROOT / "README.md").read_text()))
+    verbs = set(re.findall(r"^python -m minidrl (\w+)", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE))
     for words in claims.RECORDED.values():
         assert (ROOT / words["config"]).is_file() and (ROOT / words["where"]).is_file()
         assert re.match(r"python -m minidrl (\w+) ", words["command"])[1] in verbs
@@ -99,8 +99,10 @@ def table_line(text: str, label: str) -> list[str]:
     return next(cells[1:] for cells in lines if cells[0] == label)
 
 
-def test_recorded_numbers_are_those_of_the_readme():
-    text, countdown, methods = (ROOT / "README.md").read_text(), claims.RECORDED["countdown"], claims.RECORDED["methods"]
+def test_recorded_numbers_are_those_of_the_page():
+    countdown, methods = claims.RECORDED["countdown"], claims.RECORDED["methods"]
+    assert {words["where"] for words in claims.RECORDED.values()} == {"docs/results.md"}
+    text = (ROOT / "docs" / "results.md").read_text()
     for label, values in countdown["solved"].items():
         line = table_line(text, label)
         assert [float(x) for x in line[:-1]] == values and len(values) == len(countdown["seeds"])

@@ -1,4 +1,4 @@
-"""What can be checked by reading the repository: imports, docstrings, size limits, examples, pins, private paths.
+"""What can be checked by reading the repository: imports, docstrings, size limits, examples, links, pins, private paths.
 
 Each check is a function from source text to a list of problems. It runs on the files that exist, and on small wrong
 examples that it must reject.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from jaxtyping import TypeCheckError, install_import_hook
 from packaging.requirements import Requirement
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "minidrl"
 FOUNDATIONS = {f"{PACKAGE}.algorithms", f"{PACKAGE}.oracle"}  # import nothing of the package
 LOOPS = {f"{PACKAGE}.{name}" for name in ("trainer", "controls", "verify", "__main__")}  # use the rest; nothing below uses them
-MAX_LINES, MAX_BODY, MIN_PROSE = 1500, 20, 1 / 3
+MAX_BODY, MIN_PROSE = 20, 1 / 3
 
 
 def module_name(path: Path) -> str:
@@ -160,11 +161,10 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def size_problems(source: str) -> list[str]:
-    """At most 1,500 lines; bodies of at most 20 lines; a third of the lines that are not blank is prose."""
+    """Bodies of at most 20 lines; a third of the lines that are not blank is prose."""
     tree, lines = ast.parse(source), source.splitlines()
-    found = [f"{len(lines)} lines"] if len(lines) > MAX_LINES else []
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found += [f"{f.name}: {body_lines(f)} lines" for f in functions if body_lines(f) > MAX_BODY]
+    found = [f"{f.name}: {body_lines(f)} lines" for f in functions if body_lines(f) > MAX_BODY]
     written = {number for number, line in enumerate(lines, 1) if line.strip()}
     prose = written & (docstring_lines(tree) | comment_lines(source))
     return found + ([f"{len(prose)} of {len(written)} lines are prose"] if len(prose) < MIN_PROSE * len(written) else [])
@@ -186,7 +186,6 @@ def test_the_module_stays_readable(name: str):
         (READABLE + "    x = 1\n", "f: 21 lines"),
         (READABLE + "    # why\n\n    x = 1\n", "f: 23 lines"),
         (PROSE + "class C:\n    def f(self):\n" + "        x = 1\n" * 21, "f: 21 lines"),
-        ('"""' + "Prose.\n" * MAX_LINES + '"""\n', f"{MAX_LINES + 1} lines"),
         ("# prose\n" + "x = 1  # not prose\n" * 2 + "\n\ny = '# not prose'\n", "1 of 4 lines are prose"),
     ],
 )
@@ -232,7 +231,7 @@ def test_the_hook_is_on(name: str):
     assert type(loader).__module__.startswith("jaxtyping")
 
 
-# -------------------------------------------------------------------------------------------------- paths, pins, README
+# ------------------------------------------------------------------------------------------- paths, pins, pages, packaging
 
 
 def repository_files() -> list[Path]:
@@ -298,12 +297,13 @@ def run_examples(text: str, name: str) -> doctest.TestResults:
 
 
 DOCUMENTS = {"example": "```python\n>>> x = 1 + 1\n>>> x\n2\n```\n\n    $ make test\n"} | {
-    path.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("README.md"))
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_examples_in_the_readme_hold(name: str, monkeypatch):
+def test_examples_in_the_pages_hold(name: str, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert run_examples(DOCUMENTS[name], name).failed == 0
 
@@ -311,3 +311,75 @@ def test_examples_in_the_readme_hold(name: str, monkeypatch):
 def test_a_wrong_example_is_found():
     assert run_examples("```\n>>> 1 + 1\n3\n```\n", "wrong") == doctest.TestResults(failed=1, attempted=1)
     assert run_examples(DOCUMENTS["example"], "example") == doctest.TestResults(failed=0, attempted=2)
+
+
+LINK = re.compile(r"""\]\(<?([^)\s>]+)>?[^)]*\)|(?:src|href)=["']([^"']+)["']""")
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Relative links of a Markdown text, images included, that lead to no file; code is left out."""
+    text = re.sub(r"^\s*(```|~~~).*?^\s*\1|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    targets = [a or b for a, b in LINK.findall(text)]
+    files = [target.partition("#")[0] for target in targets if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
+    return [file for file in files if file and (file.startswith("/") or not (folder / file).exists())]
+
+
+def test_relative_links_lead_somewhere():
+    pages = [path for path in repository_files() if path.suffix == ".md"]
+    assert {ROOT / "README.md", ROOT / "docs" / "results.md"} <= set(pages)
+    found = {str(path.relative_to(ROOT)): broken_links(path.read_text(encoding="utf-8"), path.parent) for path in pages}
+    assert {name: links for name, links in found.items() if links} == {}
+
+
+def test_a_broken_link_is_found():
+    text = '[a](docs/a.md) [b](README.md#top) [c](https://x.org/y.md) [d](#top) `[e](e.md)` <img src="f.png"> [g](/README.md)'
+    assert broken_links(text + '\n```\n[h](h.md)\n```\n![i](i.png "title")', ROOT) == [
+        "docs/a.md",
+        "f.png",
+        "/README.md",
+        "i.png",
+    ]
+
+
+README_LINES, README_WIDTH = 120, 400
+
+
+def length_problems(text: str) -> list[str]:
+    """What makes a README longer than two screens."""
+    lines = text.splitlines()
+    found = [f"{len(lines)} lines"] if len(lines) > README_LINES else []
+    return found + [f"line {i}: {len(line)} characters" for i, line in enumerate(lines, 1) if len(line) > README_WIDTH]
+
+
+def test_the_readme_fits_on_two_screens():
+    assert length_problems((ROOT / "README.md").read_text(encoding="utf-8")) == []
+
+
+def test_a_readme_that_grew_is_rejected():
+    assert length_problems("\n" * 120) == [] and length_problems("\n" * 121) == ["121 lines"]
+    assert length_problems("x\n" + "x" * 401) == ["line 2: 401 characters"]
+
+
+def test_one_version_everywhere():
+    version = importlib.import_module(PACKAGE).__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == (version, str(citation["date-released"])) and citation["version"] == version
+    assert citation["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= set(citation)
+
+
+def test_the_console_command_is_the_module():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, name = project["scripts"][PACKAGE].split(":")
+    assert module == f"{PACKAGE}.__main__" and callable(getattr(importlib.import_module(module), name))
+
+
+def test_ci_runs_the_oldest_and_the_newest_python():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    supported = [line.rpartition(" ")[2] for line in project["classifiers"] if line.startswith("Programming Language")]
+    assert project["requires-python"] == f">={supported[0]}"
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["test"]
+    assert job["strategy"]["matrix"]["python"] == [supported[0], supported[-1]]
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == ["make lint", "make test"] == (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
+    assert f"Python {supported[0]} to {supported[-1]}" in (ROOT / "README.md").read_text()

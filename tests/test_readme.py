@@ -1,5 +1,6 @@
-"""README.md shows what the module says today."""
+"""README.md and docs/ show what the module says today."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 import laws
 import tiny
+from minidrl import cards
+from minidrl.__main__ import main
 from test_mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
@@ -21,31 +24,101 @@ def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
+def flat(name: str) -> str:
+    """A page without its line breaks."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
 def test_the_tables_are_current(readme):
     """The map to the letter; the estimators' Monte-Carlo values within what their own standard errors allow."""
-    text, parts = readme.README.read_text(), readme.parts()
-    assert readme.between(text, "methods") == parts["methods"]
-    written, now = cells(readme.between(text, "estimators")), cells(parts["estimators"])
+    parts = readme.parts()
+    shown = {name: readme.between(readme.page_of(name, readme.pages()).read_text(), name) for name in parts}
+    assert shown["methods"] == parts["methods"]
+    written, now = cells(shown["estimators"]), cells(parts["estimators"])
     assert [row[:2] for row in written] == [row[:2] for row in now]
     for old, new in zip(written, now, strict=True):
         slack = 6 * float(old[5]) + 0.02
         assert abs(float(old[2]) - float(new[2])) <= slack and abs(float(old[3]) - float(new[3])) <= slack, (old, new)
 
 
-def test_a_stale_table_is_seen(readme):
-    assert readme.between("<!-- methods -->\n| x |\n<!-- /methods -->", "methods") != readme.parts()["methods"]
+def test_a_stale_table_is_seen_and_mended(readme):
+    page, table = "a\n<!-- methods -->\n| x |\n<!-- /methods -->\nb\n| x |\n", readme.parts()["methods"]
+    assert readme.between(page, "methods") != table
+    assert readme.between(readme.written(page, "methods", table), "methods") == table
+    assert readme.written(page, "methods", "| y |") == page.replace("| x |", "| y |", 1)
+
+
+def test_a_table_stands_on_one_page(readme, tmp_path):
+    pages = [tmp_path / "a.md", tmp_path / "b.md"]
+    for text, holders in (("", 0), ("<!-- x -->\n| 1 |\n<!-- /x -->\n", 2)):
+        for page in pages:
+            page.write_text(text)
+        with pytest.raises(ValueError, match=f"got {holders} pages"):
+            readme.page_of("x", pages)
+    pages[0].write_text("")
+    assert readme.page_of("x", pages) == pages[1]
+
+
+def test_every_marker_is_generated(readme):
+    text = "\n".join(page.read_text() for page in readme.pages())
+    assert set(re.findall(r"^<!-- /?(\w+) -->$", text, re.MULTILINE)) == set(readme.parts())
 
 
 def test_the_counts_are_current(readme):
-    """N equations, N laws, N mutants; test_laws asserts that all equations have laws, test_mutants that none survives."""
+    """N equations, N laws, N mutants, methods, and rows of released code; that none survives is what test_mutants asserts."""
     equations = {tag for tags in laws.TAGS.values() for tag in tags}
-    text = " ".join(readme.README.read_text().split())
+    text = flat("README.md")
     for words in (f"{len(equations)} equations, {len(laws.LAWS)} laws", f"{len(MUTANTS)} wrong versions"):
         assert words in text, f"README.md: write {words!r} under Laws and mutants, which is what tests/ holds now"
+    methods, rows = len(readme.map_rows()), len(cards.method_rows())
+    assert f"{methods} methods as rows of one table" in text
+    assert f"the {rows - methods} rows named `-released`" in flat("docs/methods.md")
 
 
-def test_nothing_is_left_to_fill_in():
-    assert "@@" not in (ROOT / "README.md").read_text()
+def test_the_numbers_of_the_readme_are_those_of_the_results():
+    """The means of three seeds, and what the ledger says about claims and about the simplest control."""
+    text, results, ledger = flat("README.md"), (ROOT / "docs" / "results.md").read_text(), flat("CLAIMS.md")
+    countdown = results.partition("## Block diffusion")[0]
+    means = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in countdown.splitlines() if line.startswith("|")}
+    for words, label in (
+        ("from {} % to", "base, temperature 1"),
+        ("end at {} % on average", "after RL, temperature 1"),
+        ("reaches {} %", "self-training, temperature 1"),
+    ):
+        assert words.format(means[label]) in text, label
+    seconds, solved = re.search(
+        r"fresh clone took (\d+) s on two quiet cores and ended at ([\d.]+) %", " ".join(results.split())
+    ).groups()
+    assert f"{seconds} s on two quiet CPU cores" in text and f"% to {solved} %" in text
+    total, rest = re.search(r"(\d+) claims: (\d+ hold.*?were not run here)", ledger).groups()
+    assert f"has {total} claims" in text and rest in text
+    value, low, high, verdict = re.search(
+        r"RL solves more Countdown puzzles than fine-tuning .*? points: (\S+) \[(\S+), (\S+)\] \| > 0 +\| (.*?) +\|", ledger
+    ).groups()
+    assert f"{value} points, 95 % interval [{low}, {high}]" in text and verdict == "not distinguishable"
+
+
+def test_predicted_memory_is_what_the_command_prints(capsys):
+    """docs/llada_8b.md: config, weights, GPUs, peak."""
+    text = (ROOT / "docs" / "llada_8b.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(llada_8b_\w+\.yaml)` \|.*\| (\d) \| ([\d.]+) GB \|$", text, re.MULTILINE)
+    assert len(rows) == len(list((ROOT / "tiny_configs").glob("llada_8b_*.yaml")))
+    for config, gpus, peak in rows:
+        assert main(["memory", str(ROOT / "tiny_configs" / config), "--gpus", gpus, "--json"]) == 0
+        assert f"{json.loads(capsys.readouterr().out)['peak'] / 1e9:.1f}" == peak, config
+    assert f"{rows[0][2]} GB at the peak" in text
+
+
+def test_every_command_is_documented(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    verbs = re.search(r"\{([\w,]+)\}", capsys.readouterr().out).group(1).split(",")
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert set(verbs) <= set(re.findall(r"^python -m minidrl (\w+)", page, re.MULTILINE))
+
+
+def test_nothing_is_left_to_fill_in(readme):
+    assert all("@@" not in page.read_text() for page in readme.pages())
 
 
 def shown_by() -> list[str]:
