@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, report, sampler, trainer
+from minidrl import checkpoints, config, denoiser, sampler, tables
+from minidrl import features as feat
+from minidrl.tasks import text
 from minidrl.tasks.countdown import tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -65,16 +67,16 @@ def row(rows: int, order: str, repeats: int) -> dict:
 def kl_row(order: str, cache: str) -> dict:
     """The KL of all steps of 1,024 responses of the shipped base, as trainer.Learner.rollout_kl estimates it from two each."""
     s = config.load(config.Train, ROOT / "tiny_configs/countdown_cpu.yaml")
-    model, tok = denoiser.load(s.model)
+    model, tok = checkpoints.load(s.model)
     settings = sampler.Sampler(order=order, temperature=1.0, length=12, block_length=4, tokens_per_step=1, cache=cache)
-    puzzles = s.task.puzzles(32, np.random.default_rng(0))
-    prompt = trainer.encode_prompts(tok, puzzles, s.task.prompt_length)
+    puzzles = s.task.problems(32, np.random.default_rng(0))
+    prompt = text.encode_prompts(tok, puzzles, s.task.prompt_length)
     words = {"eos_token_id": tok.eos_token_id, "num_generations": 32, "generator": torch.Generator().manual_seed(1)}
     rollout = sampler.generate(model.eval(), *prompt, settings, **words)
     plan = alg.replay_plan(rollout, torch.Generator(), num_states=None, min_entropy=0.0)
-    exact = alg.features(model, rollout, plan, temperature=1.0)["logp"].sum(0)
+    exact = feat.features(model, rollout, plan, temperature=1.0)["logp"].sum(0)
     kl = alg.kl_term(rollout.logp, exact, form="k3")[rollout.keep].double()
-    texts = trainer.decode(tok, rollout.response)
+    texts = text.decode(tok, rollout.response)
     solved = np.mean([s.task.score(puzzles[i // 32], text) == 1 for i, text in enumerate(texts)])
     error = float(kl.std() / len(kl) ** 0.5)
     return {"order": order, "cache": cache, "KL, nats a token": float(kl.mean()), "+-": error, "solved": float(solved)}
@@ -88,9 +90,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = [row(count, order, arguments.repeats) for count in (64, 256) for order in ("left_to_right", "low_confidence")]
-    print(report.markdown_table(rows, tuple(rows[0])), "\n")
+    print(tables.markdown_table(rows, tuple(rows[0])), "\n")
     rows = [kl_row(order, cache) for order in sampler.ORDERS for cache in sampler.CACHES["bidirectional"]]
-    print(report.markdown_table(rows, tuple(rows[0])))
+    print(tables.markdown_table(rows, tuple(rows[0])))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from minidrl import algorithms as alg
-from minidrl import oracle, report, sampler
+from minidrl import features as feat
+from minidrl import methods, oracle, sampler, tables
 
 ROOT = Path(__file__).parents[1]
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "not distinguishable", "not run here"
@@ -247,7 +248,7 @@ def mean_field_misses_the_ratio() -> Found:
     nets = [oracle.consistent_denoiser(torch.tensor(joint)) for joint in ([[9.0, 1], [1, 9]], [[1.0, 9], [9, 1]])]
     rollout = rollout_of(bits)
     plan = alg.mean_field_plan(rollout, torch.Generator(), p_mask_prompt=0.0)
-    old, new = (alg.features(net, rollout, plan, temperature=1.0)["logp"].sum((0, 2)) for net in nets)
+    old, new = (feat.features(net, rollout, plan, temperature=1.0)["logp"].sum((0, 2)) for net in nets)
     before, after = ([oracle.any_order_log_likelihood(net, y).item() for y in bits] for net in nets)
     return cases(abs(n - o - (a - b)) for n, o, a, b in zip(new, old, after, before, strict=True))
 
@@ -304,11 +305,11 @@ def mean_ratio_of_fresh_masks() -> Found:
 
 def ratio_of_shared_masks() -> Found:
     """|ratio - 1| at equal weights, the plan of the row scored twice."""
-    method, model = alg.METHODS["stabledrl"], table(0, 3, 3)
+    method, model = methods.METHODS["stabledrl"], table(0, 3, 3)
     rollout = rollout_of(list(itertools.product(range(3), repeat=3)))
     plan = method.plan(rollout, torch.Generator().manual_seed(0))
     ll, anchor = (
-        alg.reduced(method, plan, rollout, alg.features(model, rollout, plan, temperature=1.0, size=n)) for n in (256, 5)
+        methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0, size=n)) for n in (256, 5)
     )
     return cases((alg.log_ratio(ll, anchor).exp() - 1).abs().flatten())
 
@@ -338,7 +339,7 @@ def group_step(objective: Callable, log_ratio: list[float]) -> Tensor:
 
 def step_over_bound(name: str, log_ratios: tuple[float, ...]) -> Found:
     """Length of the update over max |adv| |grad ll|, where a bad response has this ratio and a good one its inverse."""
-    method, g = alg.METHODS[name], group_gradients()
+    method, g = methods.METHODS[name], group_gradients()
     limit, n = (GROUP_ADV.abs() * g.norm(dim=1)).max(), 1 if method.aggregation == "group_sum" else len(g)
     return cases(group_step(method.objective, [0.1, x, -x, 0.2]).norm() / n / limit for x in log_ratios)
 
@@ -352,7 +353,7 @@ def eubo_below_log_p(beta: float = 1.5, models: int = 200) -> Found:
     plan, below = alg.Plan(scored, scored, weight, scored.any(-1)), 0
     for seed in range(models):
         model, response = table(1000 + seed, 3, 3), responses[seed % 27]
-        logp = alg.features(model, rollout_of([response]), plan, temperature=1.0)["logp"]
+        logp = feat.features(model, rollout_of([response]), plan, temperature=1.0)["logp"]
         below += bool(alg.eubo(logp, plan, beta=beta) < oracle.any_order_log_likelihood(model, response))
     return share(below, models)
 
@@ -363,7 +364,7 @@ def blocks_of_one_token(seed: int) -> float:
     settings = sampler.Sampler(order="left_to_right", temperature=1.0, length=LENGTH, block_length=1, tokens_per_step=1)
     rollout, model = rollout_of([text_of(seed)], sampler=settings), table(seed)
     plan = alg.block_elbo_plan(rollout, torch.Generator().manual_seed(0), num_states=1, domain="keep", strata=False)
-    logp = alg.features(model, rollout, plan, temperature=1.0)["logp"]
+    logp = feat.features(model, rollout, plan, temperature=1.0)["logp"]
     ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
     steps = [oracle.token_logp(model, text_of(seed), frozenset(range(i, LENGTH)))[i] for i in range(LENGTH)]
     return abs(float(ll.sum() - sum(steps)))
@@ -386,7 +387,7 @@ class Walks:
         """Gradient of the sum of weight times log pi(step), by the shipped features."""
         plan = every_step(self.rollout) if plan is None else plan
         states = torch.arange(plan.valid.numel())
-        found = alg.state_features(self.model, self.rollout, plan, states, temperature=1.0, names=names)
+        found = feat.state_features(self.model, self.rollout, plan, states, temperature=1.0, names=names)
         log_pi = sum(found.values()).sum(-1).unflatten(0, plan.valid.shape)
         return oracle.table_gradient(self.model, (weight * log_pi).sum())
 
@@ -414,7 +415,7 @@ def walks(seed: int, order: str, vocab: int = 2) -> Walks:
     settings = sampler.Sampler(order=order, temperature=1.0, length=3, block_length=3, tokens_per_step=1)
     steps = torch.tensor([path.unmask_step for path in paths])
     rollout = rollout_of([path.response for path in paths], unmask_step=steps, sampler=settings)
-    entropy = alg.features(model, rollout, every_step(rollout), temperature=1.0, names=("entropy",))["entropy"].sum(0)
+    entropy = feat.features(model, rollout, every_step(rollout), temperature=1.0, names=("entropy",))["entropy"].sum(0)
     chance = torch.stack([path.prob.detach() for path in paths])
     reward = torch.tensor([accepted(path.response) for path in paths], dtype=torch.float64)
     return Walks(model, order, replace(rollout, records={"entropy": entropy}), chance, reward - (chance * reward).sum())
@@ -471,7 +472,7 @@ def last_step_values() -> Found:
 def weights(name: str, pi: Tensor, mu: Tensor, adv: Tensor) -> Tensor:
     """w in -grad loss = adv (pi / mu) w grad log pi, of a row's objective."""
     ll = pi.log().requires_grad_()
-    loss = alg.METHODS[name].objective(ll, mu.log(), adv, 1).sum()
+    loss = methods.METHODS[name].objective(ll, mu.log(), adv, 1).sum()
     return torch.autograd.grad(loss, ll)[0] / (-adv * pi / mu)
 
 
@@ -508,7 +509,7 @@ def settle(name: str, mu: float, sign: float, rate: float = 0.05, momentum: floa
     for _ in range(400):
         z.requires_grad_()
         ll = z.log_softmax(0)[0]
-        loss = alg.METHODS[name].objective(ll, torch.tensor(start).double(), torch.tensor(sign).double(), 1)
+        loss = methods.METHODS[name].objective(ll, torch.tensor(start).double(), torch.tensor(sign).double(), 1)
         velocity = momentum * velocity - torch.autograd.grad(loss, z)[0]
         z = z.detach() + rate * velocity
     return abs(float(z.softmax(0)[0]) - (mu + sign * 0.15))
@@ -521,7 +522,7 @@ def settled(name: str) -> Found:
 
 def regression_on_policy() -> Found:
     """|coefficient of GDSD's loss at ratio 1 over 2 psi / L, less 1|."""
-    objective, adv = alg.METHODS["gdsd"].objective, torch.tensor([0.7, -0.3, 0.1, -0.5], dtype=torch.float64)
+    objective, adv = methods.METHODS["gdsd"].objective, torch.tensor([0.7, -0.3, 0.1, -0.5], dtype=torch.float64)
     found = coefficients(partial(objective, length=LENGTH), torch.zeros(4, dtype=torch.float64), adv)
     return cases((found / (2 * objective.keywords["psi"] / LENGTH) - 1).abs())
 
@@ -767,7 +768,7 @@ def document(results: Results) -> str:
     every = [verdict(found, claim.criterion) for rows in results.values() for claim, found in rows]
     words = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not distinguishable", NOT_RUN: "were not run here"}
     count = ", ".join(f"{every.count(name)} {word}" for name, word in words.items())
-    tables = {title: report.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
+    tables = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
     commands = "\n".join(f"{i}. {recorded(words)}" for i, words in enumerate(RECORDED.values(), 1))
     head = INTRODUCTION.format(total=len(every), count=count, commands=commands)
     return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in tables.items())]) + "\n"

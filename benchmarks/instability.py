@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from minidrl.diagnostics import ratio_diagnostics
 from torch import Tensor
 
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, sampler, trainer
-from minidrl.diagnostics import ratio_diagnostics
+from minidrl import config, denoiser, methods, runs, sampler, trainer
+from minidrl import features as feat
 
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -45,18 +46,18 @@ class Alphabet:
         return LETTERS + 1
 
 
-def rows(scale: str) -> dict[str, alg.Method]:
+def rows(scale: str) -> dict[str, methods.Method]:
     """The methods, made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO."""
-    table, one = alg.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
+    table, one = methods.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
     centred = replace(table["grpo"], credit=table["stabledrl"].credit)
-    stable = config.with_options(table["stabledrl"], one)
+    stable = methods.with_options(table["stabledrl"], one)
     spg = replace(stable, name="no ratio", objective=partial(alg.reinforce), anchor="none", aggregation="sequence_mean")
     return {
-        "grpo, fresh masks": config.with_options(centred, {**one, "refresh": "independent"}),
+        "grpo, fresh masks": methods.with_options(centred, {**one, "refresh": "independent"}),
         "stabledrl": stable,
-        "grpo, shared masks": config.with_options(centred, {**one, "refresh": "paired"}),
-        "clip-only": config.with_options(table["clip-only"], one),
-        "self-norm-only": config.with_options(table["self-norm-only"], one),
+        "grpo, shared masks": methods.with_options(centred, {**one, "refresh": "paired"}),
+        "clip-only": methods.with_options(table["clip-only"], one),
+        "self-norm-only": methods.with_options(table["self-norm-only"], one),
         "no ratio": spg,
     }
 
@@ -76,7 +77,7 @@ def texts(prompt: Tensor, response: Tensor, generations: int) -> alg.Rollout:
 def graph(model: denoiser.Denoiser, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
     """The features of all states with their graph: at this size they fit."""
     shape = plan.scored.shape[:2]
-    value = alg.state_features(model, rollout, plan, torch.arange(shape[0] * shape[1]), temperature=1.0)
+    value = feat.state_features(model, rollout, plan, torch.arange(shape[0] * shape[1]), temperature=1.0)
     return {"logp": value["logp"].unflatten(0, shape)}
 
 
@@ -85,7 +86,7 @@ def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denois
     model = denoiser.build(SIZES, Alphabet(), seed).double()
     optimizer = trainer.make_optimizer(model, OPTIMIZER)
     for step in range(steps):
-        noise = trainer.keyed_generator(seed, step, "texts")
+        noise = runs.keyed_generator(seed, step, "texts")
         prompt = torch.randint(LETTERS, (128, 1), generator=noise)
         uniform = torch.randint(LETTERS, (128, LENGTH), generator=noise)
         right = torch.rand(128, LENGTH, generator=noise) < 0.4
@@ -98,7 +99,7 @@ def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denois
 
 def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout, Tensor]:
     """4 prompts x 16 responses, and their rewards."""
-    noise = trainer.keyed_generator(seed, step, "rollout")
+    noise = runs.keyed_generator(seed, step, "rollout")
     prompt = torch.randint(LETTERS, (PROMPTS, 1), generator=noise)
     mask = torch.ones_like(prompt, dtype=torch.bool)
     given = {"eos_token_id": None, "num_generations": GENERATIONS, "generator": noise}
@@ -106,18 +107,18 @@ def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout
     return rollout, (rollout.response == goal(rollout.prompt)).double().mean(-1)
 
 
-def updates(model, method: alg.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int):
+def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int):
     """Yield ll, anchor, adv and gradient norm of each of the updates on a rollout; plans as the row's ``refresh`` says."""
-    draw = lambda purpose: method.plan(rollout, trainer.keyed_generator(seed, step, purpose))  # noqa: E731
-    score = lambda plan: alg.reduced(method, plan, rollout, alg.features(model, rollout, plan, temperature=1.0))  # noqa: E731
+    draw = lambda purpose: method.plan(rollout, runs.keyed_generator(seed, step, purpose))  # noqa: E731
+    score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731
     plans = [draw(f"plan {i}") for i in range(REUSE)]
     own = score(draw("plan of the old value"))
     anchors = [score(plan) if method.refresh == "paired" else own for plan in plans]
     for plan, anchor in zip(plans, anchors, strict=True):
-        adv, feature = alg.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
-        alg.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
+        adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
+        methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
         norm = trainer.optimizer_step(model, optimizer, OPTIMIZER, OPTIMIZER.learning_rate)
-        yield plan, alg.reduced(method, plan, rollout, feature).detach(), anchor, adv, norm
+        yield plan, methods.reduced(method, plan, rollout, feature).detach(), anchor, adv, norm
 
 
 def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) -> dict:
@@ -133,7 +134,7 @@ def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) 
                 values = (float(reward.mean()), seen["log_ratio_std"], seen["bypass_fraction"], norm)
                 for key, value in zip(curves, (*values, seen["effective_sample_size"]), strict=True):
                     curves[key].append(value)
-        except (trainer.RunError, FloatingPointError):
+        except (runs.RunError, FloatingPointError):
             stopped = len(curves["norm"])
             break
     facts = {"method": name, "scale": scale, "seed": seed, "updates": len(curves["norm"]), "stopped": stopped}

@@ -39,8 +39,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from minidrl import algorithms as alg
-from minidrl import config, denoiser, memory, report, trainer
+from minidrl import checkpoints, config, denoiser, memory, rehearsal, tables, trainer
+from minidrl import features as feat
 
 RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
@@ -77,7 +77,7 @@ def words_tokenizer(size: int, mask: int) -> PreTrainedTokenizerFast:
 
 def network(source: str, device: str) -> denoiser.Denoiser:
     """The shape of a config.json on the device, with the random weights of its class. [EOS] has probability 0."""
-    shape, family, dtype = denoiser.describe(source)
+    shape, family, dtype = checkpoints.describe(source)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -100,7 +100,7 @@ def settings_of(shape: str, device: str, folder: Path) -> config.Train:
     recipe = dataclasses.replace(config.load(config.Train, RECIPE), device=device)
     if shape == "8b":
         return dataclasses.replace(recipe, model=LLADA, task=Words(recipe.task.max_prompt_length))
-    (folder / "config.json").write_text(json.dumps(denoiser.PUBLISHED[LLADA] | TINY))
+    (folder / "config.json").write_text(json.dumps(checkpoints.PUBLISHED[LLADA] | TINY))
     decoding = dataclasses.replace(recipe.sampler, length=32, block_length=8)
     lora = dataclasses.replace(recipe.lora, rank=4)
     return dataclasses.replace(recipe, model=str(folder), task=Words(20), sampler=decoding, lora=lora, num_iterations=3)
@@ -141,7 +141,7 @@ class Products:
 
 def products(settings: config.Train, rows: float, *, backward: bool, in_parts: bool = False) -> Products:
     """Of one sequence of the run, of which ``rows`` positions go through the head, all at once or in parts."""
-    shape, family, _ = denoiser.describe(settings.model)
+    shape, family, _ = checkpoints.describe(settings.model)
     with torch.device("meta"):
         model = family.network(shape)
     width = settings.task.prompt_length + settings.sampler.length
@@ -161,11 +161,11 @@ def products(settings: config.Train, rows: float, *, backward: bool, in_parts: b
 
 def work(settings: config.Train) -> dict[str, tuple[int, Products]]:
     """Phase -> (sequences that go through the network, products of one of them)."""
-    method = trainer.method_of(settings)
-    plan = method.plan(trainer.blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
+    method = rehearsal.method_of(settings)
+    plan = method.plan(rehearsal.blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
     states, drawn = int(plan.valid.sum()), settings.num_prompts * settings.num_generations * settings.sampler.num_steps
     rows, most = int(plan.scored.sum()) / states, min(settings.micro_batch, states) * int(plan.scored.sum(-1).max())
-    in_parts = most * denoiser.describe(settings.model)[0].vocab_size > alg.HEAD_NUMBERS
+    in_parts = most * checkpoints.describe(settings.model)[0].vocab_size > feat.HEAD_NUMBERS
     return {
         "rollout": (drawn, products(settings, settings.sampler.block_length, backward=False)),
         "scoring": (settings.num_iterations * states, products(settings, rows, backward=False)),
@@ -238,12 +238,12 @@ def measured_rows(settings: config.Train, row: dict, half: float) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Markdown."""
-    return report.markdown_table(rows, tuple(rows[0]))
+    return tables.markdown_table(rows, tuple(rows[0]))
 
 
 def predict(settings: config.Train, half: float, single: float) -> str:
     """What is expected of a GPU that was not at hand."""
-    rows, peak = predicted_rows(settings, half, single), memory.peak(trainer.predicted_memory(settings))
+    rows, peak = predicted_rows(settings, half, single), memory.peak(memory.predicted_memory(settings))
     least, aimed = (sum(r[name] for r in rows) for name in ("seconds at best", "seconds at the aim"))
     return (
         f"PREDICTION, nothing was measured. Assumed: {half / 1e12:g} TFLOP/s in bfloat16, {single / 1e12:g} in float32 "
@@ -259,7 +259,7 @@ def measure(settings: config.Train) -> str:
     name = torch.cuda.get_device_name() if size == 8192 else "CPU"
     half, single = (rate(device, dtype, size) for dtype in (torch.bfloat16, torch.float32))
     row, seconds = measured(settings)
-    peak, found = memory.peak(trainer.predicted_memory(settings)), memory.measured(torch.device(device))
+    peak, found = memory.peak(memory.predicted_memory(settings)), memory.measured(torch.device(device))
     said = f"measured {found / 1e9:.3g} GB" if found is not None else "not measured on a CPU"
     return (
         f"{name}, torch {torch.__version__}: large products at {half / 1e12:.3g} TFLOP/s in bfloat16, {single / 1e12:.3g} in "

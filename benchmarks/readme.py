@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from minidrl import report
+from minidrl import cards, estimators, tables
 
 ROOT = Path(__file__).parent.parent
 MAP_COLUMNS = ("method", "likelihood", "ratio", "anchor", "objective", "advantage", "source")
@@ -21,7 +21,7 @@ def pages() -> list[Path]:
 
 def map_rows() -> list[dict[str, str]]:
     """The map without numbers and without the rows that reproduce released code."""
-    rows = [row for row in report.method_rows() if not row["method"].endswith("-released")]
+    rows = [row for row in cards.method_rows() if not row["method"].endswith("-released")]
     short = {key: lambda text: re.sub(r"\([^)]*\)", "", text) for key in ("likelihood", "objective", "advantage")}
     short["source"] = lambda text: ", ".join(re.findall(r"arXiv (\d{4}\.\d{5})", text))
     return [{key: short.get(key, str)(row[key]) for key in MAP_COLUMNS} for row in rows]
@@ -30,8 +30,8 @@ def map_rows() -> list[dict[str, str]]:
 def parts() -> dict[str, str]:
     """The generated tables by the name of their place."""
     return {
-        "estimators": report.estimator_table(report.estimator_rows()),
-        "methods": report.markdown_table(map_rows(), MAP_COLUMNS),
+        "estimators": estimators.estimator_table(estimators.estimator_rows()),
+        "methods": tables.markdown_table(map_rows(), MAP_COLUMNS),
     }
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, report, sampler, trainer
+from minidrl import checkpoints, config, denoiser, methods, sampler, tables, trainer
 from minidrl.tasks.countdown import tokenizer
 
 
@@ -149,7 +149,7 @@ def needed_flops(learner: trainer.Learner, row: dict) -> float:
 
 def block_wise(name: str) -> bool:
     """Whether a row asks for a block-causal network."""
-    return alg.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
+    return methods.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
 
 
 def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
@@ -159,7 +159,7 @@ def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
         network, task = config.load(config.Pretrain, arguments.random), config.load(config.Train, arguments.config)
         size = network.sampler.length // 3 if block_wise(changes.get("method", task.method)) else None
         model = denoiser.build(dataclasses.asdict(network.network), tokenizer(), 0, block_length=size)
-        denoiser.save(model, tokenizer(), arguments.folder)
+        checkpoints.save(model, tokenizer(), arguments.folder)
         overrides |= {"model": arguments.folder, "num_prompts": 2, "micro_batch": 64}
         overrides |= {"sampler.attention": "block_causal", "sampler.block_length": size} if size else {}
     learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
@@ -194,7 +194,7 @@ def measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
     if arguments.methods:
-        names = [name for name in alg.METHODS if arguments.random or not block_wise(name)]  # the config's base is what it is
+        names = [name for name in methods.METHODS if arguments.random or not block_wise(name)]  # the config's base is what it is
         names = names if arguments.methods == "all" else arguments.methods.split(",")
         rows = []
         for name in tqdm(names):
@@ -205,7 +205,7 @@ def measure(arguments: argparse.Namespace) -> None:
         rows = forward_rows(learner, machine_rate())
         rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS]
         rows.append(step_row(learner, machine_rate(), arguments.steps))
-    print(report.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
+    print(tables.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
 
 
 if __name__ == "__main__":

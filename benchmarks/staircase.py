@@ -13,14 +13,15 @@ import functools
 import torch
 from speed import seconds
 
-from minidrl import denoiser
+from minidrl import algorithms as alg
+from minidrl import checkpoints, denoiser
 
 N, PROMPT, LENGTH, BLOCK = 64, 9, 32, 4
 
 
 def per_block(model: denoiser.Denoiser, prompt, real, clean, noisy, stream: str) -> torch.Tensor:
     """K forwards of [prompt, clean blocks before, noisy block]; the mask is cut out of the staircase's."""
-    rows, mask = [], denoiser.staircase_mask(real[:1], LENGTH, BLOCK, clean=stream)
+    rows, mask = [], alg.staircase_mask(real[:1], LENGTH, BLOCK, clean=stream)
     for start in range(0, LENGTH, BLOCK):
         keep = torch.cat([torch.arange(PROMPT + start), PROMPT + LENGTH + start + torch.arange(BLOCK)])
         tokens = torch.cat([prompt, clean[:, :start], noisy[:, start : start + BLOCK]], 1)
@@ -32,7 +33,7 @@ def per_block(model: denoiser.Denoiser, prompt, real, clean, noisy, stream: str)
 
 def main(threads: int, path: str) -> None:
     torch.set_num_threads(threads)
-    model, _ = denoiser.load(path)
+    model, _ = checkpoints.load(path)
     noise = torch.Generator().manual_seed(0)
     prompt, clean = (torch.randint(3, model.vocab_size, (N, width), generator=noise) for width in (PROMPT, LENGTH))
     hidden, real = torch.rand(clean.shape, generator=noise) < 0.5, torch.ones_like(prompt, dtype=torch.bool)

@@ -32,7 +32,7 @@ def shapes_only(function: Callable) -> Callable:
 torch.set_num_threads(1)
 
 # The hook acts at import, and pytest reads this file before any test module imports the package.
-install_import_hook(["minidrl.algorithms", "minidrl.diagnostics"], f"{__name__}.{shapes_only.__name__}")
+install_import_hook(["minidrl.algorithms", "minidrl.features", "minidrl.methods"], f"{__name__}.{shapes_only.__name__}")
 
 
 @pytest.fixture

@@ -26,7 +26,12 @@ import pytest
 from mutant import Mutant
 
 # The modules under judgement, in the order in which they import each other.
-ROOMS = ("minidrl.algorithms", "minidrl.diagnostics", "minidrl.report")
+ROOMS = (
+    "minidrl.algorithms",
+    "minidrl.features",
+    "minidrl.methods",
+    "minidrl.estimators",
+)
 
 ROOT = Path(__file__).parent.parent
 TAG = re.compile(r"\((\d+\.\d+)\) ")

@@ -42,7 +42,7 @@ from laws import (
     subset_scores,
     tabular,
 )
-from minidrl import config, oracle
+from minidrl import methods, oracle
 
 COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
@@ -457,7 +457,7 @@ def law_quadrature_estimators(alg: ModuleType) -> None:
 def law_shared_masks_make_the_first_update_on_policy(alg: ModuleType) -> None:
     """Equal weights, one plan: ratio 1, gradient of the loss -adv grad B / n; two plans: E r = E e^B E e^-B > 1."""
     model, n = tabular(3, 3), 3
-    method = config.with_options(alg.METHODS["gdpo"], {"plan.num_nodes": 2})
+    method = methods.with_options(alg.METHODS["gdpo"], {"plan.num_nodes": 2})
     rollout, plan, chance = joint_outcomes(alg, n, 2, 1, "bernoulli")
     feature = {"logp": graph_logp(alg, model, rollout, plan)}
     ll, adv = alg.reduced(method, plan, rollout, feature), normal(len(chance), seed=68)
@@ -483,7 +483,7 @@ def law_mean_field_bounds(alg: ModuleType) -> None:
     for values, response in ((a, (0,) * 4), (None, RESPONSE)):
         model = tabular(4, 3) if values is None else count_model(values)
         rollout = rollout_of(alg, [response])
-        plan = config.with_options(alg.METHODS["diffu-grpo"], {"plan.p_mask_prompt": 0.0}).plan(rollout, seeded())
+        plan = methods.with_options(alg.METHODS["diffu-grpo"], {"plan.p_mask_prompt": 0.0}).plan(rollout, seeded())
         got = ll_of(alg, model, rollout, plan).item()
         close(got, oracle.elbo_integrand(model, response, 1.0).item(), "g(1)")
         if values is not None:

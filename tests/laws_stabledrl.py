@@ -461,8 +461,8 @@ def law_truncated_weights(alg: ModuleType) -> None:
         close(loss(ll), -double(weight) * adv * ll, "value: weight times ll", 1e-9)
     free = functools.partial(alg.truncated_is, anchor=anchor, adv=adv, num_generations=3, floor=0.0, cap=math.inf)
     close(coefficients(free, ll), coefficients(lambda x: -(x - anchor).exp() * adv, ll), "no clip: ratio adv", 1e-9)
-    on_policy = coefficients(lambda x: alg.truncated_is(x, ll, adv, 3, floor=0.8, cap=1.28), ll)
-    close(on_policy, coefficients(lambda x: alg.reinforce(x, None, adv, 3), ll), "at ratio 1: reinforce")
+    on_policy = coefficients(lambda x: alg.truncated_is(x, ll, adv, 3, floor=0.8, cap=1.28).loss, ll)
+    close(on_policy, coefficients(lambda x: alg.reinforce(x, None, adv, 3).loss, ll), "at ratio 1: reinforce")
 
 
 @judges("8.5")
@@ -473,7 +473,7 @@ def law_truncated_refusals(alg: ModuleType) -> None:
     refuses(lambda: call(floor=-0.1, cap=5.0), "objective", "-0.1")
     refuses(lambda: call(floor=2.0, cap=2.0), "objective", "floor 2.0", "cap 2.0")
     refuses(lambda: call(floor=0.0, cap=0.0), "objective", "cap 0.0")
-    refuses(lambda: alg.truncated_is(x, x.clone().requires_grad_(), x, 2, floor=0.0, cap=5.0), "anchor", "gradient")
+    refuses(lambda: alg.truncated_is(x, x.clone().requires_grad_(), x, 2, floor=0.0, cap=5.0).loss, "anchor", "gradient")
 
 
 @judges("8.1", "8.4", "8.5")
@@ -484,9 +484,9 @@ def law_score_carries_the_gradient(alg: ModuleType) -> None:
     capped = [min(r, 5.0) for r in ratio]
     share = [c / sum(capped[4 * (j // 4) : 4 * (j // 4) + 4]) for j, c in enumerate(capped)]
     calls = {
-        "reinforce": (lambda ll, s: alg.reinforce(ll, None, adv, 4, score=s), [1.0] * 8),
-        "truncated": (lambda ll, s: alg.truncated_is(ll, anchor, adv, 4, floor=0.0, cap=5.0, score=s), capped),
-        "self-normalised": (lambda ll, s: alg.self_normalized_clip(ll, anchor, adv, 4, cap=5.0, score=s), share),
+        "reinforce": (lambda ll, s: alg.reinforce(ll, None, adv, 4, score=s).loss, [1.0] * 8),
+        "truncated": (lambda ll, s: alg.truncated_is(ll, anchor, adv, 4, floor=0.0, cap=5.0, score=s).loss, capped),
+        "self-normalised": (lambda ll, s: alg.self_normalized_clip(ll, anchor, adv, 4, cap=5.0, score=s).loss, share),
     }
     for name, (call, weight) in calls.items():
         ll = (anchor + double(ratio).log()[None, :, None]).requires_grad_()
@@ -504,7 +504,7 @@ def law_published_vector(alg: ModuleType) -> None:
     """
     ratio, adv = double([1.0, 2.0, 10.0, 0.25]), double([1.0, -1.0, 0.5, -0.5])
     anchor = torch.zeros(1, 4, 1, dtype=torch.float64)
-    loss = lambda x: alg.self_normalized_clip(x[None, :, None], anchor, adv[None, :, None], 4, cap=5.0)  # noqa: E731
+    loss = lambda x: alg.self_normalized_clip(x[None, :, None], anchor, adv[None, :, None], 4, cap=5.0).loss  # noqa: E731
     weighted = -coefficients(loss, ratio.log())
     close(weighted, [4 / 33, -8 / 33, 10 / 33, -1 / 66], "cap 5")
     close(weighted.sum(), 1 / 6, "sum")
@@ -555,10 +555,10 @@ def law_one_large_ratio(alg: ModuleType) -> None:
         ll = double([0.1, math.log(ratio), -0.3, -0.2])
         wide, flat = (zero[None, :, None], adv[None, :, None]), {"anchor": zero, "adv": adv, "num_generations": 4}
         loss = {
-            "grpo": lambda x, flat=flat: alg.ppo_clip(x, **flat, epsilon_low=0.2, epsilon_high=0.2) / 4,
-            "clip": lambda x, flat=flat: alg.truncated_is(x, **flat, floor=0.0, cap=6.0) / 4,
-            "stable": lambda x, wide=wide: alg.self_normalized_clip(x[None, :, None], *wide, 4, cap=6.0),
-            "normalised": lambda x, wide=wide: alg.self_normalized_clip(x[None, :, None], *wide, 4, cap=math.inf),
+            "grpo": lambda x, flat=flat: alg.ppo_clip(x, **flat, epsilon_low=0.2, epsilon_high=0.2).loss / 4,
+            "clip": lambda x, flat=flat: alg.truncated_is(x, **flat, floor=0.0, cap=6.0).loss / 4,
+            "stable": lambda x, wide=wide: alg.self_normalized_clip(x[None, :, None], *wide, 4, cap=6.0).loss,
+            "normalised": lambda x, wide=wide: alg.self_normalized_clip(x[None, :, None], *wide, 4, cap=math.inf).loss,
         }
         for name in norms:
             norms[name].append((coefficients(loss[name], ll) @ g).norm().item())
@@ -573,8 +573,8 @@ def law_common_noise_cancels(alg: ModuleType) -> None:
     """Noise that a group shares leaves its normalised weights alone below the cap; clipped weights move with it."""
     logs, adv = normal(8, seed=72, scale=0.3), normal(8, seed=73)
     anchor = torch.zeros(8, dtype=torch.float64)
-    stable = lambda x: alg.self_normalized_clip(x[None, :, None], anchor[None, :, None], adv[None, :, None], 4, cap=50.0)  # noqa: E731
-    clip = lambda x: alg.truncated_is(x, anchor, adv, 4, floor=0.0, cap=50.0)  # noqa: E731
+    stable = lambda x: alg.self_normalized_clip(x[None, :, None], anchor[None, :, None], adv[None, :, None], 4, cap=50.0).loss  # noqa: E731
+    clip = lambda x: alg.truncated_is(x, anchor, adv, 4, floor=0.0, cap=50.0).loss  # noqa: E731
     for shift in (-2.0, 1.5):
         close(coefficients(stable, logs + shift), coefficients(stable, logs), "normalised")
         close(coefficients(clip, logs + shift), math.exp(shift) * coefficients(clip, logs), "clipped", 1e-9)
@@ -615,7 +615,7 @@ def law_bypass_rate_of_noise(alg: ModuleType) -> None:
         ll = anchor + math.sqrt(2) * s * noise_of_ratio[None, :, None]
         for adv, expected in ((-1.0, truth), (1.0, 0.0), (0.0, 0.0)):
             signs = torch.full((count,), adv, dtype=torch.float64)
-            seen = alg.ratio_diagnostics(method, plan, rollout, ll, anchor, signs)
+            seen = alg.ratio_diagnostics(method, plan, rollout, {"logp": ll}, anchor, signs)
             close(seen["bypass_fraction"], expected, f"deviation {s}, epsilon {epsilon}, adv {adv}", 1e-4)
         close(seen["log_ratio_std"], math.sqrt(2) * s, "spread", 1e-3)
 

@@ -39,7 +39,7 @@ from laws import (
     walk_entropy,
     walk_gradient,
 )
-from minidrl import config, oracle
+from minidrl import methods, oracle
 from minidrl.sampler import Sampler, most_confident
 
 # ====================================================================================== 3.2 The most uncertain steps
@@ -369,7 +369,7 @@ def law_exact_kl_is_the_mean_of_k3(alg: ModuleType) -> None:
 
 def released(alg: ModuleType, **parts: Any) -> Any:
     """egspo-released with two states a trajectory and some parts replaced."""
-    return dataclasses.replace(config.with_options(alg.METHODS["egspo-released"], {"plan.num_states": 2}), **parts)
+    return dataclasses.replace(methods.with_options(alg.METHODS["egspo-released"], {"plan.num_states": 2}), **parts)
 
 
 def graph_features(alg: ModuleType, method: Any, model: Any, rollout: Any, plan: Any, reference: Any = None) -> dict:
@@ -536,7 +536,7 @@ def confident_gradients(alg: ModuleType, case: tuple, temperature: float) -> tup
         method = dataclasses.replace(alg.METHODS["reinforce"], features=names)
         plan = method.plan(rollout, seeded())
         ll = alg.reduced(method, plan, rollout, graph_features(alg, method, model, rollout, plan))
-        loss = method.objective(ll, None, (chance * reward)[None, :, None].expand_as(ll), 1)
+        loss = method.objective(ll, None, (chance * reward)[None, :, None].expand_as(ll), 1).loss
         found.append(-oracle.table_gradient(model, loss.sum()))
     return found[0], found[1]
 
@@ -664,7 +664,7 @@ def law_other_orders_have_no_position_factor(alg: ModuleType) -> None:
     gradient = oracle.table_gradient(model, nothing["order_logp"].sum())
     close(gradient, torch.zeros_like(model.table), "nothing scored: gradient")
     log_f, none = torch.ones(6, dtype=torch.float64, requires_grad=True), torch.zeros(2, 3, dtype=torch.bool)
-    passed = alg.order_logp(lambda limits: log_f, torch.zeros(2, 3, dtype=torch.float64), none, ~none)
+    passed = alg.order_logp(log_f, none, ~none)
     close(passed, torch.zeros(2, 3), "candidates, and nothing scored")
     close(torch.autograd.grad(passed.sum(), log_f)[0], torch.zeros(6), "candidates, and nothing scored: gradient")
 
@@ -793,7 +793,7 @@ def law_stepwise_time(alg: ModuleType) -> None:
     row = dataclasses.replace(
         alg.METHODS["egspo-sa"], credit=partial(alg.stepwise_advantage, **{**CREDIT, "schedule": "linear"})
     )
-    row = config.with_options(row, {"plan.num_states": 4})
+    row = methods.with_options(row, {"plan.num_states": 4})
     rollout = four_steps(alg, keep=torch.ones(4, 8, dtype=torch.bool), unmask_step=torch.tensor(STEPS[:3] + STEPS[:1]))
     plan = row.plan(rollout, seeded())
     reward, value = double([1.0, 0.0, 0.3, 2.0]), normal(4, 4, seed=67)
@@ -1002,7 +1002,7 @@ def law_egspo_exact_row(alg: ModuleType) -> None:
     new = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=68, scale=0.6))
     entropy = double([walk_entropy(old, path, 0.7) for path in likely])
     rollout = recorded(alg, likely, None, num_generations=4, records={"entropy": entropy}, sampler=settings_of(3, 3, 1, 0.7))
-    method = config.with_options(alg.METHODS["egspo-exact"], {"plan.num_states": 2})
+    method = methods.with_options(alg.METHODS["egspo-exact"], {"plan.num_states": 2})
     plan = method.plan(rollout, seeded())
     anchor = alg.reduced(method, plan, rollout, alg.features(old, rollout, plan, temperature=0.7, names=method.features))
     reward = [reward_of(path.response, None) for path in likely]

@@ -130,7 +130,7 @@ def law_confident_clip(alg: ModuleType) -> None:
     """PPO's gradient times exp(anchor), which is data."""
     ll, anchor, adv = -normal(20, seed=64).abs(), -normal(20, seed=65).abs() - 0.1, normal(20, seed=66)
     clip = {"epsilon_low": 0.2, "epsilon_high": 0.3}
-    got = coefficients(lambda x: alg.confident_clip(x, anchor, adv, 4, **clip), ll)
+    got = coefficients(lambda x: alg.confident_clip(x, anchor, adv, 4, **clip).loss, ll)
     for j in range(20):
         ratio = math.exp(float(ll[j] - anchor[j]))
         stopped = (adv[j] > 0 and ratio > 1.3) or (adv[j] < 0 and ratio < 0.8)
@@ -143,12 +143,12 @@ def law_regression(alg: ModuleType) -> None:
     anchor, adv, psi, length = normal(9, seed=67), normal(9, seed=68), 0.7, 5
     u = double([-0.5, -0.21, -0.1, 0.0, 0.05, 0.1, 0.2, 0.4, 3.0])
     options = {"psi": psi, "epsilon_low": 0.2, "epsilon_high": 0.3, "length": length}
-    got = coefficients(lambda x: alg.regression(x, anchor, adv, 3, **options), anchor + u)
+    got = coefficients(lambda x: alg.regression(x, anchor, adv, 3, **options).loss, anchor + u)
     for j in range(9):
         inside = math.log(0.8) < u[j] < math.log(1.3)
         close(got[j], 2 * (float(u[j]) / length - psi * float(adv[j])) / length if inside else 0.0, f"u = {float(u[j])}")
     goal = double([length * psi * 0.01])
-    still = coefficients(lambda x: alg.regression(x, double([0.0]), double([0.01]), 1, **options), goal)
+    still = coefficients(lambda x: alg.regression(x, double([0.0]), double([0.01]), 1, **options).loss, goal)
     close(still, [0.0], "at the target")
     assert alg.response_length(None, None, None, None, rollout_of(alg, [[1, 2, 0]]), None) == {"length": 3}
 

@@ -12,7 +12,8 @@ import torch
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import sampler, trainer
+from minidrl import features as feat
+from minidrl import gradient, methods, sampler
 
 STATES = (1, 2, 4, 8, 16)
 LAYOUT = sampler.Sampler(order="random", temperature=1.0, length=16, block_length=16, tokens_per_step=1)
@@ -58,7 +59,7 @@ class _Held:
 def joint_backward(model, rollout, plan, loss_of, *, temperature=1.0, names=("logp",), **more) -> torch.Tensor:
     """The reference path: one graph over all states of the plan, each a forward of its own."""
     states, plan = torch.arange(plan.valid.numel()), dataclasses.replace(plan, block_length=None)
-    feature = alg.state_features(model, rollout, plan, states, temperature=temperature, names=names, **more)
+    feature = feat.state_features(model, rollout, plan, states, temperature=temperature, names=names, **more)
     loss = loss_of({name: value.unflatten(0, plan.valid.shape) for name, value in feature.items()})
     loss.backward()
     return loss.detach()
@@ -77,11 +78,11 @@ def peak_memory(num_states: int, two_pass: bool) -> int:
         generator=torch.Generator().manual_seed(0),
     )
     plan = alg.replay_plan(rollout, torch.Generator().manual_seed(1), num_states=num_states, min_entropy=0.0)
-    method, rows = alg.METHODS["replay-grpo"], len(rollout.response)
-    anchor, adv = alg.behaviour_anchor(method, plan, rollout), torch.linspace(-1, 1, rows)
-    backward = partial(trainer.two_pass_backward, size=rows) if two_pass else joint_backward
+    method, rows = methods.METHODS["replay-grpo"], len(rollout.response)
+    anchor, adv = methods.behaviour_anchor(method, plan, rollout), torch.linspace(-1, 1, rows)
+    backward = partial(gradient.two_pass_backward, size=rows) if two_pass else joint_backward
     with SavedBytes(model) as meter:
-        backward(model, rollout, plan, lambda f: alg.method_loss(method, plan, rollout, f, adv, anchor, None))
+        backward(model, rollout, plan, lambda f: methods.method_loss(method, plan, rollout, f, adv, anchor, None))
     return meter.peak
 
 

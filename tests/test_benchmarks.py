@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from minidrl import algorithms as alg
 from minidrl import memory, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +26,7 @@ def test_the_products_of_a_step_are_those_that_are_multiplied(again, in_parts, b
     settings = bench.settings_of("tiny", "cpu", tmp_path)
     settings = type(settings)(**{**vars(settings), "gradient_checkpointing": again})
     if in_parts:
-        monkeypatch.setattr(alg, "HEAD_NUMBERS", 20 * 500)  # 20 rows of its vocabulary
+        monkeypatch.setattr(feat, "HEAD_NUMBERS", 20 * 500)  # 20 rows of its vocabulary
     learner, counted, plain = bench.learner_of(settings), {}, trainer.Clock
 
     class Counter(plain):
@@ -74,7 +73,7 @@ def test_the_prediction_is_the_published_shape(bench, tmp_path):
     rows = {row["phase"]: row for row in bench.predicted_rows(settings, 7e14, 5e13)}
     assert rows["rollout"]["seconds at best"] == pytest.approx(14.29 + 9.4, abs=0.05)
     assert rows["rollout"]["seconds at the aim"] == pytest.approx(1.047e16 / 7e14 / 0.6, rel=1e-3)
-    peak = memory.peak(trainer.predicted_memory(settings))
+    peak = memory.peak(memory.predicted_memory(settings))
     assert 16.03e9 + 4 * 4 * adapters < peak < 40e9
     text = bench.predict(settings, 7e14, 5e13)
     assert text.startswith("PREDICTION, nothing was measured.") and f"peak: {peak / 1e9:.3g} GB" in text

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import denoiser, sampler
+from minidrl import checkpoints, denoiser, sampler
+from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.sampler import ORDERS, Sampler, network_calls, steps_run
 from test_sampler import HostQuestions, assert_topk, chi_square_p
@@ -45,7 +46,7 @@ def network(block_length: int | None, layers=2, dtype=torch.float64, vocab: int 
         for p in model.parameters():
             if p.ndim == 2:
                 p.copy_(torch.randn(p.shape, generator=noise) * 1.5 / p.shape[1] ** 0.5)
-    return denoiser.Denoiser(tiny.exact(model.to(dtype)).model, denoiser.FAMILIES[family], block_length)
+    return denoiser.Denoiser(tiny.exact(model.to(dtype)).model, checkpoints.FAMILIES[family], block_length)
 
 
 class Spy(torch.nn.Module):
@@ -216,7 +217,7 @@ def test_the_trajectory_replays_as_a_staircase(order, cache):
     model = network(4)
     out = run(model, settings_of(4, 2, order, cache=cache))
     plan = alg.block_replay_plan(out, seeded())
-    logp = alg.features(model, out, plan, temperature=0.7)["logp"]
+    logp = feat.features(model, out, plan, temperature=0.7)["logp"]
     torch.testing.assert_close(logp.sum(0), out.logp.masked_fill(~plan.scored.any(0), 0), atol=1e-10, rtol=0)
     assert plan.scored.sum(0).max() == 1 and (plan.scored.any(0) | ~out.keep).all() and not out.keep.all()
 

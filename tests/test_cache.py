@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tiny
-from minidrl import config, denoiser, sampler, trainer
+from minidrl import checkpoints, config, denoiser, sampler, trainer
 from minidrl.sampler import APPROXIMATE, ORDERS, Sampler, network_calls, steps_run
 from minidrl.tasks.countdown import Countdown, tokenizer
 from test_block_sampler import L, Spy, install, law_the_cost_changes_nothing, network, prompts, run, same, seeded
@@ -27,7 +27,7 @@ from test_sampler import HostQuestions
 
 T = 0.7
 CUTS = [(8, 1), (4, 1), (4, 2), (2, 1)]  # block_length, tokens_per_step: more than one step a block
-SHIFTED = denoiser.FAMILIES["Dream"]
+SHIFTED = checkpoints.FAMILIES["Dream"]
 each_family = pytest.mark.parametrize("family", ["llama", "Dream"])
 
 

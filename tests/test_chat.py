@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 import test_countdown
 import test_loading
 import tiny
-from minidrl import config, denoiser, memory, trainer
+from minidrl import checkpoints, config, memory
 from minidrl.__main__ import main
-from minidrl.tasks import countdown
+from minidrl.tasks import countdown, text
 from minidrl.tasks.countdown import Countdown, Puzzle
 
 PUZZLE = Puzzle((5, 6, 8), 46)
@@ -119,9 +119,9 @@ def llada(tmp_path_factory) -> Path:
 
 
 def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
-    _, tok = denoiser.load(llada)
+    _, tok = checkpoints.load(llada)
     puzzles = [PUZZLE, Puzzle((5, 6, 80), 46)]
-    ids, mask = trainer.encode_prompts(tok, puzzles, 400, prompt_format="chat")
+    ids, mask = text.encode_prompts(tok, puzzles, 400, prompt_format="chat")
     assert ids.shape[1] == int(mask[1].sum()), "as wide as the longest"
     assert mask.long().diff(dim=1).min() == 0 and not mask[0, 0], "padded on the left"
     for puzzle, row, real in zip(puzzles, ids, mask, strict=True):
@@ -131,18 +131,18 @@ def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
 
 
 def test_a_prompt_that_is_too_long_is_refused(llada):
-    _, tok = denoiser.load(llada)
-    longest = len(tok(trainer.chats(tok, [PUZZLE.instruction])[0], add_special_tokens=False).input_ids)
-    assert trainer.encode_prompts(tok, [PUZZLE], longest, prompt_format="chat")[0].shape == (1, longest)
+    _, tok = checkpoints.load(llada)
+    longest = len(tok(text.chats(tok, [PUZZLE.instruction])[0], add_special_tokens=False).input_ids)
+    assert text.encode_prompts(tok, [PUZZLE], longest, prompt_format="chat")[0].shape == (1, longest)
     with pytest.raises(ValueError, match=f"task.max_prompt_length: got {longest - 1}; allowed from {longest}"):
-        trainer.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")
+        text.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")
 
 
 def test_a_tokenizer_without_a_template_is_refused(llada, tmp_path):
     shutil.copytree(llada, tmp_path, dirs_exist_ok=True)
     letters(tmp_path, template=None)
     with pytest.raises(ValueError, match="task.prompt_format: got 'chat'; allowed plain, .* no chat template"):
-        trainer.encode_prompts(denoiser.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
+        text.encode_prompts(checkpoints.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
 
 
 @pytest.mark.parametrize(("key", "value"), [("prompt_format", "poem"), ("max_prompt_length", 0), ("max_prompt_length", 2.5)])
@@ -202,7 +202,7 @@ def test_an_8b_config_is_the_published_recipe_and_fits_its_gpu(path):
     assert (s.length, s.num_steps, s.block_length, s.temperature, s.order) == (256, 128, 32, 0.9, "low_confidence")
     gigabytes, gpus = {"llada_8b_lora_24gb": (24, 1), "llada_8b_lora": (48, 1), "llada_8b_full": (80, 8)}[path.stem]
     room = 0.9 * gigabytes * 1e9  # a tenth for what is not predicted: context, workspaces, fragments
-    assert 0.25 * room < memory.peak(trainer.predicted_memory(settings, gpus)) < room
+    assert 0.25 * room < memory.peak(memory.predicted_memory(settings, gpus)) < room
 
 
 def test_the_longest_puzzle_fits_the_prompts_of_the_8b_configs():

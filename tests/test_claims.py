@@ -15,6 +15,7 @@ import torch
 
 import tiny
 from minidrl import algorithms as alg
+from minidrl import features as feat
 from minidrl import oracle
 
 ROOT = Path(__file__).parents[1]
@@ -252,7 +253,7 @@ def test_variances_are_those_of_the_shipped_plans():
     model, rollout = claims.table(1), claims.rollout_of([claims.text_of(1)] * 20_000)
 
     def std(plan):
-        logp = alg.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]
+        logp = feat.features(model, rollout, plan, temperature=1.0, size=1 << 16)["logp"]
         return float(alg.reduce_logp(logp, plan, level="sequence", normalizer=None).std())
 
     noise = torch.Generator().manual_seed(0)

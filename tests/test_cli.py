@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import tiny
-from minidrl import algorithms, config, oracle, report, trainer
+from minidrl import cards, config, estimators, methods, oracle, rehearsal, report, trainer
 from minidrl.__main__ import main
 from minidrl.algorithms import METHODS
 from minidrl.tasks.countdown import Countdown
@@ -224,7 +224,7 @@ def test_a_rollout_without_a_record_is_refused_by_the_module_itself():
             blank = torch.zeros(plan.scored.shape, dtype=torch.float64)
             feature = {"logp": blank, "topk_logp": blank[..., None]}
             adv = torch.zeros(len(rollout.response))
-            algorithms.method_loss(method, plan, rollout, feature, adv, blank, None)
+            methods.method_loss(method, plan, rollout, feature, adv, blank, None)
 
 
 PRETRAIN_MISTAKES = {
@@ -365,7 +365,7 @@ def test_a_config_that_ships_is_valid(path):
     settings = config.load(config.Pretrain if "network" in text else config.Train, path)
     assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
     if "method" in text:
-        assert trainer.method_of(settings).name == text["method"]
+        assert rehearsal.method_of(settings).name == text["method"]
 
 
 def test_the_name_of_a_model_on_the_hub_is_no_path(folder):
@@ -390,7 +390,7 @@ def test_out_of_memory_is_status_2(folder, capfd, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 23.6 GiB")
 
-    monkeypatch.setattr(trainer, "second_pass", full)
+    monkeypatch.setattr(gradient, "second_pass", full)
     status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
     assert status == 2 and error.splitlines()[-1].startswith("minidrl: micro_batch: got 128, out of memory in the update")
 
@@ -486,7 +486,7 @@ def test_methods_in_json_and_as_a_table(capfd):
     assert all(row["source"] and row["objective"] and row["likelihood"] for row in rows)
     told = {key for key in rows[0] if key not in ("method", "title", "source", "differs", "records")}
     assert len({tuple(row[key] for key in sorted(told)) for row in rows}) == len(rows), "two rows differ in visible words"
-    assert told < set(report.METHOD_COLUMNS)
+    assert told < set(cards.METHOD_COLUMNS)
     table = run(capfd, "methods")[1]
     assert len(table.splitlines()) == len(METHODS) + 2 and all(f"| {name}" in table for name in METHODS)
 
@@ -495,7 +495,7 @@ def test_estimators_in_json(capfd):
     status, out, error = run(capfd, "estimators", "--json")
     rows = json.loads(out)
     assert status == 0 and error == "" and len(rows) > 3
-    assert all(row.keys() == set(report.ESTIMATOR_COLUMNS) for row in rows)
+    assert all(row.keys() == set(estimators.ESTIMATOR_COLUMNS) for row in rows)
     model, response = oracle.TabularDenoiser.random(6, 3, torch.Generator().manual_seed(0)), (0, 1, 2, 0, 1, 2)
     gap = {
         "random order": oracle.any_order_log_likelihood(model, response) - oracle.elbo(model, response),

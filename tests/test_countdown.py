@@ -143,8 +143,8 @@ def test_a_wrong_difficulty_is_named_with_what_is_allowed(setting, message):
 
 @TASKS
 def test_the_two_splits_share_no_puzzle_and_neither_is_empty(task):
-    train = {(*sorted(p.numbers), p.target) for p in task.puzzles(1500, np.random.default_rng(0))}
-    held_out = {(*sorted(p.numbers), p.target) for p in task.puzzles(1500, np.random.default_rng(1), "held_out")}
+    train = {(*sorted(p.numbers), p.target) for p in task.problems(1500, np.random.default_rng(0))}
+    held_out = {(*sorted(p.numbers), p.target) for p in task.problems(1500, np.random.default_rng(1), "held_out")}
     fixed = {(*sorted(p.numbers), p.target) for p in task.held_out(64)}
     assert len(train) > 100 and len(held_out) > 100
     assert train.isdisjoint(held_out | fixed)
@@ -152,7 +152,7 @@ def test_the_two_splits_share_no_puzzle_and_neither_is_empty(task):
 
 @TASKS
 def test_puzzles_keep_the_limits_of_the_difficulty(task):
-    puzzles = task.puzzles(600, np.random.default_rng(2)) + task.puzzles(300, np.random.default_rng(2), "held_out")
+    puzzles = task.problems(600, np.random.default_rng(2)) + task.problems(300, np.random.default_rng(2), "held_out")
     assert all(len(p.numbers) == task.num_numbers for p in puzzles)
     assert {n for p in puzzles for n in p.numbers} == set(range(1, task.max_number + 1))
     assert all(1 <= p.target <= task.max_value for p in puzzles)
@@ -168,7 +168,7 @@ def test_prompt_length_is_that_of_the_longest_prompt():
 def test_a_target_is_any_value_that_a_running_calculation_reaches():
     """All targets of one multiset turn up, and only those; 0 is no target."""
     task = Countdown(num_numbers=2, max_number=2, max_value=99, held_out_share=0.5)
-    drawn = task.puzzles(300, np.random.default_rng(3)) + task.puzzles(300, np.random.default_rng(3), "held_out")
+    drawn = task.problems(300, np.random.default_rng(3)) + task.problems(300, np.random.default_rng(3), "held_out")
     by_hand = {(1, 1, 2), (1, 1, 1), (1, 2, 3), (1, 2, 1), (1, 2, 2), (2, 2, 4), (2, 2, 1)}
     assert {(*sorted(p.numbers), p.target) for p in drawn} == by_hand
     assert Countdown().targets((2, 1)) == Countdown().targets((1, 2)) == [1, 2, 3]
@@ -194,19 +194,19 @@ def test_held_out_counts_that_do_not_exist_are_named():
 
 def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
     with pytest.raises(ValueError, match="^split: got 'test'; allowed train, held_out$"):
-        Countdown().puzzles(1, np.random.default_rng(0), "test")
+        Countdown().problems(1, np.random.default_rng(0), "test")
     monkeypatch.setattr(countdown, "MAX_DRAWS", 200)
     nothing = Countdown(num_numbers=2, max_number=1, held_out_share=1e-9)
     with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
-        nothing.puzzles(1, np.random.default_rng(0), "held_out")
-    assert len(nothing.puzzles(500, np.random.default_rng(0))) == 500  # misses are counted in a row, not in all
+        nothing.problems(1, np.random.default_rng(0), "held_out")
+    assert len(nothing.problems(500, np.random.default_rng(0))) == 500  # misses are counted in a row, not in all
 
 
 CHILD = """
 import json, numpy as np
 from minidrl.tasks.countdown import Countdown
 task, rng = Countdown(held_out_share=0.3), np.random.default_rng(0)
-puzzles = task.puzzles(200, rng) + task.puzzles(200, rng, "held_out")
+puzzles = task.problems(200, rng) + task.problems(200, rng, "held_out")
 print(json.dumps([[[*p.numbers, p.target, task.split_of(p)] for p in puzzles], task.demonstrations(puzzles, rng, 0.5)]))
 """
 
@@ -218,7 +218,7 @@ def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
         child = subprocess.run([sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True)
         outputs.append(json.loads(child.stdout))
     rng = np.random.default_rng(0)
-    puzzles = WIDE.puzzles(200, rng) + WIDE.puzzles(200, rng, "held_out")
+    puzzles = WIDE.problems(200, rng) + WIDE.problems(200, rng, "held_out")
     here = [[[*p.numbers, p.target, WIDE.split_of(p)] for p in puzzles], WIDE.demonstrations(puzzles, rng, 0.5)]
     assert outputs == [here, here]
 
@@ -229,7 +229,7 @@ def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
 @TASKS
 def test_demonstrations_are_true_running_calculations_inside_the_limits(task):
     rng = np.random.default_rng(4)
-    puzzles = task.puzzles(400, rng)
+    puzzles = task.problems(400, rng)
     for puzzle, text in zip(puzzles, task.demonstrations(puzzles, rng, 0.5), strict=True):
         value, numbers = judge_running(text)
         assert Counter(numbers) == Counter(puzzle.numbers)
@@ -241,7 +241,7 @@ def test_demonstrations_are_true_running_calculations_inside_the_limits(task):
 def test_hit_share_is_the_share_aimed_at_the_target(hit_share):
     """hits = hit_share + (1 - hit_share) * share of all running calculations that end on the target, summed over puzzles."""
     rng = np.random.default_rng(5)
-    puzzles = WIDE.puzzles(3000, rng)
+    puzzles = WIDE.problems(3000, rng)
     texts = WIDE.demonstrations(puzzles, rng, hit_share)
     runs = {numbers: all_runs(numbers, 99) for numbers in {tuple(sorted(p.numbers)) for p in puzzles}}
     ends = [list(runs[tuple(sorted(p.numbers))].values()) for p in puzzles]
@@ -267,7 +267,7 @@ def test_running_calculations_are_all_of_them(numbers, max_value):
 
 @TASKS
 def test_every_puzzle_is_solved_by_the_solver_and_by_a_running_calculation(task):
-    puzzles = task.puzzles(24, np.random.default_rng(6)) + task.puzzles(12, np.random.default_rng(6), "held_out")
+    puzzles = task.problems(24, np.random.default_rng(6)) + task.problems(12, np.random.default_rng(6), "held_out")
     for puzzle in puzzles:
         text = countdown.solve(puzzle.numbers, puzzle.target)
         assert reward(puzzle, text, "binary") == 1.0 and judge(text)[0] == puzzle.target
@@ -589,7 +589,7 @@ def test_the_tokenizer_comes_back_from_disk_as_it_was(tmp_path):
     tok = countdown.tokenizer()
     tok.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [p.prompt for p in WIDE.puzzles(50, np.random.default_rng(9))] + ["(1+2)/3*4-5=6[EOS][MASK]"]
+    texts = [p.prompt for p in WIDE.problems(50, np.random.default_rng(9))] + ["(1+2)/3*4-5=6[EOS][MASK]"]
     assert again.get_vocab() == tok.get_vocab() and again.padding_side == "left"
     assert again(texts, padding=True)["input_ids"] == tok(texts, padding=True)["input_ids"]
     assert again.all_special_ids == tok.all_special_ids and again.batch_decode(tok(texts)["input_ids"]) == texts

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from minidrl import denoiser
+from minidrl import checkpoints, denoiser
 from minidrl.tasks.countdown import tokenizer
 
 TOKENS = torch.randint(3, 23, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -102,8 +102,8 @@ def saved(tmp_path_factory) -> Path:
 
 def test_a_saved_network_comes_back_to_the_bit(saved, tmp_path, capfd):
     before = tiny.weights(tiny.network())
-    denoiser.save(*denoiser.load(saved), tmp_path / "again")
-    model, tok = denoiser.load(tmp_path / "again")
+    checkpoints.save(*checkpoints.load(saved), tmp_path / "again")
+    model, tok = checkpoints.load(tmp_path / "again")
     after = model.state_dict()
     assert before.keys() == after.keys() and len(before) > 10
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -178,6 +178,6 @@ def test_a_broken_folder_is_one_line_that_names_it(name, saved, tmp_path, capfd)
     shutil.copytree(saved, folder)
     damage(folder)
     with pytest.raises(ValueError, match=f"^model: got .*copy.*{message}") as caught:
-        denoiser.load(folder)
+        checkpoints.load(folder)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", ""), "no report beside the line"

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, distributed, sampler, trainer
+from minidrl import config, denoiser, distributed, gradient, runs, sampler, trainer
 from minidrl.__main__ import _report, main
 from minidrl.tasks.countdown import Countdown
 
@@ -73,7 +73,7 @@ def patched():
 def learner_of(patch, row: str, dtype: str, **changes) -> trainer.Learner:
     words = {"method": row, "num_prompts": 4, **ROWS[row], **changes}
     if "in parts" in row:
-        patch.setattr(alg, "HEAD_NUMBERS", 100)
+        patch.setattr(feat, "HEAD_NUMBERS", 100)
     return tiny.learner_on(patch, tiny.network(DTYPES[dtype][0]), **words)
 
 
@@ -115,7 +115,7 @@ def few_forwards(folder: Path, forwards: int, method: str, spoil: Callable = lam
         calls.clear()
         feature = learner.score(learner.network, rollout, plan, trainer.Clock())
         cotangent = {"logp": torch.linspace(-1, 1, plan.scored.numel()).view(plan.scored.shape).double() * plan.scored}
-        seen, count = trainer.second_pass(learner.network, rollout, plan, cotangent, temperature=1.0, size=1)
+        seen, count = gradient.second_pass(learner.network, rollout, plan, cotangent, temperature=1.0, size=1)
         found = {"feature": feature["logp"], "seen": seen["logp"], "gradients": gradient(learner.model), "count": count}
         return {"calls": list(calls), **found}
 
@@ -221,7 +221,7 @@ def failing(folder: Path) -> dict:
         evaluated = lambda *_, **__: {"solved": 0.0, "well_formed": 0.0, "n": 1}  # noqa: E731
         patch.setattr(trainer, "evaluate", evaluated)
         patch.setattr(sampler, "finish", broken)
-        with pytest.raises(trainer.RunError) as raised:
+        with pytest.raises(runs.RunError) as raised:
             trainer.train(settings_of(folder, "reinforce"), out)
     return {"error": str(raised.value).replace(str(out), "OUT"), "dump": sorted(p.name for p in out.glob("failed-0/*"))}
 

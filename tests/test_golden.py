@@ -147,7 +147,7 @@ def espo_loss(new, old, given, out):
     adv = alg.leave_one_out(double(given["rewards"]), rows)
     same(adv, out["adv"], "adv")
     clip = {"epsilon_low": given["clip_low"], "epsilon_high": given["clip_high"]}
-    loss = alg.ppo_clip(new / length, old / length, adv, rows, **clip)[None, :, None]
+    loss = alg.ppo_clip(new / length, old / length, adv, rows, **clip).loss[None, :, None]
     penalty = alg.kl_term(new, double(given["seq_logp_ref"]), form="k2")[None, :, None]
     loss = alg.aggregate(loss, plan, rollout, level="sequence", how="sequence_mean")
     return loss + given["beta"] * alg.aggregate(penalty, plan, rollout, level="sequence", how="fixed_length")

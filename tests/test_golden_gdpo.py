@@ -12,6 +12,8 @@ import torch
 import laws
 from laws import double
 from minidrl import algorithms as alg
+from minidrl import features as feat
+from minidrl import methods
 from minidrl.config import with_options
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import cases, one_prompt, same, sequence_rollout
@@ -25,7 +27,7 @@ def order_noise(masks):
 def clipped(name, given):
     """The released row with the case's clip."""
     clip = {"objective.epsilon_low": given["clip"], "objective.epsilon_high": given["clip"]}
-    return with_options(alg.METHODS[name], clip)
+    return with_options(methods.METHODS[name], clip)
 
 
 # ------------------------------------------------------------------------------------------------- GDPO: gdpo-released
@@ -33,7 +35,7 @@ def clipped(name, given):
 
 def gdpo_method(given):
     """The row; its KL term, off in the published runs, is k3 of the un-normalised log-likelihood to the reference."""
-    kl = alg.KL("k3", given["beta"], of="log_likelihood") if given["beta"] else None
+    kl = methods.KL("k3", given["beta"], of="log_likelihood") if given["beta"] else None
     return replace(clipped("gdpo-released", given), kl=kl)
 
 
@@ -49,12 +51,12 @@ def test_gdpo_loss(case):
     new = double(given["seq_logp_new"]).requires_grad_()
     logp = {"new": new} | {name: double(given[f"seq_logp_{name}"]) for name in ("old", "ref")}
     feature = {name: {"logp": (value[:, None] / length).expand(-1, length)[None]} for name, value in logp.items()}
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
-    ll, anchor = (alg.reduced(method, plan, rollout, feature[name]) for name in ("new", "old"))
+    ll, anchor = (methods.reduced(method, plan, rollout, feature[name]) for name in ("new", "old"))
     same(alg.log_ratio(ll, anchor).exp()[0, :, 0], out["ratio"], "ratio")
-    ref = alg.kl_target(method, plan, rollout, feature["ref"]) if method.kl else None
-    loss = alg.method_loss(method, plan, rollout, feature["new"], adv, anchor, ref)
+    ref = methods.kl_target(method, plan, rollout, feature["ref"]) if method.kl else None
+    loss = methods.method_loss(method, plan, rollout, feature["new"], adv, anchor, ref)
     same(loss, out["loss"], "loss")
     same(torch.autograd.grad(loss, new)[0], out["grad_seq_logp_new"], "gradient")
 
@@ -86,15 +88,15 @@ def check_end_to_end(method, rollout, plan, old_plan, given, out):
     new, old = (TabularDenoiser.from_hidden_table(double(given[f"table_{name}"])) for name in ("new", "old"))
     feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
     plain = replace(method, normalizer="none")
-    estimate = alg.reduced(plain, plan, rollout, feature)[0, :, 0]
+    estimate = methods.reduced(plain, plan, rollout, feature)[0, :, 0]
     same(estimate, out["seq_logp_new"], "new")
     same(table_gradient(new, estimate.sum()), out["grad_table_of_sum_estimate"], "gradient of the estimate")
-    theirs = alg.features(old, rollout, old_plan, temperature=1.0)
-    same(alg.reduced(plain, old_plan, rollout, theirs)[0, :, 0], out["seq_logp_old"], "old")
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    theirs = feat.features(old, rollout, old_plan, temperature=1.0)
+    same(methods.reduced(plain, old_plan, rollout, theirs)[0, :, 0], out["seq_logp_old"], "old")
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
-    anchor = alg.reduced(method, old_plan, rollout, theirs)
-    loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, None)
+    anchor = methods.reduced(method, old_plan, rollout, theirs)
+    loss = methods.method_loss(method, plan, rollout, feature, adv, anchor, None)
     same(loss, out["loss"], "loss")
     same(table_gradient(new, loss), out["grad_table_new"], "gradient")
 
@@ -149,10 +151,10 @@ def test_diffu_grpo(case):
     method = d1_method(given)
     rollout, plan = one_prompt(given["keep"])
     logp = double(given["logp_new"]).requires_grad_()
-    anchor, ref = (alg.reduced(method, plan, rollout, {"logp": double(given[f"logp_{name}"])[None]}) for name in ("old", "ref"))
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    anchor, ref = (methods.reduced(method, plan, rollout, {"logp": double(given[f"logp_{name}"])[None]}) for name in ("old", "ref"))
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
-    loss = alg.method_loss(method, plan, rollout, {"logp": logp[None]}, adv, anchor, ref)
+    loss = methods.method_loss(method, plan, rollout, {"logp": logp[None]}, adv, anchor, ref)
     same(loss, out["loss"], "loss")
     same(torch.autograd.grad(loss, logp)[0], out["grad_logp_new"], "gradient")
 
@@ -166,11 +168,11 @@ def test_diffu_grpo_from_the_table(case):
     new, old = (TabularDenoiser.from_hidden_table(double(given[name])) for name in ("table_new", "table_old"))
     same(plan.hidden[..., 3:], given["masks"], "masks")
     feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
-    theirs = alg.features(old, rollout, plan, temperature=1.0)
+    theirs = feat.features(old, rollout, plan, temperature=1.0)
     for name, logp in (("logp_new", feature["logp"]), ("logp_old", theirs["logp"])):
         same(logp[0] * rollout.keep, double(out[name]) * rollout.keep, name)
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
-    loss = alg.method_loss(method, plan, rollout, feature, adv, alg.reduced(method, plan, rollout, theirs), None)
+    loss = methods.method_loss(method, plan, rollout, feature, adv, methods.reduced(method, plan, rollout, theirs), None)
     same(loss, out["loss"], "loss")
     same(table_gradient(new, loss), out["grad_table_new"], "gradient")

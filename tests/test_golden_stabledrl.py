@@ -15,7 +15,8 @@ import torch
 import laws
 from laws import double
 from minidrl import algorithms as alg
-from minidrl import config
+from minidrl import features as feat
+from minidrl import methods
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import FOLDER, cases, one_prompt, same
 
@@ -33,20 +34,20 @@ def masked(rollout, masks):
 def sandwiched(name, given):
     """The row with the case's numbers in its sandwich."""
     omega = OMEGA[given["negative_bound"]] if "negative_bound" in given else given["omega"]
-    return config.with_options(alg.METHODS[name], {"extra.omega": omega, "extra.eubo_beta": given["eubo_beta"]})
+    return methods.with_options(methods.METHODS[name], {"extra.omega": omega, "extra.eubo_beta": given["eubo_beta"]})
 
 
 def credited(method, plan, rollout, given, out):
     """The row's advantages, which are the official ones."""
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
     return adv
 
 
 def bounds(method, plan, rollout, logp, adv):
     """ELBO, EUBO and score as the row's loss sees them: per token of the response."""
-    scale = alg.normalizer(method, plan, rollout)
-    ll, wide = alg.reduced(method, plan, rollout, {"logp": logp}), adv[None, :, None]
+    scale = methods.normalizer(method, plan, rollout)
+    ll, wide = methods.reduced(method, plan, rollout, {"logp": logp}), adv[None, :, None]
     upper = alg.eubo(logp, plan, beta=method.extra.keywords["eubo_beta"]) / scale[:, None]
     score = method.extra(ll, wide, {"logp": logp}, plan, rollout, scale)["score"]
     return (value[0, :, 0] for value in (ll, upper, score))
@@ -62,11 +63,11 @@ def test_spg_loss(case):
     Both bounds of such a state are that number, whichever branch the advantage takes.
     """
     given, out = case["inputs"], case["outputs"]
-    method, (rollout, plan) = alg.METHODS["spg"], one_prompt(given["keep"])
+    method, (rollout, plan) = methods.METHODS["spg"], one_prompt(given["keep"])
     bound = double(given["bound_new"]).requires_grad_()
     logp = bound[:, None].expand(-1, given["L"])[None]
     adv = credited(method, plan, rollout, given, out)
-    loss = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, None, None)
+    loss = methods.method_loss(method, plan, rollout, {"logp": logp}, adv, None, None)
     same(loss, out["loss"], "loss")
     same(torch.autograd.grad(loss, bound)[0], out["grad_bound_new"], "gradient")
 
@@ -86,7 +87,7 @@ def test_spg_from_the_table(case):
     same(bound, out["bound"], "bound")
     same(table_gradient(model, eubo.sum()), out["grad_table_of_sum_eubo"], "gradient of the EUBO")
     logp = laws.graph_logp(alg, model, rollout, plan)
-    loss = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, None, None)
+    loss = methods.method_loss(method, plan, rollout, {"logp": logp}, adv, None, None)
     same(loss, out["loss"], "loss")
     same(table_gradient(model, loss), out["grad_table_new"], "gradient")
 
@@ -102,10 +103,10 @@ def given_bound(case):
     given = case["inputs"]
     rollout, plan = one_prompt([[1, 1, 1]] * given["G"])
     bound = double(given["bound_new"]).requires_grad_()
-    method = config.with_options(alg.METHODS["stabledrl-released"], {"objective.cap": given["cap"]})
+    method = methods.with_options(methods.METHODS["stabledrl-released"], {"objective.cap": given["cap"]})
     method = replace(method, extra=lambda *_: {"score": bound[None, :, None]})
     new, old = (double(given[name])[None, :, None].expand(-1, -1, 3) for name in ("elbo_new", "elbo_old"))
-    return method, rollout, plan, new, alg.reduced(method, plan, rollout, {"logp": old}), bound
+    return method, rollout, plan, new, methods.reduced(method, plan, rollout, {"logp": old}), bound
 
 
 @cases("stabledrl", "stabledrl_loss")
@@ -121,13 +122,13 @@ def test_stabledrl_loss(case):
     method, rollout, plan, new, anchor, bound = given_bound(case)
     logp = new.clone().requires_grad_()
     adv = credited(method, plan, rollout, given, out)
-    loss = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, None)
+    loss = methods.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, None)
     same(loss, out["loss"], "loss")
     gradient, through = torch.autograd.grad(loss, (bound, logp), allow_unused=True)
     same(gradient, out["grad_bound_new"], "gradient")
     assert through is None or not through.any(), "a gradient through the ratio"
     assert not any(out["grad_elbo_new"])
-    ll = alg.reduced(method, plan, rollout, {"logp": new})
+    ll = methods.reduced(method, plan, rollout, {"logp": new})
     weights = alg.self_normalized_weights(alg.log_ratio(ll, anchor), given["G"], log_cap=math.log(given["cap"]))
     same(weights[0, :, 0], out["weights"], "weights")
 
@@ -136,11 +137,11 @@ def test_stabledrl_loss(case):
 def test_stabledrl_from_the_table(case):
     """Official masks, the old value on masks of its own in two of three cases (``refresh`` independent): the row as it is."""
     given, out = case["inputs"], case["outputs"]
-    method = config.with_options(sandwiched("stabledrl-released", given), {"objective.cap": given["cap"]})
+    method = methods.with_options(sandwiched("stabledrl-released", given), {"objective.cap": given["cap"]})
     rollout, _ = one_prompt(given["keep"], torch.tensor(given["x"]))
     plan, own = masked(rollout, given["masks_new"]), masked(rollout, given["masks_old"])
     new, old = (TabularDenoiser.from_hidden_table(double(given[f"table_{name}"])) for name in ("new", "old"))
-    anchor = alg.reduced(method, own, rollout, alg.features(old, rollout, own, temperature=1.0))
+    anchor = methods.reduced(method, own, rollout, feat.features(old, rollout, own, temperature=1.0))
     same(anchor[0, :, 0], out["elbo_old"], "old ELBO")
     logp, adv = laws.graph_logp(alg, new, rollout, plan), credited(method, plan, rollout, given, out)
     elbo, eubo, bound = bounds(method, plan, rollout, logp, adv)
@@ -148,7 +149,7 @@ def test_stabledrl_from_the_table(case):
     same(eubo, out["eubo_new"], "EUBO")
     same((1 - given["omega"]) * elbo + given["omega"] * eubo, out["mix_new"], "mixture")
     same(bound, out["bound_new"], "bound")
-    loss = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, None)
+    loss = methods.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, None)
     same(loss, out["loss"], "loss")
     same(table_gradient(new, loss), out["grad_table_new"], "gradient")
 
@@ -171,7 +172,7 @@ def test_the_cases_separate_what_they_should():
 @pytest.mark.parametrize("name", ["spg", "stabledrl-released"])
 def test_the_shipped_rows_have_the_published_numbers(name):
     """What the tests above replace by the numbers of a case is, in the row, what the shipped configurations say."""
-    row = alg.METHODS[name]
+    row = methods.METHODS[name]
     assert row.extra.keywords == {"eubo_beta": 1.5, "omega": 0.5}
     assert row.plan.keywords == {"num_states": 2, "block_length": 32, "p_mask": 0.15}
     assert row.objective.keywords == ({} if name == "spg" else {"cap": 5.0})

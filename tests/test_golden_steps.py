@@ -9,7 +9,8 @@ import torch
 import laws
 from laws import double
 from minidrl import algorithms as alg
-from minidrl import config
+from minidrl import features as feat
+from minidrl import methods
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import cases, same
 
@@ -23,7 +24,7 @@ def released(given, states=1, name="egspo-released"):
         "objective.epsilon_high": given["clip_high"],
         "kl.beta": given["beta"],
     }
-    return config.with_options(alg.METHODS[name], options)
+    return methods.with_options(methods.METHODS[name], options)
 
 
 def shared(given, plan, feature):
@@ -55,8 +56,8 @@ def test_egspo_loss(case):
     plan = method.plan(rollout, laws.seeded())
     tokens = lambda values: {"logp": (values / n)[None, :, None].expand(1, rows, n)}  # noqa: E731
     new = double(given["step_logp_new"]).requires_grad_()
-    anchor, ref = (alg.reduced(method, plan, rollout, tokens(double(given[f"step_logp_{name}"]))) for name in ("old", "ref"))
-    loss = alg.method_loss(method, plan, rollout, tokens(new), double(given["adv"]), anchor, ref)
+    anchor, ref = (methods.reduced(method, plan, rollout, tokens(double(given[f"step_logp_{name}"]))) for name in ("old", "ref"))
+    loss = methods.method_loss(method, plan, rollout, tokens(new), double(given["adv"]), anchor, ref)
     same(loss, out["loss"], "loss")
     same(torch.autograd.grad(loss, new)[0], out["grad_step_logp_new"], "gradient")
 
@@ -71,14 +72,14 @@ def test_stepwise_advantages(case):
         "credit.normalize": given["normalize"],
         "credit.center": "reward" if given["standard_grpo_returns"] else "rank",
     }
-    method = config.with_options(alg.METHODS["egspo-sa-released"], options)
+    method = methods.with_options(methods.METHODS["egspo-sa-released"], options)
     steps = list(range(given["K"]))
     rollout = walked([steps] * given["G"], [steps] * given["G"])
     plan = method.plan(rollout, laws.seeded())
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]), double(given["step_rewards"]).T)
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]), double(given["step_rewards"]).T)
     same(adv.T, out["adv"], "adv")
     if given["lam"] == 0:
-        plain = alg.advantages(alg.METHODS["egspo-released"], plan, rollout, double(given["rewards"]))
+        plain = methods.advantages(methods.METHODS["egspo-released"], plan, rollout, double(given["rewards"]))
         same(plain[:, None].expand(-1, given["K"]), out["adv"], "adv of egspo-released")
 
 
@@ -104,11 +105,11 @@ def test_selection(case):
         model, steps = network_of(logits)
         rollout = laws.rollout_of(alg, [[0] * len(steps)], unmask_step=torch.tensor([steps]))
         every = alg.replay_plan(rollout, laws.seeded(), num_states=None, min_entropy=0.0)
-        entropy = alg.features(model, rollout, every, temperature=1.0, names=("entropy",))["entropy"].sum(0)
+        entropy = feat.features(model, rollout, every, temperature=1.0, names=("entropy",))["entropy"].sum(0)
         mean = alg._step_entropy(dataclasses.replace(rollout, records={"entropy": entropy}), total)[:, 0] / n
         same(mean - given["V"] * 1e-8, out["entropy"][b], "entropy")
         rollout = dataclasses.replace(rollout, records={"entropy": entropy})
-        row = config.with_options(alg.METHODS["egspo-released"], {"plan.num_states": given["K"]})
+        row = methods.with_options(methods.METHODS["egspo-released"], {"plan.num_states": given["K"]})
         assert row.plan(rollout, laws.seeded()).step[:, 0].tolist() == out["steps"][b]
 
 
@@ -126,7 +127,7 @@ def test_egspo_from_the_table(case):
     for ranks in parts:
         method = released(given, states=len(range(given["K"])[ranks]))
         if given["kl"] == "exact":
-            method = dataclasses.replace(method, kl=alg.KL("exact", given["beta"]), features=("logp", "kl_ref"))
+            method = dataclasses.replace(method, kl=methods.KL("exact", given["beta"]), features=("logp", "kl_ref"))
         rollout = walked(given["unmask_step"], chosen[:, ranks].tolist(), given["x"])
         plan = method.plan(rollout, laws.seeded())
         assert plan.step.T.tolist() == chosen[:, ranks].tolist(), "steps"
@@ -135,17 +136,17 @@ def test_egspo_from_the_table(case):
         feature = laws.features_of(alg, dataclasses.replace(method, features=("logp",)), new, rollout, plan, graph=True)
         if given["kl"] == "exact":
             states = torch.arange(plan.scored.shape[0] * given["G"])
-            more = alg.state_features(new, rollout, plan, states, temperature=1.0, names=("kl_ref",), reference=ref)
+            more = feat.state_features(new, rollout, plan, states, temperature=1.0, names=("kl_ref",), reference=ref)
             feature["kl_ref"] = more["kl_ref"].unflatten(0, plan.scored.shape[:2])
         feature = shared(given, plan, feature)
         anchor, target = (
-            alg.reduced(method, plan, rollout, shared(given, plan, alg.features(model, rollout, plan, temperature=1.0)))
+            methods.reduced(method, plan, rollout, shared(given, plan, feat.features(model, rollout, plan, temperature=1.0)))
             for model in (old, ref)
         )
-        for name, value in (("new", alg.reduced(method, plan, rollout, feature)), ("old", anchor), ("ref", target)):
+        for name, value in (("new", methods.reduced(method, plan, rollout, feature)), ("old", anchor), ("ref", target)):
             same(value[..., 0], out[f"step_logp_{name}"][ranks], name)
         adv = double(given["adv"]).T[ranks]
-        loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, target)
+        loss = methods.method_loss(method, plan, rollout, feature, adv, anchor, target)
         same(loss, sum(losses[ranks]) / len(losses[ranks]), "loss")
         same(table_gradient(new, loss), gradients[ranks].mean(0), "gradient")
 
@@ -162,7 +163,7 @@ def test_step_merge(case):
     merge = steps // given["N"]
     options = {"objective.epsilon_low": given["clip"], "objective.epsilon_high": given["clip"], "kl.beta": given["beta"]}
     method = dataclasses.replace(
-        config.with_options(alg.METHODS["diffu-grpo-released"], options), plan=partial(alg.merged_plan, merge=merge)
+        methods.with_options(methods.METHODS["diffu-grpo-released"], options), plan=partial(alg.merged_plan, merge=merge)
     )
     keep = torch.tensor(given["keep"]).bool()
     rollout = laws.rollout_of(alg, given["x"], keep, unmask_step=torch.tensor(given["unmask_step"]), num_generations=given["G"])
@@ -173,12 +174,12 @@ def test_step_merge(case):
     plan = dataclasses.replace(plan, scored=plan.scored & keep)
     new, old, ref = (TabularDenoiser.from_hidden_table(double(given[f"table_{name}"])) for name in ("new", "old", "ref"))
     feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
-    anchor, target = (alg.features(model, rollout, plan, temperature=1.0)["logp"] for model in (old, ref))
+    anchor, target = (feat.features(model, rollout, plan, temperature=1.0)["logp"] for model in (old, ref))
     for name, value in (("new", feature["logp"]), ("old", anchor), ("ref", target)):
         same(value.sum(0) * keep, double(out[f"logp_{name}"]) * keep, name)
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
-    loss_on = lambda part: alg.method_loss(method, part, rollout, feature, adv, anchor, target)  # noqa: E731
+    loss_on = lambda part: methods.method_loss(method, part, rollout, feature, adv, anchor, target)  # noqa: E731
     for k in range(given["N"]):
         alone = dataclasses.replace(plan, scored=plan.scored & (torch.arange(given["N"]) == k)[:, None, None])
         same(given["N"] * loss_on(alone), out["loss_per_segment"][k], f"segment {k}")

@@ -11,7 +11,7 @@ import torch
 import laws
 from laws import double
 from minidrl import algorithms as alg
-from minidrl import config, diagnostics
+from minidrl import methods
 from parity import FOLDER, cases, same
 
 
@@ -20,13 +20,13 @@ class Case:
 
     def __init__(self, row, given, clamp=None, **options):
         changes = {f"objective.{name}" if name != "aggregation" else name: value for name, value in options.items()}
-        self.method = config.with_options(alg.METHODS[row], changes)
+        self.method = methods.with_options(methods.METHODS[row], changes)
         keep, old = torch.tensor(given["keep"]).bool(), double(given["logp_old"])
         rollout = laws.rollout_of(alg, torch.zeros_like(keep, dtype=torch.long), keep, num_generations=len(keep))
         fields = {"logp": old * keep, "unmask_step": torch.where(keep, 0, -1)}
         self.rollout = alg.Rollout(**{**vars(rollout), **fields})
         self.plan = self.method.plan(self.rollout, laws.seeded())
-        self.anchor = alg.behaviour_anchor(self.method, self.plan, self.rollout)
+        self.anchor = methods.behaviour_anchor(self.method, self.plan, self.rollout)
         self.logp, self.adv = double(given["logp_new"]).requires_grad_(), double(given["adv"])
         self.old, self.clamp = old, clamp
 
@@ -36,11 +36,11 @@ class Case:
         return {"logp": policy[None]}
 
     def loss(self):
-        return alg.method_loss(self.method, self.plan, self.rollout, self.feature, self.adv, self.anchor, None)
+        return methods.method_loss(self.method, self.plan, self.rollout, self.feature, self.adv, self.anchor, None)
 
     def per_token(self):
         """Loss of each kept token."""
-        ll = alg.reduced(self.method, self.plan, self.rollout, self.feature)
+        ll = methods.reduced(self.method, self.plan, self.rollout, self.feature)
         loss = self.method.objective(ll, self.anchor, self.adv[None, :, None].expand_as(ll), len(self.adv))
         return (loss * self.plan.scored)[0]
 
@@ -113,7 +113,7 @@ def test_dppo(case):
     mine = Case(row, given, delta=given["threshold"], cap=given["trunc"])
     mine.agrees(out["loss"], out["grad_logp_new"])
     ll = mine.logp.detach()[None]
-    seen = diagnostics.ratio_diagnostics(mine.method, mine.plan, mine.rollout, ll, mine.anchor, mine.adv)["clip_fraction"]
+    seen = methods.ratio_diagnostics(mine.method, mine.plan, mine.rollout, ll, mine.anchor, mine.adv)["clip_fraction"]
     # verl counts the entries of adv = 0 as negative ones; its mask there multiplies a gradient that is 0 anyway.
     if bool((mine.adv != 0).all()):
         same(seen, out["masked_fraction"], "masked fraction")
@@ -180,7 +180,7 @@ def settled(row, mu, adv, lr=0.05, steps=400, momentum=0.9, vocab=20):
 def test_a_line_settles_where_a_mask_coasts(mu, adv):
     """DRPO ends within 0.002 of mu +- delta, DPPO-tv at least 0.1 beyond it, DRPO at the published delta with no region."""
     target = mu + adv * 0.15
-    assert abs(settled(alg.METHODS["drpo"], mu, adv) - target) < 2e-3
-    assert (settled(alg.METHODS["dppo-tv"], mu, adv) - target) * adv > 0.1
-    assert abs(settled(alg.METHODS["drpo-released"], mu, adv) - settled(None, mu, adv)) < 2e-3
-    assert abs(settled(alg.METHODS["spo"], mu, adv) - mu * (1 + 0.2 * adv)) < 2e-3, "SPO settles on a ratio"
+    assert abs(settled(methods.METHODS["drpo"], mu, adv) - target) < 2e-3
+    assert (settled(methods.METHODS["dppo-tv"], mu, adv) - target) * adv > 0.1
+    assert abs(settled(methods.METHODS["drpo-released"], mu, adv) - settled(None, mu, adv)) < 2e-3
+    assert abs(settled(methods.METHODS["spo"], mu, adv) - mu * (1 + 0.2 * adv)) < 2e-3, "SPO settles on a ratio"

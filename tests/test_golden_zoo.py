@@ -7,7 +7,8 @@ import torch
 import laws
 from laws import double
 from minidrl import algorithms as alg
-from minidrl import config
+from minidrl import features as feat
+from minidrl import methods
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import cases, same, sequence_rollout
 
@@ -19,8 +20,8 @@ def row(given):
         "objective.epsilon_low": given["clip_low"],
         "objective.epsilon_high": given["clip_high"],
     }
-    method = config.with_options(alg.METHODS["gdsd"], options)
-    penalty = alg.KL("k2", given["beta"] / (given["K"] * given["L"]))
+    method = methods.with_options(methods.METHODS["gdsd"], options)
+    penalty = methods.KL("k2", given["beta"] / (given["K"] * given["L"]))
     return dataclasses.replace(method, kl=penalty if given["beta"] else None)
 
 
@@ -48,11 +49,11 @@ def test_loss(case):
         return {"logp": logp}
 
     new = {"logp": feature("seq_logp_new")["logp"].requires_grad_()}
-    anchor = alg.reduced(method, plan, rollout, feature("seq_logp_old"))
-    ref = alg.kl_target(method, plan, rollout, feature("seq_logp_ref")) if method.kl else None
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
+    anchor = methods.reduced(method, plan, rollout, feature("seq_logp_old"))
+    ref = methods.kl_target(method, plan, rollout, feature("seq_logp_ref")) if method.kl else None
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
-    loss = alg.method_loss(method, plan, rollout, new, adv, anchor, ref)
+    loss = methods.method_loss(method, plan, rollout, new, adv, anchor, ref)
     same(loss, out["loss"], "loss")
     same(torch.autograd.grad(loss, new["logp"])[0][0::2, :, 0], out["grad_seq_logp_new"], "gradient")
 
@@ -70,10 +71,10 @@ def test_from_the_table(case):
     new, old = (TabularDenoiser.from_hidden_table(double(given[name])) for name in ("table_new", "table_old"))
     method = row(given)
     feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
-    anchor = alg.reduced(method, plan, rollout, alg.features(old, rollout, plan, temperature=1.0))
-    same(alg.reduced(method, plan, rollout, feature)[..., 0], out["seq_logp_new"], "estimate")
+    anchor = methods.reduced(method, plan, rollout, feat.features(old, rollout, plan, temperature=1.0))
+    same(methods.reduced(method, plan, rollout, feature)[..., 0], out["seq_logp_new"], "estimate")
     same(anchor[..., 0], out["seq_logp_old"], "old estimate")
-    adv = alg.advantages(method, plan, rollout, double(given["rewards"]))
-    loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, None)
+    adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
+    loss = methods.method_loss(method, plan, rollout, feature, adv, anchor, None)
     same(loss, out["loss"], "loss")
     same(table_gradient(new, loss), out["grad_table_new"], "gradient")

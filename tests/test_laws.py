@@ -10,6 +10,7 @@ import torch
 
 import judged
 import laws
+from minidrl import methods
 from minidrl.sampler import Sampler
 from test_mutants import MUTANTS
 
@@ -59,12 +60,12 @@ def test_every_field_and_every_choice_has_a_law():
     """A field, or a word that a row may use, that no law names is one that no law judges."""
     text = "".join(path.read_text(encoding="utf-8") for path in Path(laws.__file__).parent.glob("laws*.py"))
     alg, silent = judged.SHIPPED, []
-    for kind in (alg.Rollout, alg.Plan, alg.Method, alg.KL):
+    for kind in (alg.Rollout, alg.Plan, methods.Method, methods.KL):
         for name in inspect.get_annotations(kind):
             if name not in NO_EQUATION and not re.search(rf"[.\"]{name}\b|\b{name}=", text):
                 silent.append(f"{kind.__name__}.{name} is a field that no law names")
-    for key, words in alg.CHOICES.items():
-        used = {getattr(row, key) for row in alg.METHODS.values()}  # law_methods judges all rows
+    for key, words in methods.CHOICES.items():
+        used = {getattr(row, key) for row in methods.METHODS.values()}  # law_methods judges all rows
         for word in {*words} - used - NO_EQUATION - {"step_tokens"}:  # the last one goes
             if f'"{word}"' not in text:
                 silent.append(f"CHOICES[{key!r}]: {word!r} is used by no row and named by no law")

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tiny
-from minidrl import denoiser, sampler
+from minidrl import checkpoints, denoiser, sampler
 from minidrl.tasks.countdown import tokenizer
 
 HERE = Path(__file__).parent
@@ -163,7 +163,7 @@ def close(got: Tensor, want: Tensor, atol: float = 1e-5) -> None:
 # --------------------------------------------------------------------------------------------------- LLaDA, golden data
 @pytest.fixture(scope="module")
 def golden(folders) -> denoiser.Denoiser:
-    return denoiser.load(folders["llada"])[0]
+    return checkpoints.load(folders["llada"])[0]
 
 
 @pytest.mark.parametrize("case", ["full", "left", "right"])
@@ -199,15 +199,15 @@ def test_llada_honours_a_mask_of_its_own_for_every_query(golden, case):
 
 def test_llada_gradients_equal_the_released_codes(folders):
     """Under the released code's distribution, in which [MASK] keeps a share of the probability."""
-    model, hidden = denoiser.load(folders["llada"])[0], INPUTS["ids"] == 198
+    model, hidden = checkpoints.load(folders["llada"])[0], INPUTS["ids"] == 198
     logits = model.model.lm_head(model.encode(INPUTS["ids"], None))
     logp = logits.log_softmax(-1).gather(-1, INPUTS["targets"][..., None])[..., 0].masked_fill(~hidden, 0)
     close(logp, EXPECTED["logp_target"])
     loss = -logp[hidden].mean()
     close(loss, EXPECTED["ce_masked"].reshape(()))
     loss.backward()
-    names = denoiser.FAMILIES["llada"]
-    norms = {denoiser._theirs(name, names): p.grad.norm() for name, p in model.model.named_parameters()}
+    names = checkpoints.FAMILIES["llada"]
+    norms = {checkpoints._theirs(name, names): p.grad.norm() for name, p in model.model.named_parameters()}
     want = {name.removeprefix("grad_norm/"): value for name, value in EXPECTED.items() if name.startswith("grad_norm/")}
     assert norms.keys() == want.keys() and len(want) == 21
     for name in want:
@@ -232,7 +232,7 @@ def test_llada_greedy_trajectories_equal_the_released_codes(golden, case):
 
 def test_llada_in_bfloat16_is_as_near_as_bfloat16_is(folders):
     """0.15 is the golden data's bound: the released code's own bfloat16 is 0.073 away from its float32."""
-    model, _ = denoiser.load(folders["llada"], dtype=torch.bfloat16)
+    model, _ = checkpoints.load(folders["llada"], dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     logits = model.head(model.encode(INPUTS["ids"], None))
     assert logits.dtype == torch.float32
@@ -253,7 +253,7 @@ def additive(visible: Tensor) -> Tensor:
 
 def test_dream_predicts_token_i_from_position_i(folders):
     """Released code: full attention, then logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)."""
-    model, _ = denoiser.load(folders["Dream"])
+    model, _ = checkpoints.load(folders["Dream"])
     tokens, mask = batch(model)
     raw = reference(folders["Dream"])(input_ids=tokens, attention_mask=additive(torch.ones(3, 1, 14, 14) > 0)).logits
     logits = model.head(model.encode(tokens, None))
@@ -271,7 +271,7 @@ def test_dream_predicts_token_i_from_position_i(folders):
 @pytest.mark.parametrize("block_length", [None, 1, 3, 14])
 def test_sdar_sees_its_own_block_and_the_earlier_ones(folders, block_length):
     """Released code: the mask of whole blocks, counted from the first token. A text that is not gets padding in front of it."""
-    model, _ = denoiser.load(folders["sdar"], block_length=block_length)
+    model, _ = checkpoints.load(folders["sdar"], block_length=block_length)
     tokens, mask = batch(model)
     size = block_length or 4
     for row, start in enumerate((~mask).sum(1).tolist()):
@@ -293,7 +293,7 @@ def released_sdar(folder: Path, text: Tensor, size: int) -> Tensor:
 @pytest.mark.parametrize("cache", ["none", "exact"])
 def test_sdar_writes_after_prompts_of_any_length(folders, cache):
     """A token's recorded probability is that of a forward without cache or batch, of the prompt and the blocks so far."""
-    model, _ = denoiser.load(folders["sdar"])
+    model, _ = checkpoints.load(folders["sdar"])
     prompt = batch(model)[0][:, :7]
     mask = torch.arange(7) >= torch.tensor([[0], [3], [5]])
     words = {"order": "low_confidence", "temperature": 0.7, "length": 8, "block_length": 4, "tokens_per_step": 2}
@@ -312,9 +312,9 @@ def test_sdar_writes_after_prompts_of_any_length(folders, cache):
 
 
 def test_sdar_block_length_comes_from_the_file_or_the_caller(folders):
-    assert denoiser.load(folders["sdar"])[0].block_length == 4
-    assert denoiser.load(folders["sdar"], block_length=2)[0].block_length == 2
-    model, _ = denoiser.load(folders["sdar"])
+    assert checkpoints.load(folders["sdar"])[0].block_length == 4
+    assert checkpoints.load(folders["sdar"], block_length=2)[0].block_length == 2
+    model, _ = checkpoints.load(folders["sdar"])
     tokens, _ = batch(model)
     other = tokens.clone()
     other[:, 5] = (other[:, 5] + 1) % 250
@@ -324,7 +324,7 @@ def test_sdar_block_length_comes_from_the_file_or_the_caller(folders):
 
 def test_sdar_with_tied_embeddings_comes_back(tmp_path):
     sdar(tmp_path, tie_word_embeddings=True)
-    denoiser.save(*denoiser.load(tmp_path), tmp_path / "again")
+    checkpoints.save(*checkpoints.load(tmp_path), tmp_path / "again")
     before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
     assert "lm_head.weight" not in before and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -334,7 +334,7 @@ def test_sdar_with_tied_embeddings_comes_back(tmp_path):
 @pytest.mark.parametrize("family", ["llada", "Dream"])
 def test_a_cache_on_the_familys_own_layers(folders, family, cache):
     """Exact with one step a block, where nothing is out of date; and with more, another policy's."""
-    model, _ = denoiser.load(folders[family])
+    model, _ = checkpoints.load(folders[family])
     prompt, mask = (x[:, :7] for x in batch(model))
     for tokens_per_step, exact in ((4, True), (1, False)):
         words = {"order": "random", "temperature": 1.0, "length": 8, "block_length": 4, "tokens_per_step": tokens_per_step}
@@ -349,7 +349,7 @@ def test_a_cache_on_the_familys_own_layers(folders, family, cache):
 # -------------------------------------------------------------------------------------------------------- every family
 @each_family
 def test_padding_on_either_side_changes_nothing(folders, family):
-    model, _ = denoiser.load(folders[family], dtype=torch.float64)
+    model, _ = checkpoints.load(folders[family], dtype=torch.float64)
     tokens, _ = batch(model)
     tokens = tokens % model.vocab_size
     alone = model.head(model.encode(tokens[:, 5:], None))
@@ -363,7 +363,7 @@ def test_padding_on_either_side_changes_nothing(folders, family):
 @each_family
 def test_no_embedding_row_is_frozen(folders, family):
     """A pad_token_id in the network's configuration would be padding_idx, and in LLaDA padding is the end token."""
-    model, tokenizer = denoiser.load(folders[family])
+    model, tokenizer = checkpoints.load(folders[family])
     table = model.model.model.embed_tokens
     assert table.padding_idx is None and tokenizer.pad_token_id is not None
     model.encode(torch.full((1, 4), tokenizer.pad_token_id), None).square().sum().backward()
@@ -372,7 +372,7 @@ def test_no_embedding_row_is_frozen(folders, family):
 
 @each_family
 def test_ids_and_template_are_the_files(folders, family):
-    model, tokenizer = denoiser.load(folders[family])
+    model, tokenizer = checkpoints.load(folders[family])
     ids = {"llada": (198, 197, 197), "Dream": (261, 258, 258), "sdar": (261, 258, 258)}[family]
     assert (tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == ids
     assert model.mask_token_id == ids[0] and tokenizer.padding_side == "left" and not model.training
@@ -389,13 +389,13 @@ def test_an_end_that_only_the_generation_config_names(told, folder):
     config(eos_token_id=None, pad_token_id=None)(path := folder("llada"))
     llada_tokenizer(path, eos_token=None, pad_token=None)
     write(path / "generation_config.json", {"eos_token_id": told, "pad_token_id": 195})
-    _, tok = denoiser.load(path)
+    _, tok = checkpoints.load(path)
     assert (tok.eos_token_id, tok.pad_token_id) == (197, 195)
 
 
 @each_family
 def test_attention_that_may_ignore_a_mask_is_refused(folders, family):
-    model, _ = denoiser.load(folders[family])
+    model, _ = checkpoints.load(folders[family])
     for name in ("eager", "flex_attention"):
         model.model.set_attn_implementation(name)
         with pytest.raises(ValueError, match=f"^attn_implementation: got '{name}'; allowed 'sdpa'"):
@@ -408,7 +408,7 @@ def test_attention_that_may_ignore_a_mask_is_refused(folders, family):
 
 @pytest.mark.parametrize("family", ["Dream", "sdar"])
 def test_the_body_compiles_in_one_piece(folders, family):
-    model, _ = denoiser.load(folders[family])
+    model, _ = checkpoints.load(folders[family])
     tokens, mask = batch(model)
     tokens = tokens % model.vocab_size
     whole = torch.compile(model.encode, backend="eager", fullgraph=True)
@@ -420,31 +420,31 @@ def test_the_body_compiles_in_one_piece(folders, family):
 def test_a_network_goes_back_in_the_format_it_came_in(folders, family, tmp_path):
     """Raw tensors, file by file; config.json and the tokenizer byte for byte; and no code beside them."""
     source, again = folders[family], tmp_path / "again"
-    model, tokenizer = denoiser.load(source)
-    denoiser.save(model, tokenizer, again)
+    model, tokenizer = checkpoints.load(source)
+    checkpoints.save(model, tokenizer, again)
     before, after = (load_file(path / "model.safetensors") for path in (source, again))
     assert before.keys() == after.keys() and len(before) > 20
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
     files = {path.name for path in source.iterdir() if path.suffix != ".py"}
     assert files == {path.name for path in again.iterdir()}
     assert all((source / name).read_bytes() == (again / name).read_bytes() for name in files - {"model.safetensors"})
-    first, second = tiny.weights(model), tiny.weights(denoiser.load(again)[0])
+    first, second = tiny.weights(model), tiny.weights(checkpoints.load(again)[0])
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @each_family
 def test_a_changed_weight_arrives_where_the_released_code_reads_it(folders, family, tmp_path):
     """One weight after the other is marked in memory: the file differs in the tensor of the same place, and there only."""
-    model, tokenizer = denoiser.load(folders[family])
+    model, tokenizer = checkpoints.load(folders[family])
     before = load_file(folders[family] / "model.safetensors")
     for name, p in model.model.named_parameters():
         if ".layers.1." in name or "layers" not in name:
             p.data.add_(1)
-            denoiser.save(model, tokenizer, tmp_path)
+            checkpoints.save(model, tokenizer, tmp_path)
             after = load_file(tmp_path / "model.safetensors")
             p.data.sub_(1)
             changed = {key for key in before if not torch.allclose(before[key], after[key], atol=1e-3)}
-            assert changed == {denoiser._theirs(name, model.family)}
+            assert changed == {checkpoints._theirs(name, model.family)}
             assert tuple(before[changed.pop()].shape) == tuple(p.shape)
 
 
@@ -454,12 +454,12 @@ def test_the_stored_dtype_unless_another_is_asked(folder, family):
     weights = {name: value.bfloat16() for name, value in load_file(path / "model.safetensors").items()}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     for asked, dtype in ((None, torch.bfloat16), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        model, tokenizer = denoiser.load(path, dtype=asked)
+        model, tokenizer = checkpoints.load(path, dtype=asked)
         assert {p.dtype for p in model.parameters()} == {dtype}
-        denoiser.save(model, tokenizer, path / "again")
+        checkpoints.save(model, tokenizer, path / "again")
         assert {value.dtype for value in load_file(path / "again/model.safetensors").values()} == {dtype}
     with pytest.raises(ValueError, match="^dtype: got torch.float16; allowed torch.float32, torch.bfloat16, torch.float64"):
-        denoiser.load(path, dtype=torch.float16)
+        checkpoints.load(path, dtype=torch.float16)
 
 
 def shard(path: Path) -> None:
@@ -471,8 +471,8 @@ def shard(path: Path) -> None:
 @each_family
 def test_shards_are_read_through_their_index(folder, folders, family):
     shard(path := folder(family))
-    assert len(list(path.glob("*.safetensors"))) >= 2 and (path / denoiser.INDEX).is_file()
-    whole, parts = (tiny.weights(denoiser.load(place)[0]) for place in (folders[family], path))
+    assert len(list(path.glob("*.safetensors"))) >= 2 and (path / checkpoints.INDEX).is_file()
+    whole, parts = (tiny.weights(checkpoints.load(place)[0]) for place in (folders[family], path))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -552,20 +552,20 @@ def test_a_broken_checkpoint_is_one_line_that_names_it(name, folder, capfd):
     family, damage, message = BROKEN[name]
     damage(path := folder(family))
     with pytest.raises(ValueError, match=f"^(model|block_length): got .*{path}.*{message}") as caught:
-        denoiser.load(path)
+        checkpoints.load(path)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
 def test_blocks_are_asked_of_sdar_only(folders):
     with pytest.raises(ValueError, match="^block_length: got 4 for a llada; allowed None"):
-        denoiser.load(folders["llada"], block_length=4)
+        checkpoints.load(folders["llada"], block_length=4)
 
 
 @each_family
 def test_weights_that_a_library_leaves_at_random_are_found(folders, family, monkeypatch):
     """What several versions of transformers did: everything is reported as read, one tensor is not."""
-    network = denoiser.FAMILIES[family].network
+    network = checkpoints.FAMILIES[family].network
     read = network.from_pretrained
 
     def careless(*arguments, **words):
@@ -574,9 +574,9 @@ def test_weights_that_a_library_leaves_at_random_are_found(folders, family, monk
         return model, info
 
     monkeypatch.setattr(network, "from_pretrained", careless)
-    name = denoiser._theirs("model.layers.1.mlp.down_proj.weight", denoiser.FAMILIES[family])
+    name = checkpoints._theirs("model.layers.1.mlp.down_proj.weight", checkpoints.FAMILIES[family])
     with pytest.raises(ValueError, match=f"of which transformers did not read {name}$"):
-        denoiser.load(folders[family])
+        checkpoints.load(folders[family])
 
 
 # ----------------------------------------------------------------------------------------------------------------- hub
@@ -588,11 +588,11 @@ def test_a_name_of_the_hub_brings_weights_and_files_but_no_code(folders, monkeyp
         return str(folders["llada"])
 
     monkeypatch.setattr(denoiser, "snapshot_download", download)
-    model, _ = denoiser.load("GSAI-ML/LLaDA-8B-Instruct")
+    model, _ = checkpoints.load("GSAI-ML/LLaDA-8B-Instruct")
     assert model.mask_token_id == 198
     [(name, patterns)] = asked
     assert name == "GSAI-ML/LLaDA-8B-Instruct"
-    assert {"config.json", "tokenizer.json", "*.safetensors", denoiser.INDEX} <= set(patterns)
+    assert {"config.json", "tokenizer.json", "*.safetensors", checkpoints.INDEX} <= set(patterns)
     assert not [p for p in patterns if p.endswith((".py", ".bin", ".pt")) or p == "*"]
 
 
@@ -602,7 +602,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(monkeypatch):
 
     monkeypatch.setattr(denoiser, "snapshot_download", download)
     with pytest.raises(ValueError, match="^model: got 'nobody/nothing', no folder here, and the Hub .*: 401 .* Not Found$"):
-        denoiser.load("nobody/nothing")
+        checkpoints.load("nobody/nothing")
 
 
 @pytest.mark.parametrize("source", ["runs/nothing", "./runs", "a/b/c", "nothing", "/nowhere/at/all"])
@@ -611,7 +611,7 @@ def test_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(denoiser, "snapshot_download", lambda *_, **__: pytest.fail("a path was sent to the Hub"))
     with pytest.raises(ValueError, match="holds no config.json"):
-        denoiser.load(source)
+        checkpoints.load(source)
 
 
 # --------------------------------------------------------------------------------------------------------------- probe
@@ -619,7 +619,7 @@ BASE = HERE.parent / "tiny_models/countdown_base"
 
 
 def test_the_probe_tells_a_trained_network_from_an_initialised_one():
-    trained, tok = denoiser.load(BASE)
+    trained, tok = checkpoints.load(BASE)
     words = {"text": "5*8=40+3=43", "prompt": "3,5,8>43:"}
     assert denoiser.probe_loss(trained, tok, **words) < 0.5
     fresh = denoiser.build(tiny.SIZES, tok, 0)

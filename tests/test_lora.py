@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import test_loading
 import tiny
-from minidrl import config, denoiser, report, trainer
+from minidrl import checkpoints, config, denoiser, report, runs, trainer
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules
@@ -49,7 +49,7 @@ def adapted(dtype: torch.dtype = torch.float32, seed: int = 0, move: bool = True
 def moved(model: denoiser.Denoiser) -> denoiser.Denoiser:
     noise = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for _, p in trainer.trained(model):
+        for _, p in denoiser.trained(model):
             p.copy_(0.3 * torch.randn(p.shape, generator=noise))
     return model
 
@@ -88,12 +88,12 @@ def test_an_adapter_adds_scaled_b_a_to_the_weight(target):
 def test_fresh_adapters_change_nothing_and_are_float32(dtype):
     model = adapted(dtype, move=False)
     assert torch.equal(logits(model), logits(tiny.network(dtype)))
-    assert {p.dtype for _, p in trainer.trained(model)} == {torch.float32}
+    assert {p.dtype for _, p in denoiser.trained(model)} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {dtype}
 
 
 def test_only_adapters_are_trained_and_all_of_them():
-    names = [name for name, _ in trainer.trained(adapted())]
+    names = [name for name, _ in denoiser.trained(adapted())]
     layers = tiny.SIZES["num_hidden_layers"]
     assert len(names) == 2 * 2 * layers and all("lora_" in name for name in names)
 
@@ -101,10 +101,10 @@ def test_only_adapters_are_trained_and_all_of_them():
 def test_adapters_depend_on_the_seed_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = [p for _, p in trainer.trained(adapted(seed=1, move=False))]
+    first = [p for _, p in denoiser.trained(adapted(seed=1, move=False))]
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(2)
-    again, other = ([p for _, p in trainer.trained(adapted(seed=seed, move=False))] for seed in (1, 2))
+    again, other = ([p for _, p in denoiser.trained(adapted(seed=seed, move=False))] for seed in (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
 
@@ -115,7 +115,7 @@ def test_adapters_that_are_off_leave_exactly_the_base(dtype):
     reference, expected = denoiser.without_adapters(model), logits(tiny.network(dtype))
     assert torch.equal(logits(reference), expected)
     assert not torch.equal(logits(model), expected)  # on again after the call
-    assert [name for name, _ in trainer.trained(model)] == [name for name, _ in trainer.trained(adapted(dtype))]
+    assert [name for name, _ in denoiser.trained(model)] == [name for name, _ in denoiser.trained(adapted(dtype))]
 
 
 def test_adapters_that_are_off_do_not_cut_the_graph_of_the_policy():
@@ -152,11 +152,11 @@ def test_a_compiled_network_with_adapters_is_the_network():
         wanted = gradients(model, lambda: finite(model).square().mean())
         found = gradients(model, lambda: finite(network).square().mean())
         assert torch.allclose(finite(network), finite(model), atol=1e-5, rtol=0)
-        assert found.keys() == wanted.keys() == {name for name, _ in trainer.trained(model)}
+        assert found.keys() == wanted.keys() == {name for name, _ in denoiser.trained(model)}
         for name in wanted:
             torch.testing.assert_close(found[name], wanted[name], atol=1e-5 * float(wanted[name].abs().max()), rtol=0)
         assert torch.equal(logits(reference), base) and (finite(network) - finite(reference)).abs().max() > 0.1
-        for _, p in trainer.trained(model):
+        for _, p in denoiser.trained(model):
             p.data.mul_(-1.5).add_(0.1)
 
 
@@ -188,14 +188,14 @@ def test_without_peft_one_line_says_what_to_install(monkeypatch):
 def test_without_bitsandbytes_one_line_says_what_to_install(base, monkeypatch):
     monkeypatch.setattr(denoiser.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"quantize: .* pip install 'minidrl\[quantized\]'"):
-        denoiser.load(base, quantize=True)
+        checkpoints.load(base, quantize=True)
 
 
 # -------------------------------------------------------------------------------------------------------- saving, peft
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 def test_peft_opens_a_saved_adapter_with_the_same_logits(tmp_path):
     model = adapted()
-    denoiser.save(model, tokenizer(), tmp_path)
+    checkpoints.save(model, tokenizer(), tmp_path)
     opened = peft.PeftModel.from_pretrained(tiny.network().model, tmp_path)
     h = opened.base_model.model.model(input_ids=IDS, use_cache=False).last_hidden_state
     z = opened.base_model.model.lm_head(h)
@@ -205,28 +205,28 @@ def test_peft_opens_a_saved_adapter_with_the_same_logits(tmp_path):
 
 
 def test_a_saved_adapter_loads_with_its_base(base, tmp_path):
-    model, tok = denoiser.load(base)
+    model, tok = checkpoints.load(base)
     denoiser.add_adapters(model, **NARROW, seed=0, base=base)
-    denoiser.save(moved(model), tok, tmp_path)
-    again, tok = denoiser.load(tmp_path)
+    checkpoints.save(moved(model), tok, tmp_path)
+    again, tok = checkpoints.load(tmp_path)
     assert torch.equal(logits(again), logits(model)) and not again.training
     assert tok.get_vocab() == tokenizer().get_vocab()
 
 
 def test_a_llada_adapter_keeps_the_tokenizer_files_and_loads_with_its_base(llada, tmp_path):
-    model, tok = denoiser.load(llada)
+    model, tok = checkpoints.load(llada)
     denoiser.add_adapters(model, **NARROW, seed=0, base=llada)
-    denoiser.save(moved(model), tok, tmp_path)
-    again, _ = denoiser.load(tmp_path)
-    assert torch.equal(logits(again), logits(model)) and not torch.equal(logits(again), logits(denoiser.load(llada)[0]))
+    checkpoints.save(moved(model), tok, tmp_path)
+    again, _ = checkpoints.load(tmp_path)
+    assert torch.equal(logits(again), logits(model)) and not torch.equal(logits(again), logits(checkpoints.load(llada)[0]))
     assert (tmp_path / "tokenizer.json").read_bytes() == (llada / "tokenizer.json").read_bytes()
     assert not (tmp_path / "config.json").exists()
 
 
 def saved(base: Path, folder: Path) -> Path:
-    model, tok = denoiser.load(base)
+    model, tok = checkpoints.load(base)
     denoiser.add_adapters(model, **NARROW, seed=0, base=base)
-    denoiser.save(model, tok, folder)
+    checkpoints.save(model, tok, folder)
     return folder
 
 
@@ -235,7 +235,7 @@ def test_an_adapter_whose_base_is_gone_is_refused_in_one_line(base, tmp_path):
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(ValueError, match="adapters of a base that cannot be loaded: model: got .*gone") as error:
-        denoiser.load(folder)
+        checkpoints.load(folder)
     assert "\n" not in str(error.value)
 
 
@@ -244,7 +244,7 @@ def test_adapters_of_adapters_are_refused(base, tmp_path):
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(folder)}))
     with pytest.raises(ValueError, match="allowed LORA for a plain base"):
-        denoiser.load(folder)
+        checkpoints.load(folder)
 
 
 def test_adapters_of_another_network_are_refused(base, llada, tmp_path):
@@ -252,7 +252,7 @@ def test_adapters_of_another_network_are_refused(base, llada, tmp_path):
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(base)}))
     with pytest.raises(ValueError, match="whose adapters do not fit the network"):
-        denoiser.load(folder)
+        checkpoints.load(folder)
 
 
 def test_an_adapter_that_lacks_a_weight_is_refused(base, tmp_path):
@@ -261,14 +261,14 @@ def test_an_adapter_that_lacks_a_weight_is_refused(base, tmp_path):
     del weights[sorted(weights)[0]]
     save_file(weights, path)
     with pytest.raises(ValueError, match="whose adapters do not fit the network: {.*: 'missing'}"):
-        denoiser.load(tmp_path)
+        checkpoints.load(tmp_path)
 
 
 def test_adapter_weights_that_are_cut_off_are_refused_in_one_line(base, tmp_path):
     weights = saved(base, tmp_path) / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match="which cannot be read") as error:
-        denoiser.load(tmp_path)
+        checkpoints.load(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -334,13 +334,13 @@ def test_a_base_in_4_bits_is_near_the_base_and_its_adapters_learn(tmp_path):
     pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
     whole = denoiser.build(sizes, tokenizer(), 0)
-    denoiser.save(whole, tokenizer(), tmp_path)
-    model, _ = denoiser.load(tmp_path, "cpu", torch.bfloat16, quantize=True)
+    checkpoints.save(whole, tokenizer(), tmp_path)
+    model, _ = checkpoints.load(tmp_path, "cpu", torch.bfloat16, quantize=True)
     assert {p.dtype for name, p in model.named_parameters() if "proj" in name} == {torch.uint8}
     assert 0 < (finite(model) - finite(whole)).abs().mean() < 0.2 * finite(whole).std()
     denoiser.add_adapters(model, **NARROW, seed=0, base=tmp_path)
     finite(moved(model)).square().sum().backward()
-    assert all(p.grad.abs().max() > 0 for _, p in trainer.trained(model))
+    assert all(p.grad.abs().max() > 0 for _, p in denoiser.trained(model))
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -359,7 +359,7 @@ def test_the_reference_of_a_run_with_adapters_equals_a_second_copy(options, base
     assert learner.reference.model is learner.model.model  # no second copy
     expected = [learner.step(step) for step in range(2)]
     copied = trainer.Learner(settings(base, **changes))
-    copied.reference = denoiser.load(base)[0]
+    copied.reference = checkpoints.load(base)[0]
     rows = [copied.step(step) for step in range(2)]
     assert [row["kl"] for row in rows] == [row["kl"] for row in expected] and expected[1]["kl"] > 0
     assert_same(tiny.weights(learner.model), tiny.weights(copied.model))
@@ -370,7 +370,7 @@ def test_a_run_moves_its_adapters_and_leaves_its_base(base):
     before = tiny.weights(learner.model)
     learner.step(0)
     changed = {name for name, value in tiny.weights(learner.model).items() if not torch.equal(value, before[name])}
-    assert changed == {name for name, _ in trainer.trained(learner.model)}
+    assert changed == {name for name, _ in denoiser.trained(learner.model)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -392,7 +392,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path):
 
 def test_the_checkpoint_of_a_run_is_evaluated_with_its_base(base, tmp_path):
     summary = trainer.train(settings(base, steps=1), tmp_path / "run")
-    model, tok = denoiser.load(tmp_path / "run/checkpoint-1")
+    model, tok = checkpoints.load(tmp_path / "run/checkpoint-1")
     fewer = dataclasses.replace(tiny.SAMPLER, temperature=summary["temperature"])
     assert trainer.evaluate(model, tok, tiny.TASK, fewer, n=4)["solved"] == summary["solved_after"]
 
@@ -408,14 +408,14 @@ def test_a_failed_step_dumps_adapters_from_before_it(base, tmp_path, monkeypatch
     def fail_at_second(*words) -> float:
         fail_at_second.calls += 1
         if fail_at_second.calls == 2:
-            raise trainer.RunError("gradient norm is nan")
+            raise runs.RunError("gradient norm is nan")
         return real(*words)
 
     fail_at_second.calls = 0
     monkeypatch.setattr(trainer, "optimizer_step", fail_at_second)
-    with pytest.raises(trainer.RunError, match="failed-0"):
+    with pytest.raises(runs.RunError, match="failed-0"):
         trainer.train(settings(base), tmp_path / "run")
-    dumped = denoiser.load(tmp_path / "run/failed-0")[0]
+    dumped = checkpoints.load(tmp_path / "run/failed-0")[0]
     assert_same(tiny.weights(trainer.Learner(settings(base)).model), tiny.weights(dumped))
 
 

@@ -17,8 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from memory_table import SavedBytes
-from minidrl import algorithms as alg
-from minidrl import config, denoiser, memory, report, sampler, trainer
+from minidrl import checkpoints, config, denoiser, gradient, memory, rehearsal, report, runs, sampler, trainer
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules
@@ -74,7 +73,7 @@ def lora(rank: int, targets: list[str] = ALL) -> config.Lora:
 
 @pytest.fixture(scope="module")
 def published() -> denoiser.Denoiser:
-    shape, family, _ = denoiser.describe(LLADA)
+    shape, family, _ = checkpoints.describe(LLADA)
     with torch.device("meta"):
         return denoiser.Denoiser(family.network(shape))
 
@@ -87,9 +86,9 @@ def run(**changes) -> config.Train:
 
 
 def test_the_weights_of_llada_8b_are_as_many_as_its_index_says():
-    parts = trainer.predicted_memory(run())
+    parts = memory.predicted_memory(run())
     assert parts["weights"] == 16_031_162_368  # total_size in the published model.safetensors.index.json
-    assert trainer.predicted_memory(run(dtype="float32"))["weights"] == 2 * 16_031_162_368
+    assert memory.predicted_memory(run(dtype="float32"))["weights"] == 2 * 16_031_162_368
 
 
 @pytest.mark.parametrize(("targets", "millions"), [(ALL, 335.5), (ATTENTION, 134.2), (["gate_proj"], 67.1)])
@@ -99,11 +98,11 @@ def test_adapters_are_as_many_as_peft_makes(published, targets, millions):
     model = tiny.network()  # a smaller one, into which peft puts them
     expected_of = memory.adapter_count(model.model, lora(3, targets))
     denoiser.add_adapters(model, rank=3, alpha=1.0, target_modules=targets, seed=0, base="x")
-    assert expected_of == sum(p.numel() for _, p in trainer.trained(model))
+    assert expected_of == sum(p.numel() for _, p in denoiser.trained(model))
 
 
 def test_trained_weights_need_gradients_and_two_moments():
-    whole, adapted = trainer.predicted_memory(run(dtype="float32")), trainer.predicted_memory(run(lora=lora(128)))
+    whole, adapted = memory.predicted_memory(run(dtype="float32")), memory.predicted_memory(run(lora=lora(128)))
     assert whole["gradients"] == whole["weights"] and whole["optimizer"] == 2 * whole["weights"]
     assert whole["weights"] + whole["gradients"] + whole["optimizer"] == pytest.approx(128.2e9, rel=1e-3)
     assert adapted["adapters"] + adapted["gradients"] + adapted["optimizer"] == pytest.approx(5.37e9, rel=1e-3)
@@ -111,13 +110,13 @@ def test_trained_weights_need_gradients_and_two_moments():
 
 def test_a_reference_costs_a_copy_and_nothing_with_adapters():
     options = {"kl.form": "k3", "kl.beta": 0.1}
-    assert trainer.predicted_memory(run(method_options=options))["reference"] == 16_031_162_368
-    assert trainer.predicted_memory(run(method_options=options, lora=lora(8)))["reference"] == 0
-    assert trainer.predicted_memory(run())["reference"] == 0
+    assert memory.predicted_memory(run(method_options=options))["reference"] == 16_031_162_368
+    assert memory.predicted_memory(run(method_options=options, lora=lora(8)))["reference"] == 0
+    assert memory.predicted_memory(run())["reference"] == 0
 
 
 def test_several_gpus_share_what_is_resident():
-    one, eight = (trainer.predicted_memory(run(), gpus) for gpus in (1, 8))
+    one, eight = (memory.predicted_memory(run(), gpus) for gpus in (1, 8))
     assert all(eight[name] * 8 == pytest.approx(one[name], abs=8) for name in (*memory.RESIDENT, "gradients"))
     assert eight["layer"] > one["layer"] and eight["activations"] == one["activations"]
 
@@ -125,15 +124,15 @@ def test_several_gpus_share_what_is_resident():
 def test_four_bits_are_what_bitsandbytes_stores(tmp_path):
     pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
-    denoiser.save(denoiser.build(sizes, tokenizer(), 0), tokenizer(), tmp_path)
-    model, _ = denoiser.load(tmp_path, "cpu", torch.bfloat16, quantize=True)
+    checkpoints.save(denoiser.build(sizes, tokenizer(), 0), tokenizer(), tmp_path)
+    model, _ = checkpoints.load(tmp_path, "cpu", torch.bfloat16, quantize=True)
     stored = 0
     for p in model.parameters():
         stored += p.numel() * p.element_size()
         if (state := getattr(p, "quant_state", None)) is not None:
             stored += state.absmax.numel() * state.absmax.element_size() + state.state2.absmax.numel() * 4
     settings = tiny.settings(tmp_path, dtype="bfloat16", quantize=True, lora=lora(2))
-    assert trainer.predicted_memory(settings)["weights"] == pytest.approx(stored, rel=0.01)
+    assert memory.predicted_memory(settings)["weights"] == pytest.approx(stored, rel=0.01)
 
 
 # ----------------------------------------------------------------------------------------------------------- activations
@@ -191,7 +190,7 @@ def test_a_layer_keeps_what_is_predicted(shape, dtype, adapters):
 
 @pytest.mark.parametrize(("adapters", "megabytes"), [(lora(0), 0.197), (lora(128), None)], ids=["none", "all, rank 128"])
 def test_a_layer_of_llada_8b_keeps_what_is_predicted(adapters, megabytes):
-    shape, _, dtype = denoiser.describe(LLADA)
+    shape, _, dtype = checkpoints.describe(LLADA)
     words = (shape.hidden_size, shape.intermediate_size, shape.num_attention_heads)
     counted = kept(*words, 1, dtype, adapters, rows=1, width=8)
     predicted = memory.layer_bytes(shape, dtype.itemsize, adapters, 8)
@@ -207,7 +206,7 @@ def test_a_cache_of_keys_and_values_is_counted():
     cached = dataclasses.replace(plain, sampler=dataclasses.replace(plain.sampler, cache="dual"))
     assert memory._cache(cached, model.model.config, 4) * 2 * WIDTH == stored
     assert memory._cache(plain, model.model.config, 4) == 0
-    assert trainer.predicted_memory(cached)["rollout"] > trainer.predicted_memory(plain)["rollout"] + 1e8
+    assert memory.predicted_memory(cached)["rollout"] > memory.predicted_memory(plain)["rollout"] + 1e8
 
 
 # ------------------------------------------------------------------------------------------------------------- the peak
@@ -229,7 +228,7 @@ def saved(folder: Path, **sizes) -> Path:
     words |= {"eos_token_id": tok.eos_token_id, "mask_token_id": tok.mask_token_id, "pad_token_id": None, "bos_token_id": None}
     words |= {"tie_word_embeddings": False, "is_causal": False, "attn_implementation": "sdpa"}
     torch.manual_seed(0)
-    denoiser.save(denoiser.Denoiser(LlamaForCausalLM(LlamaConfig(**words))), tok, folder)
+    checkpoints.save(denoiser.Denoiser(LlamaForCausalLM(LlamaConfig(**words))), tok, folder)
     return folder
 
 
@@ -286,7 +285,7 @@ def of_step(case: str, request, monkeypatch) -> config.Train:
 @pytest.mark.parametrize("case", STEPS)
 def test_the_peak_of_a_step_is_within_15_percent_of_the_prediction(case, request, monkeypatch):
     settings = of_step(case, request, monkeypatch)
-    parts = trainer.predicted_memory(settings)
+    parts = memory.predicted_memory(settings)
     assert memory.peak(parts) == pytest.approx(measured(settings), rel=0.15)
     if case.startswith("rollouts"):
         assert parts["rollout"] > parts["activations"] + max(parts["layer"], parts["logits"])
@@ -299,9 +298,9 @@ def test_the_peak_of_a_step_whose_head_is_applied_in_parts(case, once, request, 
     """A few rows at a time: it needs less than all of them at once, as was predicted, and no more than that."""
     settings = of_step(case, request, monkeypatch)
     settings = dataclasses.replace(settings, **ONCE) if once else settings
-    whole = trainer.predicted_memory(settings)["logits"]
-    monkeypatch.setattr(alg, "HEAD_NUMBERS", 8 * 2000)
-    parts = trainer.predicted_memory(settings)
+    whole = memory.predicted_memory(settings)["logits"]
+    monkeypatch.setattr(feat, "HEAD_NUMBERS", 8 * 2000)
+    parts = memory.predicted_memory(settings)
     assert memory.peak(parts) == pytest.approx(measured(settings), rel=0.15)
     assert parts["logits"] < whole / 5 or not settings.lora.rank, "a head that is trained has a gradient as well"
 
@@ -324,18 +323,18 @@ def test_what_the_head_needs_is_predicted(feature, adapters, rows, tmp_path, mon
     folder = saved(tmp_path / "head", hidden_size=16, intermediate_size=16, vocab_size=20_000, num_hidden_layers=1)
     words = {"sampler": DECODING, "method": name, "method_options": options, "lora": lora(adapters), "micro_batch": 4}
     settings = tiny.settings(folder, **words, num_prompts=1)
-    method = trainer.method_of(settings)
-    made = trainer.blank_rollout(method, settings)
+    method = rehearsal.method_of(settings)
+    made = rehearsal.blank_rollout(method, settings)
     plan = method.plan(made, torch.Generator().manual_seed(settings.seed))
-    monkeypatch.setattr(alg, "HEAD_NUMBERS", rows * 20_000)
+    monkeypatch.setattr(feat, "HEAD_NUMBERS", rows * 20_000)
     model = trainer.load_policy(settings, method)[0]
     model.model.get_input_embeddings().requires_grad_(False)
     one = torch.ones(plan.scored.shape) * plan.scored
     cotangent = {key: one[..., None] if key == "topk_logp" else one for key in method.features}
     reference = trainer.load_policy(settings, method)[2] if "kl_ref" in method.features else None
     with PeakBytes() as meter:
-        trainer.second_pass(model, made, plan, cotangent, temperature=0.9, size=4, reference=reference)
-    parts = trainer.predicted_memory(settings)
+        gradient.second_pass(model, made, plan, cotangent, temperature=0.9, size=4, reference=reference)
+    parts = memory.predicted_memory(settings)
     earlier = 4 * 16 * 20_000 * (not adapters and plan.network_calls > 4)  # its gradient from the micro-batch before
     assert parts["logits"] + earlier == pytest.approx(meter.peak, rel=0.15)
 
@@ -345,7 +344,7 @@ def test_the_head_of_llada_8b_is_applied_to_132_rows_at_a_time_however_many_ther
     for size in (1, 4, 64):
         for name in ("reinforce", "diffu-grpo", "gdpo"):
             rows = size * 256 * 2 * 2 * 4096
-            logits = trainer.predicted_memory(run(method=name, micro_batch=size, lora=lora(8)))["logits"]
+            logits = memory.predicted_memory(run(method=name, micro_batch=size, lora=lora(8)))["logits"]
             assert 0 < logits <= 3 * 4 * (2**24 + 126464) + rows
     assert logits > 0.9 * 3 * 4 * 2**23
 
@@ -353,10 +352,10 @@ def test_the_head_of_llada_8b_is_applied_to_132_rows_at_a_time_however_many_ther
 def test_gradients_of_earlier_micro_batches_are_there_if_there_are_any():
     """128 states of 8 responses, two processes or one."""
     for gpus, size, several in ((1, 1024, False), (1, 1023, True), (2, 512, False), (2, 511, True), (1, 4096, False)):
-        parts = trainer.predicted_memory(run(micro_batch=size), gpus)
+        parts = memory.predicted_memory(run(micro_batch=size), gpus)
         assert parts["gradients"] > 0 and parts["earlier"] == (parts["gradients"] if several else 0)
     tokens = 1024 * (256 + run().task.prompt_length)
-    shape, _, dtype = denoiser.describe(LLADA)
+    shape, _, dtype = checkpoints.describe(LLADA)
     kept = memory.layer_bytes(shape, dtype.itemsize, config.Lora(), tokens // 1024)
     assert parts["activations"] == pytest.approx(32 * kept * tokens, rel=0.01), "of as many sequences as there are"
 
@@ -372,7 +371,7 @@ def test_the_peak_is_the_worst_moment_and_not_the_sum():
 
 
 def test_the_table_names_every_part():
-    parts = trainer.predicted_memory(run())
+    parts = memory.predicted_memory(run())
     text = memory.table(parts)
     assert all(name in text for name in (*memory.RESIDENT, *memory.TRANSIENT, "peak")) and "16.031 GB" in text
 
@@ -380,18 +379,18 @@ def test_the_table_names_every_part():
 # ------------------------------------------------------------------------------------------------------------- mistakes
 def test_a_target_that_matches_no_module_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="lora.target_modules: got 'attn_out', which matches no module; allowed q_proj"):
-        trainer.predicted_memory(run(lora=lora(8, ["attn_out"])))
+        memory.predicted_memory(run(lora=lora(8, ["attn_out"])))
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match="which holds no config.json"):
-        trainer.predicted_memory(run(model=str(tmp_path)))
+        memory.predicted_memory(run(model=str(tmp_path)))
 
 
 def test_a_config_is_enough(tmp_path):
-    shape = denoiser.PUBLISHED[LLADA] | {"n_layers": 1, "torch_dtype": "float32"}
+    shape = checkpoints.PUBLISHED[LLADA] | {"n_layers": 1, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    parts = trainer.predicted_memory(run(model=str(tmp_path)))
+    parts = memory.predicted_memory(run(model=str(tmp_path)))
     assert parts["weights"] == 4 * (2 * 126464 * 4096 + 4 * 4096**2 + 3 * 4096 * 12288 + 3 * 4096)
 
 
@@ -450,7 +449,7 @@ def test_out_of_memory_leaves_the_last_checkpoint(wide, tmp_path, monkeypatch):
 def test_a_run_says_what_was_predicted_once_and_measures_nothing_on_a_cpu(wide, tmp_path, capfd, monkeypatch):
     settings = tiny.settings(wide, steps=3, save_every=1)
     line = (
-        f"memory: predicted {memory.peak(trainer.predicted_memory(settings)) / 1e9:.3f} GB at its peak, not measured on a CPU"
+        f"memory: predicted {memory.peak(memory.predicted_memory(settings)) / 1e9:.3f} GB at its peak, not measured on a CPU"
     )
     step, told = trainer.Learner.step, []
 
@@ -512,14 +511,14 @@ def test_the_first_step_leaves_no_more_behind_than_the_second(wide):
 def test_a_checkpoint_from_before_the_first_update_has_moments_and_one_without_is_read(tmp_path):
     model = tiny.network()
     optimizer = trainer.make_optimizer(model, config.Optimizer())
-    trainer.save_checkpoint(tmp_path / "new", model, tokenizer(), optimizer, {"step": 0})
+    runs.save_checkpoint(tmp_path / "new", model, tokenizer(), optimizer, {"step": 0})
     stored = load_file(tmp_path / "new/optimizer.safetensors")
     names = [name for name, _ in model.named_parameters()]
     assert stored.keys() == {f"{name}/{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
     save_file({key: torch.ones_like(value) for key, value in stored.items()}, tmp_path / "new/optimizer.safetensors")
-    assert trainer.load_optimizer(tmp_path / "new", model, optimizer) == {"step": 0}
+    assert runs.load_optimizer(tmp_path / "new", model, optimizer) == {"step": 0}
     assert all((value == 1).all() for slot in optimizer.state.values() for value in slot.values())
     optimizer = trainer.make_optimizer(model, config.Optimizer())
     save_file({}, tmp_path / "new/optimizer.safetensors")  # as older versions wrote it
-    assert trainer.load_optimizer(tmp_path / "new", model, optimizer) == {"step": 0}
+    assert runs.load_optimizer(tmp_path / "new", model, optimizer) == {"step": 0}
     assert all((value == 0).all() for slot in optimizer.state.values() for value in slot.values())

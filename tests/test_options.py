@@ -9,7 +9,7 @@ import tiny
 from laws import refuses
 from minidrl import __main__ as cli
 from minidrl import algorithms as alg
-from minidrl import config, trainer
+from minidrl import config, methods, runs, trainer
 from minidrl.config import with_options
 
 SHARED = ["aggregation", "refresh", "normalizer", "reduction"]
@@ -17,23 +17,23 @@ PENALTY = ["kl.form", "kl.beta", "kl.of", "kl.target"]
 
 
 def test_an_option_replaces_one_number_and_leaves_the_table_alone():
-    grpo, diffu = alg.METHODS["grpo"], alg.METHODS["diffu-grpo"]
+    grpo, diffu = methods.METHODS["grpo"], methods.METHODS["diffu-grpo"]
     changed = with_options(grpo, {"plan.num_states": 7, "objective.epsilon_high": 0.3, "aggregation": "token_mean"})
     assert changed.plan.keywords == {"num_states": 7, "domain": "keep", "strata": True} and changed.plan.func is grpo.plan.func
     assert changed.objective.keywords == {"epsilon_low": 0.2, "epsilon_high": 0.3}
     assert changed.aggregation == "token_mean" and changed.credit is grpo.credit
     assert grpo.plan.keywords["num_states"] == 4 and grpo.aggregation == "sequence_mean"
     assert with_options(diffu, {"kl.beta": 0}).kl is None
-    assert with_options(diffu, {"kl.beta": 0.5}).kl == alg.KL("k3", 0.5)
-    assert diffu.kl == alg.KL("k3", 0.04) and with_options(grpo, {}) == grpo
-    sandwich = with_options(alg.METHODS["spg"], {"extra.omega": 0.25}).extra
+    assert with_options(diffu, {"kl.beta": 0.5}).kl == methods.KL("k3", 0.5)
+    assert diffu.kl == methods.KL("k3", 0.04) and with_options(grpo, {}) == grpo
+    sandwich = with_options(methods.METHODS["spg"], {"extra.omega": 0.25}).extra
     assert sandwich.keywords == {"eubo_beta": 1.5, "omega": 0.25} and sandwich.func is alg.sandwich
 
 
-@pytest.mark.parametrize("name", alg.METHODS)
+@pytest.mark.parametrize("name", methods.METHODS)
 def test_every_number_of_every_row_can_be_replaced_by_itself(name):
     """And the row is then the row: an option changes what it names and nothing else."""
-    row = alg.METHODS[name]
+    row = methods.METHODS[name]
     parts = {part: getattr(row, part) for part in ("plan", "credit", "objective", "extra") if getattr(row, part)}
     options = {f"{part}.{key}": value for part, value in parts.items() for key, value in value.keywords.items()}
     options |= {key: getattr(row, key) for key in SHARED} | (
@@ -47,7 +47,7 @@ def test_every_number_of_every_row_can_be_replaced_by_itself(name):
 
 
 def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
-    grpo = alg.METHODS["grpo"]
+    grpo = methods.METHODS["grpo"]
     for key in ("reduction", "refresh", "aggregation", "normalizer"):
         refuses(lambda key=key: with_options(grpo, {key: "x"}), key, "'x'", "grpo")
     wrong = {"plan.num_states": "many", "plan.strata": 1, "plan.domain": 3, "objective.epsilon_low": True, "credit.eps": None}
@@ -58,7 +58,7 @@ def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
     for key in ("name", "title", "anchor", "needs.x", "plan", "kl", "kl.gamma"):
         refuses(lambda key=key: with_options(grpo, {key: "x"}), f"method_options.{key}", "grpo", "plan.num_states")
     for name, parts in {"grpo": 3, "stabledrl": 4, "egspo-sa": 3, "diffu-grpo": 3}.items():
-        row = alg.METHODS[name]
+        row = methods.METHODS[name]
         words = [f"{p}.{key}" for p in ("plan", "credit", "objective", "extra")[:parts] for key in getattr(row, p).keywords]
         words += PENALTY + ["step_value" if name == "egspo-sa" else "credit"] + SHARED
         listed = "allowed " + ", ".join(words)
@@ -66,9 +66,9 @@ def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
 
 
 def test_the_number_of_states_may_be_none_which_is_all():
-    row = with_options(alg.METHODS["replay-uniform"], {"plan.num_states": None})
+    row = with_options(methods.METHODS["replay-uniform"], {"plan.num_states": None})
     assert row.plan.keywords == {"num_states": None, "min_entropy": 0.0}
-    assert with_options(alg.METHODS["reinforce"], {"plan.num_states": 3}).plan.keywords["num_states"] == 3
+    assert with_options(methods.METHODS["reinforce"], {"plan.num_states": 3}).plan.keywords["num_states"] == 3
 
 
 # --------------------------------------------------------------------------------------------------------------- credit
@@ -80,39 +80,39 @@ CREDITS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, row in alg.METHODS.items() if row.step_value == "none"])
+@pytest.mark.parametrize("name", [name for name, row in methods.METHODS.items() if row.step_value == "none"])
 @pytest.mark.parametrize("credit", CREDITS)
 def test_credit_can_be_chosen(credit, name):
-    row = with_options(alg.METHODS[name], {"credit": credit})
+    row = with_options(methods.METHODS[name], {"credit": credit})
     assert (row.credit.func, row.credit.keywords) == CREDITS[credit]
-    assert dataclasses.replace(row, credit=alg.METHODS[name].credit) == alg.METHODS[name], "nothing else changes"
+    assert dataclasses.replace(row, credit=methods.METHODS[name].credit) == methods.METHODS[name], "nothing else changes"
 
 
 def test_the_numbers_of_a_chosen_credit_can_be_given_in_any_order():
     for options in ({"credit": "group_z_score", "credit.ddof": 0}, {"credit.ddof": 0, "credit": "group_z_score"}):
-        assert with_options(alg.METHODS["ppo"], options).credit.keywords == {"ddof": 0, "eps": 1e-4}
-    refuses(lambda: with_options(alg.METHODS["grpo"], {"credit": "group_mean", "credit.ddof": 0}), "credit.ddof", "grpo")
+        assert with_options(methods.METHODS["ppo"], options).credit.keywords == {"ddof": 0, "eps": 1e-4}
+    refuses(lambda: with_options(methods.METHODS["grpo"], {"credit": "group_mean", "credit.ddof": 0}), "credit.ddof", "grpo")
 
 
 def test_a_credit_that_is_unknown_or_knows_no_states_is_refused():
-    refuses(lambda: with_options(alg.METHODS["ppo"], {"credit": "median"}), "credit", "'median'", ", ".join(CREDITS))
+    refuses(lambda: with_options(methods.METHODS["ppo"], {"credit": "median"}), "credit", "'median'", ", ".join(CREDITS))
     for value in (3, None, ["group_mean"]):
-        refuses(lambda value=value: with_options(alg.METHODS["ppo"], {"credit": value}), "credit", repr(value))
+        refuses(lambda value=value: with_options(methods.METHODS["ppo"], {"credit": value}), "credit", repr(value))
     for name in ("egspo-sa", "egspo-sa-released", "mdpo"):
-        function = alg.METHODS[name].credit.func.__name__
-        refuses(lambda name=name: with_options(alg.METHODS[name], {"credit": "group_mean"}), "credit", name, function)
+        function = methods.METHODS[name].credit.func.__name__
+        refuses(lambda name=name: with_options(methods.METHODS[name], {"credit": "group_mean"}), "credit", name, function)
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL
 
 
-@pytest.mark.parametrize("name", alg.METHODS)
+@pytest.mark.parametrize("name", methods.METHODS)
 @pytest.mark.parametrize("form", ["k1", "k2", "k3", "exact"])
 def test_a_penalty_can_be_chosen_for_every_row(form, name):
     """The exact one asks for the feature it is made of; taking it off again gives back a row without."""
-    base = alg.METHODS[name]
+    base = methods.METHODS[name]
     row = with_options(base, {"kl.form": form, "kl.beta": 0.01, "kl.target": "reference"})
-    assert row.kl == alg.KL(form, 0.01) and ("kl_ref" in row.features) == (form == "exact")
+    assert row.kl == methods.KL(form, 0.01) and ("kl_ref" in row.features) == (form == "exact")
     assert [f for f in row.features if f != "kl_ref"] == list(base.features) and not row.linear
     bare = with_options(row, {"kl.beta": 0})
     assert bare == dataclasses.replace(base, kl=None)
@@ -120,7 +120,7 @@ def test_a_penalty_can_be_chosen_for_every_row(form, name):
 
 
 def test_a_penalty_needs_its_form_and_its_weight():
-    grpo = alg.METHODS["grpo"]
+    grpo = methods.METHODS["grpo"]
     for key, value in (("beta", 1.0), ("form", "k3"), ("target", "old")):
         refuses(lambda key=key, value=value: with_options(grpo, {f"kl.{key}": value}), f"kl.{key}", repr(value), "both", "grpo")
     for form in ("k4", 3, ["k1"]):
@@ -135,24 +135,24 @@ def test_a_penalty_needs_its_form_and_its_weight():
 def test_a_penalty_against_the_old_policy_is_one_of_ratios():
     """Its ll under the ratio's normaliser is all that is known of the old policy."""
     old = {"kl.form": "k3", "kl.beta": 0.1, "kl.target": "old"}
-    assert with_options(alg.METHODS["grpo"], old).kl == alg.KL("k3", 0.1, target="old")
-    refuses(lambda: with_options(alg.METHODS["grpo"], {**old, "kl.form": "exact"}), "kl.target", "'old'", "exact", "reference")
-    refuses(lambda: with_options(alg.METHODS["grpo"], {**old, "kl.of": "log_likelihood"}), "kl.of", "log_likelihood", "ratio")
-    refuses(lambda: with_options(alg.METHODS["reinforce"], old), "kl.target", "'old'", "none", "reference")
+    assert with_options(methods.METHODS["grpo"], old).kl == methods.KL("k3", 0.1, target="old")
+    refuses(lambda: with_options(methods.METHODS["grpo"], {**old, "kl.form": "exact"}), "kl.target", "'old'", "exact", "reference")
+    refuses(lambda: with_options(methods.METHODS["grpo"], {**old, "kl.of": "log_likelihood"}), "kl.of", "log_likelihood", "ratio")
+    refuses(lambda: with_options(methods.METHODS["reinforce"], old), "kl.target", "'old'", "none", "reference")
     exact = {"kl.form": "exact", "kl.beta": 0.1, "kl.of": "log_likelihood"}
-    refuses(lambda: with_options(alg.METHODS["grpo"], exact), "kl.of", "exact", "ratio")
-    free = with_options(alg.METHODS["grpo"], {"kl.form": "k2", "kl.beta": 0.1, "kl.of": "log_likelihood"})
-    assert free.kl == alg.KL("k2", 0.1, of="log_likelihood")
+    refuses(lambda: with_options(methods.METHODS["grpo"], exact), "kl.of", "exact", "ratio")
+    free = with_options(methods.METHODS["grpo"], {"kl.form": "k2", "kl.beta": 0.1, "kl.of": "log_likelihood"})
+    assert free.kl == methods.KL("k2", 0.1, of="log_likelihood")
 
 
 def test_values_from_sampled_completions():
     """The sampler is then asked for them; rows whose states have no values have no such option."""
-    row = alg.METHODS["egspo-sa"]
+    row = methods.METHODS["egspo-sa"]
     drawn = with_options(row, {"step_value": "sampled"})
     assert drawn.step_value == "sampled" and drawn.needs == (*row.needs, "one_step_sampled")
     assert with_options(row, {"step_value": "greedy"}) == row
     refuses(lambda: with_options(row, {"step_value": "none"}), "step_value", "'none'", "greedy, sampled")
-    refuses(lambda: with_options(alg.METHODS["egspo"], {"step_value": "sampled"}), "method_options.step_value", "egspo")
+    refuses(lambda: with_options(methods.METHODS["egspo"], {"step_value": "sampled"}), "method_options.step_value", "egspo")
 
 
 # ------------------------------------------------------------------------------------------- precision of float32 products
@@ -210,7 +210,7 @@ def test_the_large_recipes_use_the_tensor_cores_for_float32_and_the_others_do_no
 
 
 def test_a_run_goes_on_with_the_precision_it_began_with(tmp_path):
-    trainer.open_run(tmp_path / "run", tiny.settings(), False)
+    runs.open_run(tmp_path / "run", tiny.settings(), False)
     (tmp_path / "run/checkpoint-1").mkdir()
     other = tiny.settings(matmul_precision="high")
-    refuses(lambda: trainer.open_run(tmp_path / "run", other, True), "matmul_precision", "'high'", "'highest'")
+    refuses(lambda: runs.open_run(tmp_path / "run", other, True), "matmul_precision", "'high'", "'highest'")

@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 from matplotlib import image
 
-from minidrl import report
+from minidrl import report, tables
 
 UPDATES = [{"step": s, "solved": s / 200, "reward": 0.1, "seconds": 2.0 * s} for s in range(1, 101)]
 EVALUATIONS = [{"step": s, "eval/solved": s / 250, "eval/temperature": 0.0} for s in (0, 50, 100)]
@@ -155,13 +155,13 @@ def test_nothing_to_draw_is_an_error():
 
 def test_markdown_table():
     rows = [{"name": "a|b", "value": 0.123456, "n": 3}, {"name": None, "n": 12, "unused": 1}]
-    assert report.markdown_table(rows, ["name", "value", "n"]) == (
+    assert tables.markdown_table(rows, ["name", "value", "n"]) == (
         "| name |  value |   n |\n| ---- | -----: | --: |\n| a\\|b | 0.1235 |   3 |\n|      |        |  12 |"
     )
 
 
 def test_a_table_without_rows_has_a_header():
-    assert report.markdown_table([], ["a", "b"]) == "| a   | b   |\n| --- | --- |"
+    assert tables.markdown_table([], ["a", "b"]) == "| a   | b   |\n| --- | --- |"
 
 
 def cells(table: str) -> list[list[str]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import tiny
-from minidrl import denoiser
+from minidrl import algorithms as alg
+from minidrl import checkpoints, denoiser
 from minidrl.tasks.countdown import tokenizer
 
 STREAMS = ("block", "causal")
@@ -155,8 +156,8 @@ def test_a_noisy_block_depends_on_the_clean_blocks_before_it_and_on_itself(strea
 def test_clean_rows_do_not_depend_on_noisy_tokens(stream):
     model = network(2)
     data, rows = batch(model), []
-    mask = denoiser.staircase_mask(data["prompt_mask"], L, B, clean=stream)
-    position = denoiser.staircase_positions(data["prompt_mask"], L)
+    mask = alg.staircase_mask(data["prompt_mask"], L, B, clean=stream)
+    position = alg.staircase_positions(data["prompt_mask"], L)
     for values in (data, changed(data, "noisy", slice(None))):
         tokens = torch.cat([values["prompt"], values["clean"], values["noisy"]], 1)
         body = model.model.model(input_ids=tokens, attention_mask=mask, position_ids=position, use_cache=False)
@@ -205,11 +206,11 @@ def test_a_row_of_padding_is_finite_and_so_is_its_gradient(stream):
 # ------------------------------------------------------------------------------------------------------------- the mask
 @pytest.mark.parametrize(("prompt", "length", "size"), [(5, 16, 4), (5, 12, 4), (0, 8, 2), (3, 6, 1), (4, 6, 6)])
 def test_the_number_of_pairs(prompt, length, size):
-    mask = denoiser.staircase_mask(torch.ones(2, prompt, dtype=torch.bool), length, size, clean="block")
+    mask = alg.staircase_mask(torch.ones(2, prompt, dtype=torch.bool), length, size, clean="block")
     assert mask.dtype == torch.bool and mask.shape == (2, 1, prompt + 2 * length, prompt + 2 * length)
     pairs = prompt**2 + 2 * length * prompt + length * (length + size)
     assert mask.sum((1, 2, 3)).tolist() == [pairs, pairs]
-    causal = denoiser.staircase_mask(torch.ones(1, prompt, dtype=torch.bool), length, size, clean="causal")
+    causal = alg.staircase_mask(torch.ones(1, prompt, dtype=torch.bool), length, size, clean="causal")
     assert int(causal.sum()) == pairs - length * (size - 1) // 2, "what a clean token no longer sees in its own block"
     assert (size, length) != (4, 16) or pairs == 505
 
@@ -217,15 +218,15 @@ def test_the_number_of_pairs(prompt, length, size):
 @each_stream
 def test_padding_is_seen_by_no_one(stream):
     real = torch.arange(P) >= torch.tensor([[0], [3]])
-    mask = denoiser.staircase_mask(real, L, B, clean=stream)
+    mask = alg.staircase_mask(real, L, B, clean=stream)
     assert not mask[1, 0, :, :3].any() and mask[1, 0, :, 3:P].all()
-    assert torch.equal(mask[1, 0, 3:, 3:], denoiser.staircase_mask(real[1:, 3:], L, B, clean=stream)[0, 0])
+    assert torch.equal(mask[1, 0, 3:, 3:], alg.staircase_mask(real[1:, 3:], L, B, clean=stream)[0, 0])
 
 
 def test_noisy_tokens_stand_where_clean_ones_stand():
     real = torch.arange(4) >= torch.tensor([[0], [3], [4]])
     want = [[0, 1, 2, 3, 4, 5, 4, 5], [0, 0, 0, 0, 1, 2, 1, 2], [0, 0, 0, 0, 0, 1, 0, 1]]
-    assert denoiser.staircase_positions(real, 2).tolist() == want
+    assert alg.staircase_positions(real, 2).tolist() == want
 
 
 # -------------------------------------------------------------------------------------------------------- special cases
@@ -298,7 +299,7 @@ def test_only_attention_that_honours_the_mask(other):
 
 
 def test_models_that_a_staircase_does_not_fit():
-    shifts = denoiser.Denoiser(network(1).model, denoiser.FAMILIES["Dream"])
+    shifts = denoiser.Denoiser(network(1).model, checkpoints.FAMILIES["Dream"])
     with pytest.raises(ValueError, match="^shift: got True; allowed False"):
         staircase(shifts, batch(shifts))
     blocks = network(1, B)
@@ -332,7 +333,7 @@ MUTANTS = {  # what is wrong: (a passage of staircase_mask or staircase_position
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_law_kills(name, monkeypatch):
     old, new = MUTANTS[name]
-    source = "\n\n".join(inspect.getsource(f) for f in (denoiser.staircase_mask, denoiser.staircase_positions))
+    source = "\n\n".join(inspect.getsource(f) for f in (alg.staircase_mask, alg.staircase_positions))
     assert source.count(old) == 1
     space = copy.copy(vars(denoiser))
     exec("from __future__ import annotations\n" + source.replace(old, new), space)

@@ -21,10 +21,12 @@ from torch import nn
 import memory_table
 import tiny
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, report, sampler, trainer
+from minidrl import checkpoints, config, denoiser, gradient, methods, rehearsal, report, runs, sampler, trainer
+from minidrl import features as feat
+from minidrl.tasks import text
 from minidrl.tasks.countdown import Countdown, tokenizer
 
-METHODS = tuple(alg.METHODS)
+METHODS = tuple(methods.METHODS)
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +71,11 @@ def second_update(learner: trainer.Learner, experience: trainer.Experience) -> S
     anchor = learner.anchors(0, [plan for plan, _ in credited], rollout, clock)[1]
     if anchor is None and method.anchor == "old":
         first = credited[0][0]
-        anchor = alg.reduced(method, first, rollout, learner.score(learner.network, rollout, first, clock))
+        anchor = methods.reduced(method, first, rollout, learner.score(learner.network, rollout, first, clock))
     tiny.perturb(learner.model, 0.1)
     (plan, adv), ref = credited[1], None
     if learner.reference is not None and method.kl.form != "exact":
-        ref = alg.kl_target(method, plan, rollout, learner.score(learner.reference, rollout, plan, clock))
+        ref = methods.kl_target(method, plan, rollout, learner.score(learner.reference, rollout, plan, clock))
     return Second(plan, adv, anchor, ref)
 
 
@@ -83,7 +85,7 @@ def method_problem(learner: trainer.Learner) -> tuple[Problem, Callable[[], obje
     at, rollout = second_update(learner, experience), experience.rollout
 
     def loss_of(feature):
-        return alg.method_loss(method, at.plan, rollout, feature, at.adv, at.anchor, at.ref)
+        return methods.method_loss(method, at.plan, rollout, feature, at.adv, at.anchor, at.ref)
 
     problem = Problem(learner.model, rollout, at.plan, loss_of, learner._temperature(), method.features, learner.reference)
     return problem, lambda: learner.update(experience, at.plan, at.adv, at.anchor, trainer.Clock())
@@ -92,7 +94,7 @@ def method_problem(learner: trainer.Learner) -> tuple[Problem, Callable[[], obje
 def nonlinear_loss(feature: dict[str, torch.Tensor]) -> torch.Tensor:
     """Every feature multiplies every other, each state with a weight of its own: no cotangent can be left out or mixed up."""
     weight = torch.arange(1, len(feature["logp"]) + 1)[:, None, None]
-    parts = [weight * feature[name].flatten(2) / math.prod(feature[name].shape[3:]) for name in alg.FEATURES]
+    parts = [weight * feature[name].flatten(2) / math.prod(feature[name].shape[3:]) for name in feat.FEATURES]
     sums = torch.stack([part.sum((0, 2)) / 6 for part in parts])
     return sums.tanh().prod(0).sum() + (sums / 5).sum(0).logsumexp(0) + sums.prod(0).mean()
 
@@ -104,7 +106,7 @@ def nonlinear_problem(model: nn.Module) -> Problem:
     plan = alg.replay_plan(made, torch.Generator().manual_seed(4), num_states=3, min_entropy=0.0)
     reference = copy.deepcopy(model)
     tiny.perturb(reference, 0.5)
-    return Problem(model, made, plan, nonlinear_loss, temperature=0.8, names=alg.FEATURES, reference=reference)
+    return Problem(model, made, plan, nonlinear_loss, temperature=0.8, names=feat.FEATURES, reference=reference)
 
 
 def gradient_of(backward: Callable, problem: Problem, **options) -> torch.Tensor:
@@ -132,7 +134,7 @@ ROWS = {name: {"method": name} for name in METHODS} | WITH_KL
 def test_two_passes_give_the_gradient_of_every_method(name, network, monkeypatch):
     build, tolerance = tiny.NETWORKS[network]
     problem, _ = method_problem(tiny.learner_on(monkeypatch, build(), **ROWS[name]))
-    assert relative_error(trainer.two_pass_backward, problem) < tolerance
+    assert relative_error(gradient.two_pass_backward, problem) < tolerance
 
 
 @pytest.mark.parametrize("network", tiny.NETWORKS)
@@ -147,7 +149,7 @@ def test_an_update_applies_the_gradient_of_every_method(name, network, monkeypat
 @pytest.mark.parametrize("network", tiny.NETWORKS)
 def test_two_passes_give_the_gradient_of_a_loss_that_mixes_all_features(network):
     build, tolerance = tiny.NETWORKS[network]
-    assert relative_error(trainer.two_pass_backward, nonlinear_problem(build())) < tolerance
+    assert relative_error(gradient.two_pass_backward, nonlinear_problem(build())) < tolerance
 
 
 def only_logp(loss_of, feature):
@@ -169,7 +171,7 @@ def one_leaf_at_a_time(loss_of, feature):
 
 def reversed_states(loss_of, feature):
     """The cotangent of another state."""
-    loss, grads = trainer.cotangents(loss_of, feature)
+    loss, grads = gradient.cotangents(loss_of, feature)
     return loss, {name: value.flip(0) for name, value in grads.items()}
 
 
@@ -177,26 +179,26 @@ def backward_with(cotangents: Callable) -> Callable:
     """``two_pass_backward`` with another middle."""
 
     def backward(model, rollout, plan, loss_of, *, names, **how):
-        feature = alg.features(model, rollout, plan, names=names, **how)
-        trainer.second_pass(model, rollout, plan, cotangents(loss_of, feature)[1], size=256, **how)
+        feature = feat.features(model, rollout, plan, names=names, **how)
+        gradient.second_pass(model, rollout, plan, cotangents(loss_of, feature)[1], size=256, **how)
 
     return backward
 
 
 def first_chunk_only(model, rollout, plan, loss_of, *, names, **how):
     """The second pass ends after its first micro-batch."""
-    feature = alg.features(model, rollout, plan, names=names, **how)
+    feature = feat.features(model, rollout, plan, names=names, **how)
     states = torch.arange(plan.valid.numel()).view(plan.valid.shape)
     plan = dataclasses.replace(plan, valid=plan.valid & (states < plan.valid.numel() // 2))
-    cotangent = trainer.cotangents(loss_of, feature)[1]
-    trainer.second_pass(model, rollout, plan, cotangent, size=4, **how)
+    cotangent = gradient.cotangents(loss_of, feature)[1]
+    gradient.second_pass(model, rollout, plan, cotangent, size=4, **how)
 
 
 def without(name):
     """One feature is taken for data."""
 
     def cotangents(loss_of, feature):
-        loss, grads = trainer.cotangents(loss_of, feature)
+        loss, grads = gradient.cotangents(loss_of, feature)
         return loss, {other: value for other, value in grads.items() if other != name}
 
     return cotangents
@@ -207,12 +209,12 @@ MUTANTS = {
     "one leaf at a time": backward_with(one_leaf_at_a_time),
     "cotangents of other states": backward_with(reversed_states),
     "half of the states": first_chunk_only,
-} | {f"{name} is data": backward_with(without(name)) for name in alg.FEATURES}
+} | {f"{name} is data": backward_with(without(name)) for name in feat.FEATURES}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_law_kills_a_mutant(name):
-    assert relative_error(backward_with(trainer.cotangents), nonlinear_problem(tiny.tabular())) < 1e-12
+    assert relative_error(backward_with(gradient.cotangents), nonlinear_problem(tiny.tabular())) < 1e-12
     assert relative_error(MUTANTS[name], nonlinear_problem(tiny.tabular())) > 1e-3
 
 
@@ -220,8 +222,8 @@ def test_the_law_kills_a_mutant(name):
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_micro_batch_size_does_not_change_the_gradient(size, network):
     problem = nonlinear_problem(tiny.NETWORKS[network][0]())
-    whole = gradient_of(trainer.two_pass_backward, problem, size=1000)
-    parts = gradient_of(trainer.two_pass_backward, problem, size=size)
+    whole = gradient_of(gradient.two_pass_backward, problem, size=1000)
+    parts = gradient_of(gradient.two_pass_backward, problem, size=size)
     assert (parts - whole).norm() < 1e-12 * whole.norm()
 
 
@@ -230,9 +232,9 @@ def test_states_without_cotangent_are_skipped_and_the_gradient_is_the_same():
     problem.loss_of = lambda f: nonlinear_loss({name: value[1:2, ::2] for name, value in f.items()})
     needed = int(problem.plan.valid[1, ::2].sum())
     how = {"temperature": 0.8, "reference": problem.reference}
-    feature = alg.features(problem.model, problem.rollout, problem.plan, names=problem.names, **how)
-    cotangent = trainer.cotangents(problem.loss_of, feature)[1]
-    seen, calls = trainer.second_pass(problem.model, problem.rollout, problem.plan, cotangent, size=4, **how)
+    feature = feat.features(problem.model, problem.rollout, problem.plan, names=problem.names, **how)
+    cotangent = gradient.cotangents(problem.loss_of, feature)[1]
+    seen, calls = gradient.second_pass(problem.model, problem.rollout, problem.plan, cotangent, size=4, **how)
     skipping, exact = tiny.gradient(problem.model), gradient_of(memory_table.joint_backward, problem)
     assert calls == needed < problem.plan.network_calls
     assert (skipping - exact).norm() < 1e-12 * exact.norm()
@@ -258,15 +260,15 @@ def test_dropout_is_refused_in_training_mode_only(add_dropout):
     problem = nonlinear_problem(model)
     model.train()
     with pytest.raises(ValueError, match="model: dropout 0.05 in .*; allowed 0"):
-        gradient_of(trainer.two_pass_backward, problem)
+        gradient_of(gradient.two_pass_backward, problem)
     assert all(p.grad is None for p in model.parameters())
     model.eval()
-    assert gradient_of(trainer.two_pass_backward, problem).norm() > 0
+    assert gradient_of(gradient.two_pass_backward, problem).norm() > 0
 
 
 def test_training_mode_without_dropout_is_allowed():
     problem = nonlinear_problem(tiny.network().train())
-    assert relative_error(trainer.two_pass_backward, problem) < 1e-5
+    assert relative_error(gradient.two_pass_backward, problem) < 1e-5
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -326,7 +328,7 @@ def test_pretraining_writes_a_run_and_a_network_that_train_can_start_from(tmp_pa
     assert summary["steps"] == 3 and summary["held_out"]["n"] == 4 and summary["parameters"] > 1000
     assert metrics(out)[0]["step"] == 1 and metrics(out)[0]["loss"] == pytest.approx(math.log(22), rel=0.1)
     assert (out / "checkpoint-2" / "model.safetensors").is_file()
-    assert denoiser.load(out)[0].num_parameters() == summary["parameters"]
+    assert checkpoints.load(out)[0].num_parameters() == summary["parameters"]
 
 
 def test_pretraining_learns(tmp_path):
@@ -397,7 +399,7 @@ def test_every_method_runs(name, base, tmp_path, no_curve):
     wanted = {"method": name, "seed": 0, "steps": 2, "evaluated_on": 4, "temperature": 1.0}
     assert {key: summary[key] for key in wanted} == wanted and json.loads((out / "summary.json").read_text()) == summary
     assert 0 <= summary["solved_before"] <= 1 and 0 <= summary["solved_after"] <= 1 and summary["seconds"] >= 0
-    rows, method = updates(out), alg.METHODS[name]
+    rows, method = updates(out), methods.METHODS[name]
     keys = ALWAYS | (RATIOS if method.anchor != "none" or "sampling" in method.temperature else set())
     keys |= ({"kl"} if method.kl else set()) | ({"order_impossible"} if "order_logp" in method.features else set())
     assert [row["step"] for row in rows] == [1, 2] and [row["step"] for row in metrics(out)] == [0, 1, 2, 2]
@@ -465,7 +467,7 @@ def test_the_optimizer_state_matters_for_that(base, tmp_path, no_curve, monkeypa
         interrupt_at(patch, 1)
         trainer.train(settings, tmp_path / "parts")
     state = json.loads((tmp_path / "parts/checkpoint-1/state.json").read_text())
-    monkeypatch.setattr(trainer, "load_optimizer", lambda *_: state)
+    monkeypatch.setattr(runs, "load_optimizer", lambda *_: state)
     trainer.train(settings, tmp_path / "parts", resume=True)
     name = "lm_head.weight"
     a, b = (load_file(tmp_path / run / "checkpoint-2/model.safetensors")[name] for run in ("whole", "parts"))
@@ -513,7 +515,7 @@ def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, no_curve,
     with pytest.raises(KeyboardInterrupt):
         trainer.train(settings, out)
     assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2.part"}
-    assert trainer.open_run(out, settings, resume=True) == out / "checkpoint-1"
+    assert runs.open_run(out, settings, resume=True) == out / "checkpoint-1"
     monkeypatch.setattr(trainer, "save_file", save)
     trainer.train(settings, out, resume=True)
     assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
@@ -524,7 +526,7 @@ def test_the_last_checkpoint_is_the_one_with_the_highest_number(tmp_path, base):
         (tmp_path / name).mkdir()
     settings = tiny.settings(base, steps=20)
     trainer._write_config(tmp_path, settings)
-    assert trainer.open_run(tmp_path, settings, resume=True).name == "checkpoint-10"
+    assert runs.open_run(tmp_path, settings, resume=True).name == "checkpoint-10"
 
 
 # --------------------------------------------------------------------------------------------------- what is not finite
@@ -545,27 +547,27 @@ def poison(model: nn.Module) -> nn.Module:
 
 
 def test_a_gradient_that_is_nan_stops_the_run_and_can_be_replayed(base, tmp_path, monkeypatch):
-    load = denoiser.load
-    monkeypatch.setattr(denoiser, "load", lambda *where: (poison(load(*where)[0]), tokenizer()))
-    with pytest.raises(trainer.RunError, match="step 0: gradient norm is nan; stopped") as error:
+    load = checkpoints.load
+    monkeypatch.setattr(checkpoints, "load", lambda *where: (poison(load(*where)[0]), tokenizer()))
+    with pytest.raises(runs.RunError, match="step 0: gradient norm is nan; stopped") as error:
         trainer.train(tiny.settings(base), tmp_path / "run")
     assert_dump(error, tmp_path / "run", 0, base)
-    with pytest.raises(trainer.RunError, match="^gradient norm is nan"):
-        trainer.replay(tmp_path / "run", tmp_path / "run/failed-0")
-    monkeypatch.setattr(denoiser, "load", load)
-    assert trainer.replay(tmp_path / "run", tmp_path / "run/failed-0")["step"] == 1, "the repaired network passes"
+    with pytest.raises(runs.RunError, match="^gradient norm is nan"):
+        trainer.repeat_step(tmp_path / "run", tmp_path / "run/failed-0")
+    monkeypatch.setattr(checkpoints, "load", load)
+    assert trainer.repeat_step(tmp_path / "run", tmp_path / "run/failed-0")["step"] == 1, "the repaired network passes"
 
 
 def test_a_failure_in_the_second_update_is_replayed_from_before_the_first(base, tmp_path, monkeypatch):
     """The second update sees weights that the first has made infinite: only from before the step does it come again."""
     settings = tiny.settings(base, method="grpo", optimizer=config.Optimizer(learning_rate=1e30))
-    with pytest.raises(trainer.RunError, match="step 0: loss is nan; stopped") as error:
+    with pytest.raises(runs.RunError, match="step 0: loss is nan; stopped") as error:
         trainer.train(settings, tmp_path / "run")
     assert_dump(error, tmp_path / "run", 0, base)
     rates, step = [], trainer.optimizer_step
     monkeypatch.setattr(trainer, "optimizer_step", lambda *a: rates.append(a[-1]) or step(*a))
-    with pytest.raises(trainer.RunError, match="^loss is nan"):
-        trainer.replay(tmp_path / "run", tmp_path / "run/failed-0")
+    with pytest.raises(runs.RunError, match="^loss is nan"):
+        trainer.repeat_step(tmp_path / "run", tmp_path / "run/failed-0")
     assert rates == [1e30], "one update passed, the second failed"
 
 
@@ -578,19 +580,19 @@ def test_a_failure_in_a_later_step_is_dumped_with_its_optimizer(base, tmp_path, 
         return norms[-1] if len(norms) < 3 else torch.tensor(torch.inf)
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", broken_clip)
-    with pytest.raises(trainer.RunError, match="step 2: gradient norm is inf") as error:
+    with pytest.raises(runs.RunError, match="step 2: gradient norm is inf") as error:
         trainer.train(settings, tmp_path / "run")
     out = tmp_path / "run"
     assert_dump(error, out, 2, out / "checkpoint-2")
     assert_same_tensors(out / "failed-2/optimizer.safetensors", out / "checkpoint-2/optimizer.safetensors")
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
-    row = trainer.replay(out, out / "failed-2")
+    row = trainer.repeat_step(out, out / "failed-2")
     assert row["grad_norm"] == float(norms[-1]), "the same puzzles, noise, plan and weights"
     assert row["learning_rate"] == trainer.learning_rate(settings.optimizer, 2, 3)
 
 
 def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_path, monkeypatch):
-    load = denoiser.load
+    load = checkpoints.load
 
     def broken(*where):
         model, tok = load(*where)
@@ -598,10 +600,10 @@ def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_pat
         return model, tok
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError):
-        patch.setattr(denoiser, "load", broken)
+        patch.setattr(checkpoints, "load", broken)
         trainer.train(tiny.settings(base), tmp_path / "before")
     settings = tiny.settings(base, num_iterations=1, optimizer=config.Optimizer(learning_rate=1e30))
-    with pytest.raises(trainer.RunError, match="step 1: logits: the model returned NaN"):
+    with pytest.raises(runs.RunError, match="step 1: logits: the model returned NaN"):
         trainer.train(settings, tmp_path / "within")
     assert (tmp_path / "within/failed-1/optimizer.safetensors").is_file()
 
@@ -610,8 +612,8 @@ def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_pat
 def test_a_gradient_that_is_nan_is_no_gradient_of_zero(name, monkeypatch):
     """The loss is 0, its derivative is nan: a state whose cotangent is nan must not pass for one that can be skipped."""
     _, update = method_problem(tiny.learner_on(monkeypatch, tiny.network(), method=name))
-    monkeypatch.setattr(alg, "method_loss", lambda *a: (a[3]["logp"] * 0).sqrt().sum())
-    with pytest.raises(trainer.RunError, match="gradient norm is nan"):
+    monkeypatch.setattr(methods, "method_loss", lambda *a: (a[3]["logp"] * 0).sqrt().sum())
+    with pytest.raises(runs.RunError, match="gradient norm is nan"):
         update()
 
 
@@ -653,7 +655,7 @@ def test_a_step_depends_on_seed_and_step_and_not_on_global_state(base):
 
 def test_draws_of_one_run_share_no_stream():
     drawn = [
-        float(torch.rand((), generator=trainer.keyed_generator(seed, step, purpose), dtype=torch.float64))
+        float(torch.rand((), generator=runs.keyed_generator(seed, step, purpose), dtype=torch.float64))
         for seed in (0, 1, 11)
         for step in (0, 1, 10)
         for purpose in ("rollout", "plan 0", "plan 1")
@@ -831,7 +833,7 @@ def rows_of_updates(learner: trainer.Learner) -> list[dict]:
 
 
 def refreshed(name: str) -> list[str]:
-    found = [m.name for m in alg.METHODS.values() if m.refresh == name and m.anchor == "old"]
+    found = [m.name for m in methods.METHODS.values() if m.refresh == name and m.anchor == "old"]
     assert found, "the table has such a row"
     return found
 
@@ -889,7 +891,7 @@ def test_a_first_pass_is_left_out_where_it_would_find_out_nothing_and_only_there
     assert row == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.anchor == "behaviour" and not m.extra])
+@pytest.mark.parametrize("name", [m.name for m in methods.METHODS.values() if m.anchor == "behaviour" and not m.extra])
 @pytest.mark.parametrize("updates", [1, None])
 def test_a_record_of_other_weights_does_not_stand_in_for_a_first_pass(name, updates, monkeypatch):
     """None: weights that are not the trained ones, those of a rounded sampler for example."""
@@ -902,7 +904,7 @@ def test_which_update_is_the_first_on_its_rollout(name, base):
     calls = [row.get("network_calls/scoring") for row in (sampled(base, name, 0.7).step(0), two_updates(base, name).step(0))]
     assert calls[0] is None and calls[1] > 0
     rounded = sampled(base, name, 0.7, rollout_dtype="bfloat16").step(0)
-    assert ("network_calls/scoring" in rounded) == (alg.METHODS[name].anchor == "behaviour")
+    assert ("network_calls/scoring" in rounded) == (methods.METHODS[name].anchor == "behaviour")
 
 
 def two_updates(base: Path, name: str) -> trainer.Learner:
@@ -914,7 +916,7 @@ def sampled(base: Path, name: str, temperature: float, **changes) -> trainer.Lea
     return trainer.Learner(tiny.settings(base, method=name, num_iterations=1, sampler=settings, **changes))
 
 
-@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.temperature == "sampling"])
+@pytest.mark.parametrize("name", [m.name for m in methods.METHODS.values() if m.temperature == "sampling"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_sampler_and_the_trainer_agree_on_what_was_drawn(name, temperature, base, monkeypatch):
     """Same padding, same temperature, same states: the ratio to the behaviour policy is 1, in silent groups too."""
@@ -1030,15 +1032,15 @@ def test_step_rewards_are_those_of_the_completions(base):
     plan = learner.method.plan(rollout, learner.generator(0, "plan 0"))
     learner.advantages(experience, plan)
     for k, b in plan.valid.nonzero().tolist():
-        text = trainer.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
+        text = text.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
         score = tiny.varied_score(tiny.TASK, experience.puzzles[b // tiny.GENERATIONS], text)
         assert float(credit["step"][k, b]) == score
     assert credit["step"].std() > 0
 
 
 def test_a_sampled_step_value_reads_its_own_record(base, monkeypatch):
-    row = dataclasses.replace(alg.METHODS["egspo-sa"], step_value="sampled", needs=("entropy", "one_step_sampled"))
-    monkeypatch.setitem(alg.METHODS, "egspo-sa", row)
+    row = dataclasses.replace(methods.METHODS["egspo-sa"], step_value="sampled", needs=("entropy", "one_step_sampled"))
+    monkeypatch.setitem(methods.METHODS, "egspo-sa", row)
     learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
     assert set(whole_experience(learner).rollout.records) == {"entropy", "one_step_sampled"}
     assert learner.step(0)["grad_norm"] > 0
@@ -1047,13 +1049,13 @@ def test_a_sampled_step_value_reads_its_own_record(base, monkeypatch):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_rehearsal_asks_for_the_records_that_the_row_names(name, monkeypatch):
     """A row that reads a record it did not ask for is refused before anything is loaded."""
-    row, settings = alg.METHODS[name], tiny.settings(method=name)
-    assert trainer.method_of(settings).name == name
+    row, settings = methods.METHODS[name], tiny.settings(method=name)
+    assert rehearsal.method_of(settings).name == name
     for record in {"one_step", "topk"} & set(row.needs):  # the entropy is recorded for every row, because it is logged
         poorer = dataclasses.replace(row, needs=tuple(need for need in row.needs if need != record))
-        monkeypatch.setitem(alg.METHODS, name, poorer)
+        monkeypatch.setitem(methods.METHODS, name, poorer)
         with pytest.raises(ValueError, match=f"records: the rollout holds no record '{record}"):
-            trainer.method_of(settings)
+            rehearsal.method_of(settings)
 
 
 # ------------------------------------------------------------------------------------------------------------ the pieces
@@ -1084,7 +1086,7 @@ def test_the_rollout_sees_the_micro_batch(base, monkeypatch):
 
 
 def test_evaluation_counts_by_hand(base, monkeypatch):
-    model, tok = denoiser.load(base)
+    model, tok = checkpoints.load(base)
     scores = iter([1.0, 0.0, 0.1, 1.0, 0.0, 0.0, 1.0, 1.0])  # 4 puzzles x 2 samples
     monkeypatch.setattr(Countdown, "score", lambda *_: next(scores))
     result = trainer.evaluate(model, tok, tiny.TASK, tiny.SAMPLER, n=4, samples=2)
@@ -1094,15 +1096,15 @@ def test_evaluation_counts_by_hand(base, monkeypatch):
 def test_prompts_are_padded_on_the_left_and_responses_filled_with_eos():
     tok = tokenizer()
     puzzle = tiny.TASK.held_out(1)[0]
-    ids, mask = trainer.encode_prompts(tok, [puzzle], 12)
+    ids, mask = text.encode_prompts(tok, [puzzle], 12)
     start = 12 - len(puzzle.prompt)
     assert mask[0].tolist() == [False] * start + [True] * len(puzzle.prompt)
     assert tok.decode(ids[0, start:]) == puzzle.prompt
-    response = trainer.encode_responses(tok, ["5*8=40", "1"], 4)
+    response = text.encode_responses(tok, ["5*8=40", "1"], 4)
     assert tok.decode(response[0]) == "5*8=" and response[1].tolist() == [*tok("1").input_ids, *[tok.eos_token_id] * 3]
 
 
-@pytest.mark.parametrize("name", [m.name for m in alg.METHODS.values() if m.kl and m.kl.target == "reference"])
+@pytest.mark.parametrize("name", [m.name for m in methods.METHODS.values() if m.kl and m.kl.target == "reference"])
 def test_the_reference_stays_where_it_was_while_the_policy_moves(name, base):
     learner = trainer.Learner(tiny.settings(base, method=name))
     before = tiny.weights(learner.reference)

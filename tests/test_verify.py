@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 import test_chat
 import test_loading
 import tiny
-from minidrl import denoiser, memory, sampler, trainer, verify
+from minidrl import checkpoints, denoiser, memory, sampler, trainer, verify
 from minidrl.__main__ import main
+from minidrl.tasks import text
 from minidrl.tasks.countdown import tokenizer
 
 BASE = Path(__file__).parents[1] / "tiny_models/countdown_base"
@@ -26,7 +27,7 @@ NAMES = ["load", "loss", "answer", "reload", "step", "memory", "adapters"]
 def trained(tmp_path_factory) -> Path:
     """The shipped base, which has learnt to calculate, as a LLaDA checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    verify.in_lladas_format(*denoiser.load(BASE), folder)
+    checkpoints.save_as_llada(*checkpoints.load(BASE), folder)
     return folder
 
 
@@ -93,7 +94,7 @@ def test_another_dtype_is_verified_in_it(trained):
 
 
 def test_block_causal_attention_is_asked_in_its_blocks(tmp_path):
-    denoiser.save(denoiser.build(tiny.SIZES, tokenizer(), 0, block_length=5), tokenizer(), tmp_path)
+    checkpoints.save(denoiser.build(tiny.SIZES, tokenizer(), 0, block_length=5), tokenizer(), tmp_path)
     assert failed(found(tmp_path)) == ["loss", "answer"]
 
 
@@ -113,8 +114,8 @@ def test_chats_of_other_families_of_any_length_fail_only_for_what_they_answer(fa
 
 def test_a_prompt_that_is_not_whole_blocks_is_said(tmp_path, monkeypatch):
     test_loading.sdar(tmp_path)  # blocks of 4, and a token for each letter
-    model, tok = denoiser.load(tmp_path)
-    monkeypatch.setattr(trainer, "decode", lambda *_: ["4"])
+    model, tok = checkpoints.load(tmp_path)
+    monkeypatch.setattr(text, "decode", lambda *_: ["4"])
     for prompt, end in (("2+2=", "with '4'"), ("1+1+2=", "with '4'; of the prompt's blocks of 4 the first has 2 tokens")):
         said = verify._answer(model, tok, dataclasses.replace(verify.QUESTIONS["words"], prompt=prompt))
         assert said == f"{prompt!r} -> '4', {end}"
@@ -149,8 +150,8 @@ def test_a_question_of_ones_own(trained):
 
 @pytest.mark.parametrize(("reply", "good"), [("64", True), ("7*64=9", True), ("(64)", True), ("640", False), ("164", False)])
 def test_an_answer_is_a_whole_word(reply, good, trained, monkeypatch):
-    model, tok = denoiser.load(trained)
-    monkeypatch.setattr(trainer, "decode", lambda *_: [reply])
+    model, tok = checkpoints.load(trained)
+    monkeypatch.setattr(text, "decode", lambda *_: [reply])
     if good:
         assert repr(reply) in verify._answer(model, tok, verify.QUESTIONS["countdown"])
     else:
@@ -160,7 +161,7 @@ def test_an_answer_is_a_whole_word(reply, good, trained, monkeypatch):
 
 def test_a_question_goes_through_the_chat_template(trained):
     """The template completes the puzzle: without it, and without the opening of the answer, there is nothing to solve."""
-    model, tok = denoiser.load(trained)
+    model, tok = checkpoints.load(trained)
     asked = dataclasses.replace(verify.QUESTIONS["countdown"], prompt="7,9,4")
     with pytest.raises(verify.Failed):
         verify._answer(model, tok, asked)
@@ -171,12 +172,12 @@ def test_a_question_goes_through_the_chat_template(trained):
 def test_the_kind_of_model_decides_what_is_asked(random, trained):
     asked = {}
     for name, folder in (("chat", random), ("countdown", trained)):
-        tok = denoiser.load(folder)[1]
+        tok = checkpoints.load(folder)[1]
         asked[name] = verify._question(tok, None, None, None)
-    tok = denoiser.load(random)[1]
+    tok = checkpoints.load(random)[1]
     tok.chat_template = None
     assert asked | {"words": verify._question(tok, None, None, None)} == verify.QUESTIONS
-    other = verify._question(denoiser.load(trained)[1], "a", "b", "other words")
+    other = verify._question(checkpoints.load(trained)[1], "a", "b", "other words")
     assert (other.prompt, other.answer, other.text, other.before) == ("a", "b", "other words", "")
 
 
@@ -201,7 +202,7 @@ def test_a_bit_is_a_difference():
 
 @pytest.mark.parametrize("check", ["reload", "adapters"])
 def test_a_changed_weight_is_found(check, trained, monkeypatch):
-    save = denoiser.save
+    save = checkpoints.save
 
     def careless(model, tok, folder):
         save(model, tok, folder)
@@ -211,13 +212,13 @@ def test_a_changed_weight_is_found(check, trained, monkeypatch):
             weights[max(weights)].flatten()[0] += 1
             save_file(weights, path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(denoiser, "save", careless)
+    monkeypatch.setattr(checkpoints, "save", careless)
     checks = found(trained)
     assert failed(checks) == [check] and "1 tensors came back different" in checks[check].said
 
 
 def test_a_changed_file_is_found(trained, monkeypatch):
-    save = denoiser.save
+    save = checkpoints.save
 
     def careless(model, tok, folder):
         save(model, tok, folder)
@@ -225,7 +226,7 @@ def test_a_changed_file_is_found(trained, monkeypatch):
         if path.exists():
             path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 10001.0}))
 
-    monkeypatch.setattr(denoiser, "save", careless)
+    monkeypatch.setattr(checkpoints, "save", careless)
     checks = found(trained)
     assert failed(checks) == ["reload"] and checks["reload"].said == "config.json changed"
 
@@ -272,7 +273,7 @@ def test_a_step_in_which_one_layer_gets_no_gradient_fails(trained, monkeypatch):
 @pytest.mark.parametrize("answer", ["20", "21"])
 def test_the_first_network_is_gone_before_the_second_comes(answer, trained, monkeypatch):
     """A GPU may not hold two, and its counter of the step would count both; a check that failed must not keep one alive."""
-    load, seen, alive = denoiser.load, [], []
+    load, seen, alive = checkpoints.load, [], []
 
     def watched(*words, **more):
         alive.append([network() is not None for network in seen])
@@ -280,7 +281,7 @@ def test_the_first_network_is_gone_before_the_second_comes(answer, trained, monk
         seen.append(weakref.ref(model.model.lm_head.weight))
         return model, tok
 
-    monkeypatch.setattr(denoiser, "load", watched)
+    monkeypatch.setattr(checkpoints, "load", watched)
     assert failed(found(trained, prompt="5,5,2>20:", answer=answer)) == ([] if answer == "20" else ["answer"])
     assert alive[:3] == [[], [True], [False, False]], "loaded first for load, then for reload, then for step"
 
@@ -307,7 +308,7 @@ def test_a_mistake_of_the_program_is_raised(trained, monkeypatch):
 def test_memory_is_compared_with_the_prediction(share, extra, status, trained, monkeypatch):
     """A GPU's counter, made up; 15 % of the prediction and what libraries take are allowed."""
     settings = _settings_of_the_step(trained)
-    predicted = memory.peak(trainer.predicted_memory(settings))
+    predicted = memory.peak(memory.predicted_memory(settings))
     monkeypatch.setattr(memory, "measured", lambda _: share * predicted + extra)
     check = verify._checked("memory", lambda: verify._memory(settings, {"learner": None}))
     assert check.status == status
@@ -315,25 +316,25 @@ def test_memory_is_compared_with_the_prediction(share, extra, status, trained, m
 
 
 def _settings_of_the_step(folder: Path):
-    model, tok = denoiser.load(folder)
+    model, tok = checkpoints.load(folder)
     plain = verify._settings(str(folder), "cpu", "stored")
     return verify._fitted(plain, model, tok, verify.QUESTIONS["countdown"])
 
 
 def test_the_step_has_room_for_its_prompts(random):
     """The width of a chat is that of the checkpoint's own tokens, and every puzzle of the task fits."""
-    model, tok = denoiser.load(random)
+    model, tok = checkpoints.load(random)
     settings = verify._fitted(verify._settings(str(random), "cpu", "stored"), model, tok, verify.QUESTIONS["chat"])
     puzzles = settings.task.held_out(200)
-    ids, _ = trainer.encode_prompts(tok, puzzles, settings.task.prompt_length, prompt_format="chat")
+    ids, _ = text.encode_prompts(tok, puzzles, settings.task.prompt_length, prompt_format="chat")
     assert settings.task.prompt_length - 16 <= ids.shape[1] <= settings.task.prompt_length
 
 
 # --------------------------------------------------------------------------------------------------------------- format
 def test_lladas_format_is_the_same_network(trained):
-    ours, _ = denoiser.load(BASE)
-    theirs, tok = denoiser.load(trained)
-    assert theirs.family is denoiser.FAMILIES["llada"] and verify.different(ours, theirs) == []
+    ours, _ = checkpoints.load(BASE)
+    theirs, tok = checkpoints.load(trained)
+    assert theirs.family is checkpoints.FAMILIES["llada"] and verify.different(ours, theirs) == []
     ids = torch.randint(3, 23, (2, 9), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(theirs.head(theirs.encode(ids, None)), ours.head(ours.encode(ids, None)), rtol=0, atol=0)
     assert (tok.mask_token_id, tok.eos_token_id, tok.pad_token_id) == (1, 2, 0)
@@ -349,8 +350,8 @@ def test_fewer_key_heads_are_written_as_such(tmp_path):
     made = denoiser.build(tiny.SIZES, tokenizer(), 0)
     shape = type(made.model.config)(**{**made.model.config.to_dict(), "num_key_value_heads": 1})
     shape._attn_implementation = "sdpa"
-    verify.in_lladas_format(denoiser.Denoiser(type(made.model)(shape)), tokenizer(), tmp_path)
-    assert denoiser.load(tmp_path)[0].model.config.num_key_value_heads == 1
+    checkpoints.save_as_llada(denoiser.Denoiser(type(made.model)(shape)), tokenizer(), tmp_path)
+    assert checkpoints.load(tmp_path)[0].model.config.num_key_value_heads == 1
 
 
 def test_the_sampler_of_the_step_is_that_of_the_recipe(trained):

@@ -14,8 +14,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, sampler, trainer
+from minidrl import checkpoints, config, denoiser, methods, sampler, trainer
 from minidrl.oracle import TabularDenoiser
+from minidrl.tasks import text
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,7 @@ NETWORKS = {
 
 def in_blocks(name: str) -> bool:
     """A row whose plan is a staircase, which needs a block-causal network and sampler."""
-    return name in alg.METHODS and alg.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
+    return name in methods.METHODS and methods.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
 
 
 def blockwise(model: nn.Module) -> nn.Module:
@@ -133,8 +134,8 @@ def experience(learner: trainer.Learner) -> trainer.Experience:
     """A rollout of the learner's network with arbitrary rewards, a different one in each row."""
     made = rollout(learner.model, learner.settings.sampler, tuple({"entropy", *learner.method.needs}))
     reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
-    puzzles = TASK.puzzles(GROUPS, np.random.default_rng(3))
-    return trainer.Experience(puzzles, made, trainer.decode(learner.tok, made.response), reward)
+    puzzles = TASK.problems(GROUPS, np.random.default_rng(3))
+    return trainer.Experience(puzzles, made, text.decode(learner.tok, made.response), reward)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -142,14 +143,14 @@ def experience(learner: trainer.Learner) -> trainer.Experience:
 
 def options(name: str) -> dict:
     """No more states than a rollout has steps, for a row that chooses among them."""
-    plan = alg.METHODS[name].plan
+    plan = methods.METHODS[name].plan
     chosen = plan.func in (alg.entropy_plan, alg.replay_plan) and plan.keywords["num_states"]
     return {"plan.num_states": min(chosen, SAMPLER.num_steps - 1)} if chosen else {}
 
 
 def sampler_of(name: str, **changes) -> sampler.Sampler:
     """A row that scores the choice of positions is of interest where the sampler makes one; a staircase needs blocks."""
-    if name in alg.METHODS and "order_logp" in alg.METHODS[name].features:
+    if name in methods.METHODS and "order_logp" in methods.METHODS[name].features:
         changes = {"order": "low_confidence", **changes}
     if in_blocks(name):
         changes = {"block_length": BLOCK, "attention": "block_causal", **changes}
@@ -162,21 +163,21 @@ def settings(model: Path | str = "", **changes) -> config.Train:
     words = {"steps": 2, "num_prompts": GROUPS, "num_generations": GENERATIONS, "num_iterations": 2, "task": TASK}
     words |= {"optimizer": config.Optimizer(learning_rate=1e-3), "evaluate": config.Evaluation(n=4)}
     words["sampler"] = sampler_of(method)
-    if method in alg.METHODS:
+    if method in methods.METHODS:
         words["method_options"] = options(method)
     model = blockwise_folder(Path(model)) if model and in_blocks(method) else model
     return config.Train(**{**words, "model": str(model), **changes})
 
 
 def checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    denoiser.save(network(dtype), tokenizer(), folder)
+    checkpoints.save(network(dtype), tokenizer(), folder)
     return folder
 
 
 def learner_on(monkeypatch, model: nn.Module, **changes) -> trainer.Learner:
     """A Learner that finds copies of ``model`` where it would load a checkpoint."""
     model = blockwise(model) if in_blocks(changes.get("method", "")) else model
-    monkeypatch.setattr(denoiser, "load", lambda *_: (copy.deepcopy(model), tokenizer()))
+    monkeypatch.setattr(checkpoints, "load", lambda *_: (copy.deepcopy(model), tokenizer()))
     return trainer.Learner(settings(**changes))
 
 
