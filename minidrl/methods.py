@@ -89,7 +89,8 @@ CHOICES = {
     "reduction": alg.LEVELS,
     "normalizer": ("none", "kept_length", "padded_length"),
     "anchor": ("behaviour", "old", "none"),
-    "refresh": ("fixed", "paired", "independent"),
+    "refresh": ("fixed", "paired", "independent", "scheduled"),
+    "order": ("any", "random", "low_confidence", "left_to_right", "right_to_left"),
     "temperature": ("one", "sampling"),
     "step_value": ("none", "greedy", "sampled"),
     "aggregation": alg.AGGREGATIONS,
@@ -111,7 +112,9 @@ class Method:
     plan          the masked states: a function of (rollout, generator)
     refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all
                   scored by the old weights first. independent: a new plan an update, the old value
-                  kept from its own plan (the ratio is then noise)
+                  kept from its own plan (the ratio is then noise). scheduled: as paired, and the
+                  plan is told how far the updates on this rollout have come (``progress``)
+    order         the sampler's order that the row is about; another one is refused
     anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the
                   first update. none
     temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour needs
@@ -135,6 +138,7 @@ class Method:
     differs: str
     plan: partial
     refresh: str = "fixed"
+    order: str = "any"
     anchor: str
     temperature: str = "one"
     reduction: str
@@ -190,9 +194,9 @@ def row(name: str, source: str, title: str, **words: Any) -> None:
 # ===================================================================================== 2. The table
 #
 # A row is a record of six lines: name, source and title; how it differs from its source; the
-# states; the ratio; the credit; the objective. What a row does not say: refresh "fixed",
-# temperature "one", normalizer "none", step_value "none", no extra, no KL term, features ("logp",).
-# P is functools.partial.
+# states; the ratio; the credit; the objective. What a row does not say: refresh "fixed", order
+# "any", temperature "one", normalizer "none", step_value "none", no extra, no KL term, features
+# ("logp",). P is functools.partial.
 
 # fmt: off
 
@@ -458,6 +462,15 @@ row("gdsd", "GDSD (arXiv 2605.29398), GaryBall/GDSD", "regression of log-ratios 
 
 
 # =========================================================================== 3. What a row computes
+
+
+def draw(
+    method: Method, rollout: Rollout, generator: torch.Generator, update: int = 0, updates: int = 1
+) -> Plan:
+    """The row's plan for one of the ``updates`` on a rollout, counted from 0."""
+    if method.refresh != "scheduled":
+        return method.plan(rollout, generator)
+    return method.plan(rollout, generator, progress=update / max(1, updates - 1))
 
 
 def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:

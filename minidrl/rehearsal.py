@@ -21,6 +21,9 @@ def method_of(settings: config.Train) -> Method:
     if method.temperature == "sampling" and settings.sampler.temperature == 0:
         allowed = f"above 0, {method.name} scores at the sampling temperature"
         raise ValueError(f"sampler.temperature: got 0; allowed {allowed}")
+    if method.order not in ("any", settings.sampler.order):
+        allowed = f"{method.order}, which {method.name} is about"
+        raise ValueError(f"sampler.order: got {settings.sampler.order!r}; allowed {allowed}")
     sampler.check_records(method.needs, settings.sampler)
     rehearse(method, settings)
     return method
@@ -30,7 +33,7 @@ def rehearse(method: Method, settings: config.Train) -> None:
     """The method's plan, credit and loss on a made-up group; a number that is wrong is refused."""
     made = blank_rollout(method, settings)
     reward = torch.zeros(settings.num_generations)
-    plan = method.plan(made, torch.Generator().manual_seed(0))
+    plan = methods.draw(method, made, torch.Generator().manual_seed(0))
     if plan.block_length is not None and settings.sampler.attention != "block_causal":
         allowed = f"block_causal, as {method.name} scores all blocks at once"
         got = settings.sampler.attention

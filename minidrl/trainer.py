@@ -385,7 +385,8 @@ class Learner:
         """
         rollout, updates = experience.rollout, self.settings.num_iterations
         count = 1 if self.method.refresh == "fixed" else updates
-        drawn = [self.method.plan(rollout, self.generator(step, f"plan {i}")) for i in range(count)]
+        noise = [self.generator(step, f"plan {i}") for i in range(count)]
+        drawn = [methods.draw(self.method, rollout, g, i, count) for i, g in enumerate(noise)]
         credited = [(plan, self.advantages(experience, plan)) for plan in drawn]
         if self.method.kl is None and self.method.objective.func.needs_advantage:
             credited = [(self._audible(plan, adv), adv) for plan, adv in credited]
