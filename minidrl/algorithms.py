@@ -929,7 +929,7 @@ def staircase_positions(
 # a whole response. For a step or a sequence the log-probabilities are summed first, so
 # noise adds up as well; the length normaliser exists to keep the exponent small.
 
-LEVELS = ("token", "step", "pair", "sequence")
+LEVELS = ("token", "position", "step", "state", "pair", "sequence")
 Entries = Float[
     Tensor, "*s"
 ]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
@@ -947,9 +947,12 @@ def reduce_logp(
     objective uses.
 
     token      ll[k,b,i] = logp[k,b,i]                   a ratio a token     (K, B, L)
+    position   ll[b,i]   = sum_k weight[k,b] logp        of all its states   (1, B, L)
     step       ll[k,b]   = sum_i logp[k,b,i]             a denoising step    (K, B, 1)
-    pair       ll[j,b]   = the ELBO estimate of states
-                           2j, 2j + 1 alone, see (2.4)   a mask pair       (K/2, B, 1)
+    state      ll[k,b]   = the ELBO estimate of state
+                           k alone                       a mask              (K, B, 1)
+    pair       ll[j,b]   = that of states 2j and
+                           2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
 
     ``normalizer`` (B,) or (K, B) divides ll: None for the log-likelihood itself, the
@@ -957,14 +960,20 @@ def reduce_logp(
     ratio by the power 1/length, so it is never implied.
     """
     if level not in LEVELS:
-        raise _refused("reduction", level, f"{', '.join(LEVELS)}")
+        raise _refused("reduction", level, ", ".join(LEVELS))
     ll = logp * plan.scored
-    if level != "token":
+    if level not in ("token", "position"):
         ll = ll.sum(-1, keepdim=True)
-    if level in ("pair", "sequence"):
-        pairs = len(ll) // 2 if level == "pair" else 1
-        ll = pairs * (ll * plan.weight[..., None]).unflatten(0, (pairs, -1)).sum(1)
+    if level not in ("token", "step"):
+        parts = _parts(plan, level)
+        ll = parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1)
     return ll if normalizer is None else ll / normalizer[..., None]
+
+
+def _parts(plan: Plan, level: str) -> int:
+    # How many estimates of their own the K states make.
+    states = len(plan.scored)
+    return {"state": states, "pair": states // 2}.get(level, 1)
 
 
 def entries(
@@ -972,12 +981,14 @@ def entries(
 ) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
     """Which entries of ll exist, and the weight with which each enters a sum (a
     sequence has absorbed its weights)."""
-    if level in ("pair", "sequence"):
-        pairs = len(plan.scored) // 2 if level == "pair" else 1
-        present = plan.scored.any(-1, keepdim=True).unflatten(0, (pairs, -1)).any(1)
-        return present, torch.ones_like(present, dtype=plan.weight.dtype)
-    present = plan.scored if level == "token" else plan.scored.any(-1, keepdim=True)
-    return present, plan.weight[..., None]
+    whole = level in ("token", "position")
+    present = plan.scored if whole else plan.scored.any(-1, keepdim=True)
+    if level in ("token", "step"):
+        return present, plan.weight[..., None]
+    parts = _parts(plan, level)
+    present = present.unflatten(0, (parts, -1)).any(1)
+    weight = torch.ones_like(plan.weight[:parts, :, None])
+    return present, weight / parts if level == "state" else weight
 
 
 # What should be lowered for a bad answer? Lowering a lower bound does not lower the
@@ -1671,6 +1682,7 @@ AGGREGATIONS = (
     "fixed_length",
     "length_weighted",
     "group_sum",
+    "entry_mean",
 )
 
 
@@ -1686,6 +1698,7 @@ def aggregate(
     fixed_length               mean_b S_b / L              Dr. GRPO; no length bias
     length_weighted            sum_b n_b S_b / sum_b n_b   SPG; S_b a mean over tokens
     group_sum                  sum_b S_b / G               weights sum to 1 in a group
+    entry_mean                 sum_b S_b / number of entries
 
     Every normaliser is that of the global batch: it never depends on how the batch was
     split for memory.
@@ -1699,6 +1712,7 @@ def aggregate(
         "fixed_length": total.mean() / rollout.keep.shape[1],
         "length_weighted": (total * rollout.lengths).sum() / rollout.lengths.sum(),
         "group_sum": total.sum() / (total.shape[0] / rollout.num_generations),
+        "entry_mean": total.sum() / present.sum().clamp(min=1),
     }
     if how not in means:
         raise _refused("aggregation", how, ", ".join(AGGREGATIONS))
