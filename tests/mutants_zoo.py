@@ -61,4 +61,8 @@ MUTANTS: list[Mutant] = [
         "law_regression",
     ),
     Mutant("10.1", 'ref = anchor if method.kl.target == "old" else ref', "ref = ref", "law_methods_of_the_zoo"),
+    Mutant("6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(1) - 1 / 4", "law_softmax_contrast"),
+    Mutant("6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(0) - (-logits).softmax(0)", "law_softmax_contrast"),
+    Mutant("6.6", "psi * (group - group.mean(1, keepdim=True))", "(group - group.mean(1, keepdim=True))", "law_softmax_contrast"),
+    Mutant("10.1", "credit=P(softmax_contrast, psi=1.0)", "credit=P(softmax_contrast, psi=2.0)", "law_methods", where="row.wd1"),
 ]
