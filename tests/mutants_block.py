@@ -16,6 +16,7 @@ OWN_STATE = "own = alg.block_numbers(rollout).expand(len(by_block), 1, -1)\n    
 CALL = "encode_staircase(prompt, prompt_mask, clean, noisy, **how)"
 CURRENT = "current = (block * scored).amax(-1, keepdim=True)"
 CANDIDATES = "return hidden & (block == current) & scored.any(-1, keepdim=True)"
+STAIRCASE = "law_staircase_mask"
 
 MUTANTS: list[Mutant] = [
     # ---------------------------------------------------------------------------------------------- 2.8 ELBO of every block
@@ -252,6 +253,25 @@ MUTANTS: list[Mutant] = [
         where="_staircase",
     ),
     Mutant("4.1", '"clean_stream": "block"', '"clean_stream": "causal"', "law_staircase_inputs", where="_staircase"),
+    # -------------------------------------------------------------------------------------------------- 4.3 staircase mask
+    Mutant("4.3", "rank[None, :] <= rank[:, None]", "rank[None, :] < rank[:, None]", STAIRCASE),
+    Mutant("4.3", "rank[None, :] <= rank[:, None]", "rank[None, :] >= rank[:, None]", STAIRCASE),
+    Mutant("4.3", "block[None, :] < noisy[:, None]", "block[None, :] <= noisy[:, None]", STAIRCASE),
+    Mutant("4.3", "block[None, :] < noisy[:, None]", "block[None, :] > noisy[:, None]", STAIRCASE),
+    Mutant("4.3", "noisy[None, :] == noisy[:, None]", "noisy[None, :] <= noisy[:, None]", STAIRCASE),
+    Mutant("4.3", "noisy[None, :] == noisy[:, None]", "torch.eye(length, dtype=torch.bool)", STAIRCASE),
+    Mutant("4.3", 'block if clean == "block" else place', 'place if clean == "block" else block', STAIRCASE),
+    Mutant("4.3", "pad(prompt_mask, (0, 2 * length)", "pad(prompt_mask | True, (0, 2 * length)", STAIRCASE),
+    Mutant("4.3", ".clamp(min=-1)", "", STAIRCASE),
+    Mutant("4.3", "block[prompt_length:]", "place[prompt_length:]", STAIRCASE),
+    Mutant("4.3", "context.new_zeros(", "context.new_ones(", STAIRCASE),
+    Mutant("4.3", "block_length < 1 or length % block_length", "block_length < 1", STAIRCASE),
+    Mutant("4.3", 'if clean not in ("block", "causal"):', "if False:", STAIRCASE),
+    Mutant("", "prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1]", STAIRCASE, where="staircase_positions"),
+    Mutant("", "[prompt, response, response]", "[prompt, response, response + length]", STAIRCASE, where="staircase_positions"),
+    Mutant("", ".cumsum(-1) - 1)", ".cumsum(-1))", STAIRCASE, where="staircase_positions"),
+    Mutant("", "block[:, None, :] <= block", "block[:, None, :] < block", STAIRCASE, where="block_causal"),
+    Mutant("", "visible & attention_mask", "visible | attention_mask", STAIRCASE, where="block_causal"),
     # -------------------------------------------------------------------------------------------------- the head in parts
     Mutant("4.1", "if count > 1 and torch.is_grad_enabled():", "if False:", "law_head_in_parts", where="_in_parts"),
     Mutant("4.1", "max(1, count)", "min(1, count)", "law_head_in_parts", where="_in_parts"),

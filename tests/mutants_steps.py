@@ -337,7 +337,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "6.4", "mean = (group * present).sum(2, keepdim=True)", "mean = group.sum(2, keepdim=True)", "law_stepwise_advantage"
     ),
-    Mutant("6.4", "else reward / total", "else reward", "law_stepwise_advantage"),
+    Mutant("6.4", "else reward / total", "else reward * total", "law_stepwise_advantage"),
     Mutant(
         "6.4", "/ present.sum(2, keepdim=True).clamp(min=1)\n", "/ present.sum(2, keepdim=True)\n", "law_stepwise_advantage"
     ),

@@ -9,6 +9,7 @@ import pytest
 import judged
 import laws
 import mutants_block
+import mutants_declared
 import mutants_gdpo
 import mutants_stabledrl
 import mutants_steps
@@ -682,6 +683,7 @@ MUTANTS = [
 
 MUTANTS += (
     mutants_block.MUTANTS
+    + mutants_declared.MUTANTS
     + mutants_gdpo.MUTANTS
     + mutants_stabledrl.MUTANTS
     + mutants_steps.MUTANTS
