@@ -1211,22 +1211,18 @@ def law_self_normalized_gradient(alg: ModuleType) -> None:
     ratio, adv = [1.0, 2.0, 10.0, 0.25, 7.0, 8.0, 0.5, 1.0], [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0]
     anchor = normal(8, seed=32)
     for cap in (0.6, 5.0, 6.0):
-        loss = lambda ll, cap=cap: (
-            alg.self_normalized_clip(  # noqa: E731
-                ll[None, :, None], anchor[None, :, None], double(adv)[None, :, None], 4, cap=cap
-            ).loss
-        )
+
+        def loss(ll: Tensor, sign: float = 1.0, cap: float = cap) -> Tensor:
+            given = (ll[None, :, None], anchor[None, :, None], sign * double(adv)[None, :, None], 4)
+            return alg.self_normalized_clip(*given, cap=cap).loss
+
         got = coefficients(loss, anchor + double(ratio).log())
         capped = [min(r, cap) for r in ratio]
         w = [c / sum(capped[4 * (j // 4) : 4 * (j // 4) + 4]) for j, c in enumerate(capped)]
         close(got, [-a * b for a, b in zip(w, adv, strict=True)], f"cap {cap}")
         assert bool((got != 0).all()), "clipped samples learn"
-        other = lambda ll, cap=cap: (
-            alg.self_normalized_clip(  # noqa: E731
-                ll[None, :, None], anchor[None, :, None], -double(adv)[None, :, None], 4, cap=cap
-            ).loss
-        )
-        close(coefficients(other, anchor + double(ratio).log()), -got, "weights do not see the sign of adv")
+        other = coefficients(functools.partial(loss, sign=-1.0), anchor + double(ratio).log())
+        close(other, -got, "weights do not see the sign of adv")
 
 
 @judges("8.4")
@@ -1778,6 +1774,7 @@ def law_two_pass_backward(alg: ModuleType) -> None:
     needed = plan.valid & plan.scored.any(-1)
     k, b = needed.nonzero()[2].tolist()
     c[:, k, b], needed[k, b] = 0, False  # a state in which the loss has no slope
+    c[1:, *needed.nonzero()[3].tolist()] = 0  # one in which it has a slope in logp only
 
     def loss(feature: dict) -> Tensor:
         x, y, z = (c[i] * feature[name] for i, name in enumerate(names))

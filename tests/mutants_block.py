@@ -326,5 +326,5 @@ MUTANTS: list[Mutant] = [
         "law_methods",
         where="row.trace-block",
     ),
-    Mutant("10.1", 'reduction="step"', 'reduction="token"', "law_methods", where="row.trace-block"),
+    Mutant("10.1", "P(group_z_score, ddof=1, eps=0.0001)", "P(group_mean)", "law_methods", where="row.trace-block"),
 ]

@@ -137,9 +137,9 @@ MUTANTS: list[Mutant] = [
     Mutant("4.1", "_expectation(log_p, log_p - log_ref)", "_expectation(log_p.detach(), log_p - log_ref)", "law_exact_kl"),
     Mutant(
         "4.1",
-        "        with torch.no_grad():\n            theirs",
-        "        with torch.enable_grad():\n            theirs",
-        "law_head_in_parts",
+        "else reference.head(their_h)",
+        "else model.head(their_h)",
+        "law_exact_kl",
         where="_read",
     ),
     Mutant("4.1", "(reference_logits.detach() / temperature)", "reference_logits.detach()", "law_exact_kl"),
