@@ -468,6 +468,13 @@ row("wd1", "wd1 (arXiv 2507.08838) and its code (xiaohangt/wd1)", "softmax weigh
   credit=P(softmax_contrast, psi=1.0),
   objective=P(reinforce), aggregation="group_sum")
 
+row("justgrpo", "JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "tokens from left to right",
+  differs="as its code, whose ratio is 1: no clip; scored to the first EOS, over all rollouts",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  order="left_to_right", anchor="none", temperature="sampling", reduction="token",
+  credit=P(group_z_score, ddof=1, eps=0.0001),
+  objective=P(reinforce), aggregation="fixed_length")
+
 # fmt: on
 
 

@@ -1878,4 +1878,5 @@ import laws_gdpo  # noqa: E402, F401
 import laws_stabledrl  # noqa: E402, F401
 import laws_steps  # noqa: E402, F401
 import laws_trust  # noqa: E402, F401
+import laws_papers  # noqa: E402, F401
 import laws_zoo  # noqa: E402, F401

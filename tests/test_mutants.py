@@ -14,6 +14,7 @@ import mutants_gdpo
 import mutants_stabledrl
 import mutants_steps
 import mutants_trust
+import mutants_papers
 import mutants_zoo
 from mutant import Mutant
 
@@ -688,6 +689,7 @@ MUTANTS += (
     + mutants_stabledrl.MUTANTS
     + mutants_steps.MUTANTS
     + mutants_trust.MUTANTS
+    + mutants_papers.MUTANTS
     + mutants_zoo.MUTANTS
 )
 
