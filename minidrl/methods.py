@@ -475,6 +475,13 @@ row("justgrpo", "JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "tokens from
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(reinforce), aggregation="fixed_length")
 
+row("espo", "ESPO (arXiv 2512.03759) and its code (ML-GSAI/ESPO)", "one ELBO ratio a sequence",
+  differs="counts are not stratified over the rows of a call; beta as in its yaml (0.001 to 0.01)",
+  plan=P(complementary_plan, num_states=4, domain="all"),
+  anchor="old", refresh="paired", reduction="sequence", normalizer="padded_length",
+  credit=P(leave_one_out), kl=KL("k2", 0.01, of="per_token"),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+
 # fmt: on
 
 
