@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "train",
             _train,
-            "reinforcement learning; any setting can be given as --key value or --section.key value",
+            "reinforcement learning; any setting can be given as --key value, --section.key value",
         ),
     ):
         sub = verb(name, run, text)
@@ -282,12 +282,14 @@ def _estimators(arguments, overrides) -> None:
 
 
 def _methods(arguments, overrides) -> None:
+    from minidrl import index
+
     _no_overrides(overrides)
     if not arguments.name and not arguments.json:
-        from minidrl import index
-
         print(index.method_list())
         return
+    if arguments.name:
+        index.row_place(arguments.name)  # a wrong name is answered before torch is imported
     from minidrl import cards
 
     if arguments.name:

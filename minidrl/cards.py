@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from minidrl.algorithms import Rollout
 from minidrl.methods import KL, METHODS, Method
 from minidrl.tables import markdown_table
 
-# ------------------------------------------------------------------------------------- 1. The map
+# --------------------------------------------------------------------------------------- 1. The map
 
 METHOD_COLUMNS = (
     "method",
@@ -158,18 +159,21 @@ def _words(value: Any) -> dict[str, Any]:
 
 
 def nearest(method: Method) -> tuple[Method, dict[str, tuple[Any, Any]]]:
-    """The row with the fewest differences, and they; of several, one that shares a source or title."""
+    """The row with the fewest fields that differ, and these; of several, the most alike by name."""
+    mine = fields(method)
 
     def distance(other: Method) -> tuple[int, float]:
+        theirs, absent = fields(other), object()
+        keys = [k for k in mine | theirs if mine.get(k, absent) != theirs.get(k, absent)]
         words = [f"{m.name} {m.title} {m.source}" for m in (method, other)]
-        return len(differences(method, other)), -difflib.SequenceMatcher(None, *words).ratio()
+        return len(keys), -difflib.SequenceMatcher(None, *words).ratio()
 
     others = [other for other in METHODS.values() if other.name != method.name]
     best = min(others, key=distance)
     return best, differences(method, best)
 
 
-# --------------------------------------------------------------------------- 3. What it says of itself
+# ------------------------------------------------------------------------ 3. What it says of itself
 
 
 def first_sentence(function: Callable) -> str:
@@ -190,12 +194,16 @@ def choice(function: Callable, word: str) -> str:
         if not re.match(r"\s{4,}\S", line):
             break
         text.append(line)
-    return " ".join(" ".join(text).split())
+    text = [re.sub(r"\s{2,}(?!=)", "; ", re.sub(r"\s+=", " =", part.strip())) for part in text]
+    return " ".join(text)
 
 
 def _formulas(method: Method) -> list[tuple[str, Callable, str]]:
     """(part, function, what it is here) along the way from masked states to the loss."""
-    steps = [("plan", method.plan.func, first_sentence(method.plan.func))]
+    words = [word for word in method.plan.keywords.values() if isinstance(word, str)]
+    told = [f"{word}: {choice(method.plan.func, word)}" for word in words]
+    told = [first_sentence(method.plan.func), *(text for text in told if not text.endswith(": "))]
+    steps = [("plan", method.plan.func, " ".join(told))]
     told = choice(alg.reduce_logp, method.reduction)
     steps.append(("reduction", alg.reduce_logp, f"{method.reduction}: {told}"))
     if "order_logp" in method.features:
@@ -225,6 +233,7 @@ REFRESH = {
     "paired": "a new plan an update; the old weights score the same one",
     "independent": "a new plan an update; the old weights score one of their own",
 }
+TEMPERATURES = {"one": "scored at temperature 1", "sampling": "scored at that of the sampler"}
 NORMALIZERS = {
     "none": "",
     "kept_length": ", divided by the tokens that count",
@@ -242,7 +251,7 @@ def loss_in_words(method: Method) -> str:
     parts = [
         f"{_name(method.objective)}{score}, on the {what} of each {method.reduction}"
         + ("" if method.anchor == "none" else against),
-        f"log-likelihood{order} by {_name(method.plan)}{NORMALIZERS[method.normalizer]}",
+        f"log-likelihood{order} from the {_name(method.plan)} plan{NORMALIZERS[method.normalizer]}",
         f"advantage by {_name(method.credit)}"
         + _unless("none", method.step_value, " of one-step completions, "),
         f"plus {kl.beta:g} x {kl.form} KL to {target[kl.target]}" if kl else "no KL",
@@ -255,7 +264,7 @@ def _name(component: partial) -> str:
     return component.func.__name__.removesuffix("_plan").replace("_", " ")
 
 
-# ----------------------------------------------------------------------------------- 4. Network calls
+# --------------------------------------------------------------------------------- 4. Network calls
 
 
 def _drawn(method: Method, length: int, blocks: int) -> int:
@@ -274,9 +283,9 @@ def _drawn(method: Method, length: int, blocks: int) -> int:
 
 
 def states(method: Method) -> str:
-    """K, the forwards of a plan: a number, or a share of the sampler's T steps or of a block's."""
+    """K, the forwards of a plan: a number, or a share of the sampler's T steps or a block's."""
     found = [_drawn(method, 32, 4), _drawn(method, 64, 4), _drawn(method, 64, 8)]
-    for symbol, sizes in (("", (1, 1, 1)), ("T", (32, 64, 64)), ("T/M", (8, 16, 8))):
+    for symbol, sizes in (("", (1, 1, 1)), ("T", (32, 64, 64)), ("steps of a block", (8, 16, 8))):
         shares = {size / k for size, k in zip(sizes, found, strict=True)}
         if len(shares) == 1:
             share = shares.pop()
@@ -332,23 +341,15 @@ def count(term: str, *, T: int, K: int, n: int) -> int:
     return value
 
 
-# --------------------------------------------------------------------------------------- 5. The card
-
-
-def method_named(name: str) -> Method:
-    """The row of a name. Raises ValueError with the nearest names."""
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, 4, 0.5)
-        told = ", ".join(near) if near else "a name that python -m minidrl methods lists"
-        raise ValueError(f"methods: got {name!r}; {'did you mean' if near else 'allowed'} {told}")
-    return METHODS[name]
+# -------------------------------------------------------------------------------------- 5. The card
 
 
 def card(name: str) -> dict[str, Any]:
     """Everything that can be said of a row, as plain data."""
-    method = method_named(name)
+    at = index.row_place(name)
+    method = METHODS[name]
     other, found = nearest(method)
-    entries = index.definitions()
+    entries = index.functions(index.entries(only=("algorithms.py",)))
     chain = []
     for part, function, says in _formulas(method):
         entry = entries[function.__name__]
@@ -358,13 +359,13 @@ def card(name: str) -> dict[str, Any]:
         "method": method.name,
         "title": method.title,
         "source": method.source,
-        "at": entries[f"row {name}"].place,
+        "at": at,
         "differs": method.differs,
         "loss": loss_in_words(method),
         "formulas": chain,
         "anchor": ANCHORS[method.anchor],
         "masks": REFRESH[method.refresh],
-        "temperature": method.temperature,
+        "temperature": TEMPERATURES[method.temperature],
         "settings": {key: _plain(value) for key, value in settings(method).items()},
         "states": states(method),
         "calls": calls(method),
@@ -394,41 +395,56 @@ def _say(value: Any) -> str:
 
 def card_text(told: Mapping[str, Any]) -> str:
     """``card`` in lines."""
-    numbers = ", ".join(f"{key} {_say(value)}" for key, value in told["settings"].items())
+    numbers = {k: "null" if v is None else _say(v) for k, v in told["settings"].items()}
     changes = [f"{k} {_say(mine)} ({_say(its)})" for k, (mine, its) in told["except"].items()]
-    lines = [
-        f"{told['method']}: {told['title']}",
-        "",
+    parts = [
         ("source", f"{told['source']}; {told['at']}"),
         ("differs", told["differs"]),
         ("loss", told["loss"]),
-        "",
-        *_formula_lines(told["formulas"]),
-        "",
+        *((step["part"], _formula(step)) for step in told["formulas"]),
         ("anchor", told["anchor"]),
         ("masks", told["masks"]),
-        ("scored", f"at temperature {told['temperature']}"),
-        ("settings", numbers or "none"),
-        ("calls", f"K = {told['states']}; T = steps of the sampler{_blocks(told['states'])}"),
+        ("temperature", told["temperature"]),
+        ("settings", ", ".join(f"{key} {value}" for key, value in numbers.items()) or "none"),
+        ("calls", f"forwards of a plan K = {told['states']}, steps of the sampler T"),
         *(("", f"{when}: {_sum(phases)}") for when, phases in told["calls"].items()),
         ("records", ", ".join(told["records"])),
         ("as", f"{told['as']} except {', '.join(changes) or 'nothing'}"),
     ]
-    return "\n".join(x if isinstance(x, str) else f"{x[0]:<12}{x[1]}".rstrip() for x in lines)
+    return "\n".join([f"{told['method']}: {told['title']}", *(_part(*part) for part in parts)])
 
 
-def _blocks(symbol: str) -> str:
-    return ", M = its blocks" if "M" in symbol else ""
+def _part(name: str, text: str) -> str:
+    """A part of a card, its lines below each other."""
+    how = {"initial_indent": f"{name:<12} ", "subsequent_indent": " " * 13}
+    whole = {"break_on_hyphens": False, "break_long_words": False}
+    first, *rest = text.split("\n")
+    lines = [textwrap.fill(first, 100, **how, **whole)]
+    how["initial_indent"] = how["subsequent_indent"]
+    return "\n".join([*lines, *(textwrap.fill(line, 100, **how, **whole) for line in rest)])
+
+
+def _formula(step: Mapping[str, str]) -> str:
+    return f"({step['tag']}) {step['function']}, {step['at']}\n{step['says']}"
 
 
 def _sum(phases: Mapping[str, str]) -> str:
-    return ", ".join(f"{phase} {term}" for phase, term in phases.items())
-
-
-def _formula_lines(chain: Sequence[Mapping[str, str]]) -> list[str]:
-    heads = [f"({step['tag']}) {step['at']}  {step['function']}" for step in chain]
-    wide = max(map(len, heads))
-    return [
-        f"{step['part']:<12}{head:<{wide}}  {step['says']}"
-        for step, head in zip(chain, heads, strict=True)
+    shown = [
+        f"{phase} {'skipped' if term == '0' else term}"
+        for phase, term in phases.items()
+        if term != "0" or phase == "pass 1"
     ]
+    return f"{', '.join(shown)}; in all {total(phases)}"
+
+
+def total(phases: Mapping[str, str]) -> str:
+    """The sum of the terms of ``calls``."""
+    first, second = (sum(count(term, T=0, K=1, n=n) for term in phases.values()) for n in (1, 2))
+    slope, rest = second - first, 2 * first - second
+    per = f"{'' if slope == 1 else slope} n".strip()
+    if not slope:
+        factor = "" if rest == 1 else f"{rest} "
+    else:
+        sign = "+" if rest > 0 else "-"
+        factor = f"({per} {sign} {abs(rest)}) " if rest else f"{per} "
+    return f"T + {factor}K"

@@ -11,7 +11,7 @@ import ast
 import difflib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -91,10 +91,10 @@ def sentence(text: str) -> str:
     return re.split(r"(?<=\w\w[.])\s(?=[A-Z`])|(?<=[)\]]\.)\s(?=[A-Z`])", text, maxsplit=1)[0]
 
 
-def entries(package: Path = PACKAGE) -> list[Entry]:
+def entries(package: Path = PACKAGE, only: Sequence[str] = ("*.py",)) -> list[Entry]:
     """Everything in the sources of a package, in the order of ROOMS and of the lines."""
     found = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for name in only for path in package.rglob(name)):
         file = path.relative_to(package.parent).as_posix()
         found += _of_file(file, path.read_text(encoding="utf-8"))
     return sorted(found, key=lambda entry: (_room_rank(entry), entry.file, entry.line))
@@ -248,13 +248,14 @@ class Hit(NamedTuple):
 
     rank    0: it was asked for by name or tag; 1: it holds the phrase; 2: but for endings; 3: all
             the words in one paragraph; 4: all the words
-    late    not in its first sentence
+    late    0: in its first lines; 1: later; 2 and 3: the same, but cut into words elsewhere (k - 1
+            for k1)
     """
 
     rank: int
     entry: Entry
     matched: Paragraph | None
-    late: bool = False
+    late: int = 0
 
 
 def where(query: str, known: list[Entry] | None = None) -> list[Hit]:
@@ -264,6 +265,7 @@ def where(query: str, known: list[Entry] | None = None) -> list[Hit]:
     """
     known = entries() if known is None else known
     hits = _tagged(query, known) or _cited(query, known) or _found(query, known)
+    hits = hits or _begun(query, known)
     if not hits:
         raise ValueError(f"where: got {query!r}, which no docstring holds; {_near(query, known)}")
     return hits[:MOST]
@@ -304,6 +306,16 @@ def _found(query: str, known: list[Entry]) -> list[Hit]:
     return list(first.values())
 
 
+def _begun(query: str, known: list[Entry]) -> list[Hit]:
+    """Hits of the query whose unknown words are taken for beginnings: fsdp for fsdp2."""
+    seen = sorted({word for entry in known for word in tokens(_said(entry))})
+    folded, words = {stem(word) for word in seen}, []
+    for word in tokens(query):
+        longer = [other for other in seen if len(word) > 3 and other.startswith(word)]
+        words.append(longer[0] if stem(word) not in folded and longer else word)
+    return _found(" ".join(words), known) if words != tokens(query) else []
+
+
 def _kind_rank(entry: Entry) -> int:
     """Equations before rows, rows before helpers, helpers before modules."""
     return 0 if entry.tag else {"row": 1, "module": 3, "constant": 3}.get(entry.kind, 2)
@@ -313,8 +325,8 @@ def _hit(asked: list[str], entry: Entry) -> Hit | None:
     name = Paragraph(entry.line, (entry.name.rpartition(".")[2],))
     texts = [name, *entry.prose]
     query = [plain(word) for word in asked]
-    public = entry.kind != "module" and not name.lines[0].startswith("_")
-    if public and "".join(query) == _Text(name, plain).joined:
+    asked_for = entry.kind == "row" or (entry.room == "algorithms" and entry.kind != "module")
+    if asked_for and not entry.name.startswith("_") and "".join(query) == _Text(name, plain).joined:
         return Hit(0, entry, None)
     stems = [stem(word) for word in asked]
     if not _may_hold(stems, entry):
@@ -326,10 +338,17 @@ def _hit(asked: list[str], entry: Entry) -> Hit | None:
     ):
         for number, text in enumerate(texts):
             if matched := kind(_Text(text, how), wanted):
-                late = number > 1 or matched.line > text.line + 1
+                late = (number > 1 or matched.line > text.line + 1) + 2 * (
+                    kind is _Text.phrase and not _cut_alike(query, matched)
+                )
                 return Hit(rank, entry, None if number == 0 else matched, late)
     whole = Paragraph(entry.line, tuple(line for text in texts for line in text.lines))
-    return Hit(4, entry, None, True) if _Text(whole, stem).all(stems) else None
+    return Hit(4, entry, None, 1) if _Text(whole, stem).all(stems) else None
+
+
+def _cut_alike(query: list[str], matched: Paragraph) -> bool:
+    words = [plain(word) for line in matched.lines for word in tokens(line)]
+    return all(stem(word) in map(stem, words) for word in query)
 
 
 def _may_hold(stems: list[str], entry: Entry) -> bool:
@@ -356,7 +375,7 @@ def _said(entry: Entry) -> str:
 
 
 def answer(query: str) -> str:
-    """``where`` in lines: the place, the name, its first sentence; below it the line that matched."""
+    """``where`` in lines: place, name, first sentence; below it the line that matched."""
     known = entries()
     lines = []
     for hit in where(query, known):
@@ -371,28 +390,39 @@ def answer(query: str) -> str:
     return "\n".join(lines)
 
 
+def row_place(name: str) -> str:
+    """Where the row of a name stands. Raises ValueError with the nearest names."""
+    rows = {e.name: e.place for e in entries(only=("methods.py",)) if e.kind == "row"}
+    if name not in rows:
+        near = difflib.get_close_matches(name, rows, 4, 0.5)
+        raise ValueError(
+            f"methods: got {name!r}; did you mean {', '.join(near)}"
+            if near
+            else f"methods: got {name!r}; allowed a name that python -m minidrl methods lists"
+        )
+    return rows[name]
+
+
 def method_list() -> str:
     """Every row of the table: its name, its title, its source."""
-    rows = [entry for entry in entries() if entry.kind == "row"]
+    rows = [entry for entry in entries(only=("methods.py",)) if entry.kind == "row"]
     told = [(row.name, *(paragraph.lines[0] for paragraph in row.prose[:2])) for row in rows]
     names = ("method", "title", "source")
     return markdown_table([dict(zip(names, row, strict=True)) for row in told], names)
 
 
-def definitions(known: Iterable[Entry] | None = None) -> dict[str, Entry]:
-    """The functions and classes of algorithms.py, and the rows (as ``row NAME``), by name."""
-    known = entries() if known is None else known
-    rows = {f"row {entry.name}": entry for entry in known if entry.kind == "row"}
+def functions(known: Iterable[Entry]) -> dict[str, Entry]:
+    """The functions and classes of algorithms.py by name."""
     kinds = ("function", "class")
-    return rows | {e.name: e for e in known if e.room == "algorithms" and e.kind in kinds}
+    return {e.name: e for e in known if e.room == "algorithms" and e.kind in kinds}
 
 
 # --------------------------------------------------------------------------------- 4. docs/index.md
 
 _HEAD = """# Index
 
-Where every equation, every row of the table and every paper stands in the code; `python -m minidrl where WORD` finds any term.
-Written by `python -m minidrl.index`.
+Where every equation, every row of the table and every paper stands in the code, written by
+`python -m minidrl.index`. `python -m minidrl where WORD` finds any term.
 """
 
 
@@ -402,7 +432,8 @@ def page(known: list[Entry] | None = None) -> str:
     tagged = sorted((e for e in known if e.tag), key=lambda e: [int(n) for n in e.tag.split(".")])
     rows = [entry for entry in known if entry.kind == "row"]
     numbers = sorted({number for entry in known for number in entry.arxiv})
-    equations = [f"| ({e.tag}) | {_cell(e.title.partition(') ')[2])} | {_link(e)} |" for e in tagged]
+    said = [(e, _cell(e.title.partition(") ")[2])) for e in tagged]
+    equations = [f"| ({entry.tag}) | {what} | {_link(entry)} |" for entry, what in said]
     methods = [f"| {_link(e)} | {_cell(e.title)} | {_functions(e)} |" for e in rows]
     cited = [(number, [e for e in known if number in e.arxiv]) for number in numbers]
     papers = [
@@ -513,7 +544,7 @@ def settings_help(kind: str) -> str:
         width = max(len(key) for key, _ in keys)
         lines += [f"  --{key:<{width}}  {value}" for key, value in keys]
     if kind == "Train":
-        lines += ["", "the numbers of a method: --method_options.KEY value; `methods NAME` lists them"]
+        lines += ["", "a method's numbers: --method_options.KEY value; `methods NAME` lists them"]
     return "\n".join(lines)
 
 

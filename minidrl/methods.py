@@ -109,9 +109,10 @@ class Method:
     the table.
 
     plan          the masked states: a function of (rollout, generator)
-    refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all scored by the
-                  old weights first. independent: a new plan an update, the old value kept from its
-                  own plan (the ratio is then noise)
+    refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all scored
+                  by the old weights first; both sides of a ratio share their masks, as in VRPO's
+                  antithetic sampling. independent: a new plan an update, the old value kept from
+                  its own plan (the ratio is then noise)
     anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the first update. none
     temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour anchors require
     reduction     what has a ratio: a token, a step, a pair of masks, a sequence (5.1)
@@ -770,8 +771,8 @@ def reduced(
 
 
 def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
-    """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which
-    it was."""
+    """The sampler's own log-probabilities, those of the behaviour policy, as anchor: what was
+    really drawn, in the state in which it was."""
     if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
         allowed = "replay plans scored at the sampling temperature, without order_logp (which no sampler records)"
         raise ValueError(f"anchor: {method.name} asks for behaviour; allowed only for {allowed}")
