@@ -284,11 +284,11 @@ def elbo_time_plan(
     probability t, weight 1/t.
 
     The evidence lower bound (ELBO) whose negative is the pre-training loss of masked
-    diffusion; t, the timestep, is the mask ratio. Source: LLaDA (arXiv 2502.09992) and
-    its pre-training code, which uses min_t = 1e-3. Bias: min_t (B - g(0)) to first
-    order, g(0) = n times the mean logp of a single hidden token; unbiased at min_t = 0,
-    where the variance is infinite: a lone hidden token at t -> 0 gets the weight 1/t.
-    Prefer (2.3).
+    diffusion; t, the timestep, is the mask ratio (linear noise schedule). Source: LLaDA
+    (arXiv 2502.09992) and its pre-training code, which uses min_t = 1e-3. Bias: min_t
+    (B - g(0)) to first order, g(0) = n times the mean logp of a single hidden token;
+    unbiased at min_t = 0, where the variance is infinite: a lone hidden token at t -> 0
+    gets the weight 1/t. Prefer (2.3).
     """
     _check_count("plan.num_states", num_states)
     if not 0 <= min_t < 1:
@@ -1322,10 +1322,11 @@ def log_ratio(
     """(7.1) log ratio = ll - anchor, nats. The anchor is data.
 
     exp of it is the importance ratio where the anchor is the behaviour policy's: it
-    corrects for the staleness of off-policy samples, or for a mismatch between sampler
-    and trainer. Equals 0 where both come from the same weights, plan and precision.
-    With fresh masks for the anchor it is noise even then: the ratio's mean exceeds 1
-    (Jensen) and its tail is log-normal. That is no importance weight of anything.
+    corrects for the staleness of off-policy samples, or for the train-inference
+    mismatch between sampler and trainer. Equals 0 where both come from the same
+    weights, plan and precision. With fresh masks for the anchor it is noise even then:
+    the ratio's mean exceeds 1 (Jensen) and its tail is log-normal. That is no
+    importance weight of anything.
     """
     if anchor.requires_grad:
         raise ValueError(

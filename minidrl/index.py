@@ -92,9 +92,14 @@ def sentence(text: str) -> str:
 
 
 def entries(package: Path = PACKAGE, only: Sequence[str] = ("*.py",)) -> list[Entry]:
-    """Everything in the sources of a package, in the order of ROOMS and of the lines."""
+    """Everything in the sources of a package, in the order of ROOMS and of the lines.
+
+    Not in those that speak of all the others: this file and cards.py.
+    """
     found = []
     for path in sorted(path for name in only for path in package.rglob(name)):
+        if path.name in ("index.py", "cards.py"):
+            continue
         file = path.relative_to(package.parent).as_posix()
         found += _of_file(file, path.read_text(encoding="utf-8"))
     return sorted(found, key=lambda entry: (_room_rank(entry), entry.file, entry.line))
@@ -307,7 +312,7 @@ def _found(query: str, known: list[Entry]) -> list[Hit]:
 
 
 def _begun(query: str, known: list[Entry]) -> list[Hit]:
-    """Hits of the query whose unknown words are taken for beginnings: fsdp for fsdp2."""
+    """Hits of the query whose unknown words are taken for beginnings."""
     seen = sorted({word for entry in known for word in tokens(_said(entry))})
     folded, words = {stem(word) for word in seen}, []
     for word in tokens(query):
@@ -325,8 +330,7 @@ def _hit(asked: list[str], entry: Entry) -> Hit | None:
     name = Paragraph(entry.line, (entry.name.rpartition(".")[2],))
     texts = [name, *entry.prose]
     query = [plain(word) for word in asked]
-    asked_for = entry.kind == "row" or (entry.room == "algorithms" and entry.kind != "module")
-    if asked_for and not entry.name.startswith("_") and "".join(query) == _Text(name, plain).joined:
+    if _has_a_name(entry) and "".join(query) == _Text(name, plain).joined:
         return Hit(0, entry, None)
     stems = [stem(word) for word in asked]
     if not _may_hold(stems, entry):
@@ -344,6 +348,16 @@ def _hit(asked: list[str], entry: Entry) -> Hit | None:
                 return Hit(rank, entry, None if number == 0 else matched, late)
     whole = Paragraph(entry.line, tuple(line for text in texts for line in text.lines))
     return Hit(4, entry, None, 1) if _Text(whole, stem).all(stems) else None
+
+
+def _has_a_name(entry: Entry) -> bool:
+    """True where its name alone is an answer: a row, a function of algorithms.py, or one whose name
+    has several words."""
+    if entry.kind == "module" or entry.name.startswith("_") or "." in entry.name:
+        return False
+    judge = entry.room in ("oracle", "estimators")
+    several = len(tokens(entry.name)) > 1 and not judge
+    return entry.kind == "row" or entry.room == "algorithms" or several
 
 
 def _cut_alike(query: list[str], matched: Paragraph) -> bool:
