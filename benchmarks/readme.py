@@ -1,4 +1,4 @@
-"""Rewrite the generated tables of README.md and docs/*.md: `python benchmarks/readme.py`.
+"""Rewrite the generated tables of README.md and docs/*.md, and docs/index.md: `python benchmarks/readme.py`.
 
 A table stands between <!-- name --> and <!-- /name -->, on any one of these pages.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from minidrl import cards, estimators, tables
+from minidrl import cards, estimators, index, tables
 
 ROOT = Path(__file__).parent.parent
 MAP_COLUMNS = ("method", "likelihood", "ratio", "anchor", "objective", "advantage", "source")
@@ -58,3 +58,4 @@ if __name__ == "__main__":
     for name, table in parts().items():
         page = page_of(name, pages())
         page.write_text(written(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+    index.PAGE.write_text(index.page(), encoding="utf-8")

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "train",
             _train,
-            "reinforcement learning; any setting can be given as --key value, --section.key value",
+            "reinforcement learning; any setting can be given as --key value",
         ),
     ):
         sub = verb(name, run, text)

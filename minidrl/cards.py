@@ -425,7 +425,8 @@ def _part(name: str, text: str) -> str:
 
 
 def _formula(step: Mapping[str, str]) -> str:
-    return f"({step['tag']}) {step['function']}, {step['at']}\n{step['says']}"
+    tag = f"({step['tag']}) " if step["tag"] else ""
+    return f"{tag}{step['function']}, {step['at']}\n{step['says']}"
 
 
 def _sum(phases: Mapping[str, str]) -> str:

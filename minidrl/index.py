@@ -11,7 +11,7 @@ import ast
 import difflib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -91,7 +91,8 @@ def sentence(text: str) -> str:
     return re.split(r"(?<=\w\w[.])\s(?=[A-Z`])|(?<=[)\]]\.)\s(?=[A-Z`])", text, maxsplit=1)[0]
 
 
-def entries(package: Path = PACKAGE, only: Sequence[str] = ("*.py",)) -> list[Entry]:
+@cache
+def entries(package: Path = PACKAGE, only: tuple[str, ...] = ("*.py",)) -> list[Entry]:
     """Everything in the sources of a package, in the order of ROOMS and of the lines.
 
     Not in those that speak of all the others: this file and cards.py.

@@ -109,7 +109,7 @@ def test_spellings_and_hyphens_make_no_difference():
 
 
 def test_a_word_does_not_match_inside_others():
-    """"tis" is neither in "that is" nor in "statistics"."""
+    """ "tis" is neither in "that is" nor in "statistics"."""
     text = index._Text(index.Paragraph(1, ("that is statistics, k - 1",)), index.plain)
     assert text.phrase(["tis"]) is None and text.phrase(["k1"]) is not None and text.phrase(["thatis"]) is not None
 
