@@ -23,8 +23,9 @@ def map_rows() -> list[dict[str, str]]:
     """The map without numbers and without the rows that reproduce released code."""
     rows = [row for row in cards.method_rows() if not row["method"].endswith("-released")]
     short = {key: lambda text: re.sub(r"\([^)]*\)", "", text) for key in ("likelihood", "objective", "advantage")}
-    short["source"] = lambda text: ", ".join(re.findall(r"arXiv (\d{4}\.\d{5})", text))
-    return [{key: short.get(key, str)(row[key]) for key in MAP_COLUMNS} for row in rows]
+    short["source"] = lambda text: ", ".join(dict.fromkeys(index.ARXIV.findall(text)))
+    cited = [row | {"source": f"{row['source']} {row['differs']}"} for row in rows]
+    return [{key: short.get(key, str)(row[key]) for key in MAP_COLUMNS} for row in cited]
 
 
 def parts() -> dict[str, str]:

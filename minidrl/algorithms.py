@@ -562,6 +562,7 @@ def block_elbo_plan(
 
 
 def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
+    """The block of the sampler to which each response position belongs, from 0."""
     return (
         torch.arange(rollout.response.shape[1], device=rollout.response.device)
         // rollout.sampler.block_length
@@ -587,6 +588,7 @@ def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
 
 
 def record(rollout: Rollout, name: str) -> Tensor:
+    """What the sampler recorded under a name; ValueError where it did not."""
     if name not in rollout.records:
         allowed = "those that the method asks the sampler for (needs)"
         raise _refused("records", name, allowed)
@@ -594,6 +596,7 @@ def record(rollout: Rollout, name: str) -> Tensor:
 
 
 def num_steps(rollout: Rollout) -> int:
+    """T, the steps of the sampler; without one, those that the trajectory has."""
     return (
         rollout.sampler.num_steps
         if rollout.sampler is not None
@@ -865,6 +868,7 @@ def _expectation(
 
 
 def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+    """log softmax at temperature 1, float32: what a confidence-ordered sampler compares."""
     return (logits - logits.logsumexp(-1, keepdim=True)).float()
 
 

@@ -383,7 +383,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, KL):
         return _penalty(value)
     if value == float("inf"):
-        return "inf"
+        return ".inf"  # as YAML has it
     return list(value) if isinstance(value, tuple) else value
 
 
