@@ -868,7 +868,7 @@ def _expectation(
 
 
 def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-    """log softmax at temperature 1, float32: what a confidence-ordered sampler compares."""
+    """log softmax at temperature 1, float32: what confidence-ordered samplers compare."""
     return (logits - logits.logsumexp(-1, keepdim=True)).float()
 
 
