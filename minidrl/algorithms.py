@@ -868,7 +868,7 @@ def _expectation(
 
 
 def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-    """log softmax at temperature 1, float32: what confidence-ordered samplers compare."""
+    """log softmax at temperature 1, float32: what confidence orders compare."""
     return (logits - logits.logsumexp(-1, keepdim=True)).float()
 
 
