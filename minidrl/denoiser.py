@@ -106,14 +106,14 @@ class Denoiser(nn.Module):
         """Hidden states of W of T tokens, the others being in ``cache``; the W are added to it
         (``crop`` undoes that).
 
-        ``order`` lists the T places in a text: first those in the cache, as they came there, then
-        those of ``tokens``; None: as they stand. Exact for block-causal attention over whole
-        blocks: no token sees a later block, so the past never changes, and the result is that of
-        ``encode`` on all T tokens. Under bidirectional attention it is that where all T are
-        computed (W = T); otherwise the cache holds keys and values of the texts from which it was
-        computed, not of this one. In a family that shifts its predictions, token i is predicted at
-        position i - 1, which must be among the W: the first position of a stretch of them is of no
-        use, unless it is the text's. Block-causal models of that kind are refused.
+        A forward with a KV cache. ``order`` lists the T places in a text: first those in the cache,
+        as they came there, then those of ``tokens``; None: as they stand. Exact for block-causal
+        attention over whole blocks: no token sees a later block, so the past never changes, and the
+        result is that of ``encode`` on all T tokens. Under bidirectional attention it is that where
+        all T are computed (W = T); otherwise the cache holds keys and values of the texts from
+        which it was computed, not of this one. In a family that shifts its predictions, token i is
+        predicted at position i - 1, which must be among the W: the first position of a stretch of
+        them is of no use, unless it is the text's. Block-causal models of that kind are refused.
         """
         _refuse_attention(self.model.config)
         if self.shift and self.block_length is not None:
@@ -222,8 +222,8 @@ def shifted(
     attention_mask: Bool[Tensor, "N T"] | None,
     column: Int[Tensor, " W"] | None = None,
 ) -> Float[Tensor, "N W D"]:
-    """The state of position i - 1 at position i; the first token keeps its own, as in Dream's
-    released code.
+    """Shift by one: the state of position i - 1 at position i; the first token keeps its own, as in
+    Dream's released code.
 
     That code takes the first column for the first token. Here it is the first real token, so that a
     padded row equals the row alone; on rows without padding both are the same, and elsewhere they
@@ -416,8 +416,8 @@ def checkpoint_activations(denoiser: Denoiser) -> None:
     """Keep one hidden state a layer for the backward pass and compute the rest of the layer again:
     the same gradient.
 
-    transformers' own switch. It costs one more forward; ``Denoiser`` sees to it that only a forward
-    with a graph pays.
+    Gradient checkpointing by transformers' own switch. It costs one more forward; ``Denoiser`` sees
+    to it that only a forward with a graph pays.
     """
     model = denoiser.model
     if hasattr(model, "activation_checkpointing_enable"):

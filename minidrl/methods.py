@@ -113,8 +113,9 @@ class Method:
 
     plan          the masked states: a function of (rollout, generator)
     refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all
-                  scored by the old weights first. independent: a new plan an update, the old value
-                  kept from its own plan (the ratio is then noise). scheduled: as paired, and the
+                  scored by the old weights first; both sides of a ratio share their masks, as in
+                  VRPO's antithetic sampling. independent: a new plan an update, the old value kept
+                  from its own plan (the ratio is then noise). scheduled: as paired, and the
                   plan is told how far the updates on this rollout have come (``progress``, 0 to 1)
                   and given a generator that is the same for all of them (``schedule``)
     order         the sampler's order that the row is about; another one is refused
@@ -527,8 +528,8 @@ def reduced(
 
 
 def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
-    """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which
-    it was."""
+    """The sampler's own log-probabilities, those of the behaviour policy, as anchor: what was
+    really drawn, in the state in which it was."""
     if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
         allowed = "replay plans scored at the sampling temperature, "
         allowed += "without order_logp (which the sampler does not record)"

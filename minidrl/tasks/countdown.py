@@ -37,11 +37,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from minidrl.tasks import Example, Verdict
 
@@ -260,7 +258,7 @@ class Countdown:
     def _answer(self, response: str) -> str:
         return tagged_answer(response) if self.prompt_format == "chat" else response
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
+    def tokenizer(self) -> Any:
         """The characters of prompts and calculations."""
         return tokenizer()
 
@@ -537,12 +535,16 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
 # -------------------------------------------------------------------------------------------------------- the tokenizer
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     """A character-level tokenizer in transformers' own format: 20 characters, [PAD], [MASK], [EOS];
     pads on the left.
 
     A character outside the alphabet becomes [PAD].
     """
+    # Imported here: the task itself needs neither, and they take a second.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {token: i for i, token in enumerate([PAD, MASK, EOS, *CHARACTERS])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
