@@ -768,10 +768,10 @@ def document(results: Results) -> str:
     every = [verdict(found, claim.criterion) for rows in results.values() for claim, found in rows]
     words = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not distinguishable", NOT_RUN: "were not run here"}
     count = ", ".join(f"{every.count(name)} {word}" for name, word in words.items())
-    tables = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
+    found = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
     commands = "\n".join(f"{i}. {recorded(words)}" for i, words in enumerate(RECORDED.values(), 1))
     head = INTRODUCTION.format(total=len(every), count=count, commands=commands)
-    return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in tables.items())]) + "\n"
+    return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in found.items())]) + "\n"
 
 
 INTRODUCTION = """# Claims

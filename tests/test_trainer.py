@@ -23,7 +23,7 @@ import tiny
 from minidrl import algorithms as alg
 from minidrl import checkpoints, config, denoiser, gradient, methods, rehearsal, report, runs, sampler, trainer
 from minidrl import features as feat
-from minidrl.tasks import text
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 METHODS = tuple(methods.METHODS)
@@ -1032,7 +1032,7 @@ def test_step_rewards_are_those_of_the_completions(base):
     plan = learner.method.plan(rollout, learner.generator(0, "plan 0"))
     learner.advantages(experience, plan)
     for k, b in plan.valid.nonzero().tolist():
-        text = text.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
+        text = texts.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
         score = tiny.varied_score(tiny.TASK, experience.puzzles[b // tiny.GENERATIONS], text)
         assert float(credit["step"][k, b]) == score
     assert credit["step"].std() > 0
@@ -1096,11 +1096,11 @@ def test_evaluation_counts_by_hand(base, monkeypatch):
 def test_prompts_are_padded_on_the_left_and_responses_filled_with_eos():
     tok = tokenizer()
     puzzle = tiny.TASK.held_out(1)[0]
-    ids, mask = text.encode_prompts(tok, [puzzle], 12)
+    ids, mask = texts.encode_prompts(tok, [puzzle], 12)
     start = 12 - len(puzzle.prompt)
     assert mask[0].tolist() == [False] * start + [True] * len(puzzle.prompt)
     assert tok.decode(ids[0, start:]) == puzzle.prompt
-    response = text.encode_responses(tok, ["5*8=40", "1"], 4)
+    response = texts.encode_responses(tok, ["5*8=40", "1"], 4)
     assert tok.decode(response[0]) == "5*8=" and response[1].tolist() == [*tok("1").input_ids, *[tok.eos_token_id] * 3]
 
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from minidrl import algorithms as alg
 from minidrl import checkpoints, config, denoiser, methods, sampler, trainer
 from minidrl.oracle import TabularDenoiser
-from minidrl.tasks import text
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -135,7 +135,9 @@ def experience(learner: trainer.Learner) -> trainer.Experience:
     made = rollout(learner.model, learner.settings.sampler, tuple({"entropy", *learner.method.needs}))
     reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
     puzzles = TASK.problems(GROUPS, np.random.default_rng(3))
-    return trainer.Experience(puzzles, made, text.decode(learner.tok, made.response), reward)
+    decoded = texts.decode(learner.tok, made.response)
+    solved = torch.tensor([TASK.judge(puzzles[i // GENERATIONS], text).solved for i, text in enumerate(decoded)])
+    return trainer.Experience(puzzles, made, decoded, reward, solved)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
