@@ -82,9 +82,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_killed(name, monkeypatch):
     old, new = MUTANTS[name]
-    source = test_countdown.SOURCE
-    assert source.count(old) == 1
-    module = test_countdown.module_from(source.replace(old, new), monkeypatch)
+    module = test_countdown.module_from(tiny.replaced(test_countdown.SOURCE, old, new), monkeypatch)
     with pytest.raises(AssertionError):
         law_answers(module)
 

@@ -12,9 +12,9 @@ import torch
 import yaml
 
 import tiny
-from minidrl import cards, config, estimators, methods, oracle, rehearsal, report, trainer
+from minidrl import cards, config, estimators, gradient, methods, oracle, rehearsal, report, trainer
 from minidrl.__main__ import main
-from minidrl.algorithms import METHODS
+from minidrl.methods import METHODS
 from minidrl.tasks.countdown import Countdown
 
 TASK = {"num_numbers": 2, "held_out_share": 0.3}

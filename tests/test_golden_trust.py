@@ -41,7 +41,7 @@ class Case:
     def per_token(self):
         """Loss of each kept token."""
         ll = methods.reduced(self.method, self.plan, self.rollout, self.feature)
-        loss = self.method.objective(ll, self.anchor, self.adv[None, :, None].expand_as(ll), len(self.adv))
+        loss = self.method.objective(ll, self.anchor, self.adv[None, :, None].expand_as(ll), len(self.adv)).loss
         return (loss * self.plan.scored)[0]
 
     def agrees(self, loss, gradient):
@@ -169,7 +169,7 @@ def settled(row, mu, adv, lr=0.05, steps=400, momentum=0.9, vocab=20):
     z, velocity, anchor = start.log().requires_grad_(), torch.zeros(vocab, dtype=torch.float64), double(mu).log()
     for _ in range(steps):
         ll = z.log_softmax(-1)[0]
-        loss = row.objective(ll, anchor, double(adv), 1) if row else -(ll - anchor).exp() * adv
+        loss = row.objective(ll, anchor, double(adv), 1).loss if row else -(ll - anchor).exp() * adv
         (gradient,) = torch.autograd.grad(loss, z)
         velocity = momentum * velocity - gradient
         z = (z.detach() + lr * velocity).requires_grad_()

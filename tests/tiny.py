@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -33,6 +34,15 @@ def script(name: str):
     sys.modules[spec.name] = module  # dataclasses look their module up while they are made
     spec.loader.exec_module(module)
     return module
+
+
+def replaced(source: str, old: str, new: str) -> str:
+    """A source with another text in the place of one passage, which stands there once; where its lines end is no matter."""
+    pieces = re.findall(r"\w+|[^\w\s]", old)
+    closing = [rf",?\s*{re.escape(piece)}" if piece in ")]}" else re.escape(piece) for piece in pieces[1:]]
+    found = re.findall(pattern := r"\s*".join([re.escape(pieces[0]), *closing]), source)
+    assert len(found) == 1, f"{len(found)} times in the source: {old}"
+    return re.sub(pattern, lambda _: new, source)
 
 
 # ------------------------------------------------------------------------------------------------------------- networks
