@@ -55,7 +55,7 @@ class Spy(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.shapes = model, []
-        for name in ("mask_token_id", "vocab_size", "block_length", "family", "head"):
+        for name in ("mask_token_id", "vocab_size", "block_length", "shift", "head"):
             setattr(self, name, getattr(model, name))
 
     def encode(self, tokens, attention_mask):

@@ -14,7 +14,7 @@ from laws import double
 from minidrl import algorithms as alg
 from minidrl import features as feat
 from minidrl import methods
-from minidrl.config import with_options
+from minidrl.methods import with_options
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import cases, one_prompt, same, sequence_rollout
 
