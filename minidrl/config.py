@@ -261,7 +261,7 @@ def _leave_out_options(data: dict, name: Any) -> None:
 
 
 def _model(parent: Path, name: str) -> str:
-    # A path relative to the config, as an absolute one; what can only be a name on the Hub as it is.
+    # A path relative to the config, made absolute; what can only be a name on the Hub as it is.
     known = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
     return name if known else str((parent / name).resolve())
 
@@ -334,13 +334,9 @@ def of_run(kind: type, folder: Path) -> Any:
 
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
-    """ValueError if a key outside ``free`` differs from the config.yaml with which the run in
-    ``folder`` was started."""
-    started = to_dict(
-        of_run(type(settings), folder)
-    )  # a key that is newer than the run had its default
+    """ValueError if a key outside ``free`` differs from those with which the run was started."""
+    started = to_dict(of_run(type(settings), folder))  # a key newer than the run had its default
     for key, value in to_dict(settings).items():
         if key not in free and started[key] != value:
-            raise ValueError(
-                f"{key}: got {value!r}; allowed {started[key]!r}, with which the run in {folder} was started"
-            )
+            allowed = f"{started[key]!r}, with which the run in {folder} was started"
+            raise ValueError(f"{key}: got {value!r}; allowed {allowed}")

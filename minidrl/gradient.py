@@ -4,7 +4,8 @@ A loss is a function of the features of K states a sequence, often not a linear 
 ELBOs, a softmax over a group). Keeping the graph of all states until the loss is known costs memory
 proportional to K B. Instead:
 
-    pass 1   compute all features without a graph; the loss on them gives their cotangents c = d loss / d feature
+    pass 1   compute all features without a graph; the loss on them gives their cotangents
+             c = d loss / d feature
     pass 2   recompute the features state by state and back-propagate  sum <c, feature>
 
 By the chain rule this is the gradient, exactly, provided both passes compute the same function:

@@ -1,4 +1,4 @@
-"""How a process was launched, and the errors that end one: what is known before torch is imported."""
+"""How a process was launched, and the errors that end one: known before torch is imported."""
 
 from __future__ import annotations
 

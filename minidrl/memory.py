@@ -68,7 +68,7 @@ from minidrl import checkpoints, config, denoiser, distributed, runs
 from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.launch import LocalError
-from minidrl.methods import Method
+from minidrl.methods import Method, draw
 from minidrl.rehearsal import blank_rollout, method_of
 
 RESIDENT = ("weights", "adapters", "optimizer", "reference", "rollout_weights")
@@ -97,7 +97,7 @@ def predict(
     with torch.device("meta"):
         network = family.network(shape)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
-    plan = method.plan(rollout, torch.Generator().manual_seed(settings.seed))
+    plan = draw(method, rollout, torch.Generator().manual_seed(settings.seed))
     parts = _resident(settings, method, network, dtype, gpus)
     parts |= _transient(settings, method, rollout, plan, network, dtype, gpus)
     grown, several = (

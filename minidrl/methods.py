@@ -68,7 +68,7 @@ from minidrl.algorithms import (
     truncated_is,
 )
 
-# =================================================================================== 1. What a row is
+# ================================================================================= 1. What a row is
 
 
 class KL(NamedTuple):
@@ -89,7 +89,8 @@ CHOICES = {
     "reduction": alg.LEVELS,
     "normalizer": ("none", "kept_length", "padded_length"),
     "anchor": ("behaviour", "old", "none"),
-    "refresh": ("fixed", "paired", "independent"),
+    "refresh": ("fixed", "paired", "independent", "scheduled"),
+    "order": ("any", "random", "low_confidence", "left_to_right", "right_to_left"),
     "temperature": ("one", "sampling"),
     "step_value": ("none", "greedy", "sampled"),
     "aggregation": alg.AGGREGATIONS,
@@ -109,22 +110,25 @@ class Method:
     the table.
 
     plan          the masked states: a function of (rollout, generator)
-    refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all scored by the
-                  old weights first. independent: a new plan an update, the old value kept from its
-                  own plan (the ratio is then noise)
-    anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the first update. none
-    temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour anchors require
+    refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all
+                  scored by the old weights first. independent: a new plan an update, the old value
+                  kept from its own plan (the ratio is then noise). scheduled: as paired, and the
+                  plan is told how far the updates on this rollout have come (``progress``)
+    order         the sampler's order that the row is about; another one is refused
+    anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the
+                  first update. none
+    temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour needs
     reduction     what has a ratio: a token, a step, a pair of masks, a sequence (5.1)
-    normalizer    divides ll: none; the tokens that count (kept_length); the padded length L, which some released
-                  code does: short answers then get ratios nearer to 1
+    normalizer    divides ll: none; the tokens that count (kept_length); the padded length L, which
+                  some released code does: short answers then get ratios nearer to 1
     credit        rewards to advantages (section 6)
-    step_value    what a state is worth before its step: none, or the reward of its completion in one step, which
-                  is greedy or sampled; credit then gives each state an advantage of its own
+    step_value    what a state is worth before its step: none, or the reward of its completion in
+                  one step, greedy or sampled; credit then gives each state an advantage of its own
     objective     the loss of an entry (section 8)
-    extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout, normalizer) to
-                  its keywords
+    extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout,
+                  normalizer) to its keywords
     kl            a penalty, or None
-    features      what the network is asked for; order_logp is added to logp before anything is reduced
+    features      what the network is asked for; order_logp is added to logp before the reduction
     aggregation   losses to a number (9.1)
     """
 
@@ -134,6 +138,7 @@ class Method:
     differs: str
     plan: partial
     refresh: str = "fixed"
+    order: str = "any"
     anchor: str
     temperature: str = "one"
     reduction: str
@@ -186,565 +191,286 @@ def row(name: str, source: str, title: str, **words: Any) -> None:
     METHODS[name] = Method(name=name, source=source, title=title, **words)
 
 
-# ======================================================================================= 2. The table
+# ===================================================================================== 2. The table
 #
 # A row is a record of six lines: name, source and title; how it differs from its source; the
-# states; the ratio; the credit; the objective. What a row does not say: refresh "fixed",
-# temperature "one", normalizer "none", step_value "none", no extra, no KL term, features ("logp",).
-# P is functools.partial. fmt: off
+# states; the ratio; the credit; the objective. What a row does not say: refresh "fixed", order
+# "any", temperature "one", normalizer "none", step_value "none", no extra, no KL term, features
+# ("logp",). P is functools.partial.
+
+# fmt: off
 
 # The recorded trajectory, with the sampler's own probabilities.
-row(
-    "reinforce",
-    "Williams 1992; Dr. GRPO (arXiv 2503.20783)",
-    "policy gradient of the trajectory",
-    differs="token-only score: exact for random and fixed orders, biased for confidence order",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="none",
-    temperature="sampling",
-    reduction="step",
-    credit=P(group_mean),
-    objective=P(reinforce),
-    aggregation="sequence_mean",
-)
-row(
-    "replay-grpo",
-    "d2 (arXiv 2509.21474), TraceRL (2509.06949)",
-    "PPO clip on all recorded steps",
-    differs="anchored on the sampler's log-probabilities; clip and z-score of GRPO; token-only score",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="step",
-    credit=P(group_z_score, ddof=1, eps=0.0001),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="fixed_length",
-)
-row(
-    "replay-uniform",
-    "AGRPO (arXiv 2510.04019)",
-    "some steps of each trajectory, drawn uniformly",
-    differs="unbiased: weight T/K; without AGRPO's clip; control of egspo; otherwise as reinforce",
-    plan=P(replay_plan, num_states=4, min_entropy=0.0),
-    anchor="none",
-    temperature="sampling",
-    reduction="step",
-    credit=P(group_mean),
-    objective=P(reinforce),
-    aggregation="sequence_mean",
-)
+row("reinforce", "Williams 1992; Dr. GRPO (arXiv 2503.20783)", "policy gradient of the trajectory",
+  differs="token-only score: exact for random and fixed orders, biased for confidence order",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="none", temperature="sampling", reduction="step",
+  credit=P(group_mean),
+  objective=P(reinforce), aggregation="sequence_mean")
+row("replay-grpo", "d2 (arXiv 2509.21474), TraceRL (2509.06949)", "PPO clip on all recorded steps",
+  differs="anchored on the sampler's log-probabilities; clip and z-score of GRPO; token-only score",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="step",
+  credit=P(group_z_score, ddof=1, eps=0.0001),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
+row("replay-uniform", "AGRPO (arXiv 2510.04019)", "some steps of each trajectory, drawn uniformly",
+  differs="unbiased: weight T/K; without AGRPO's clip; control of egspo; otherwise as reinforce",
+  plan=P(replay_plan, num_states=4, min_entropy=0.0),
+  anchor="none", temperature="sampling", reduction="step",
+  credit=P(group_mean),
+  objective=P(reinforce), aggregation="sequence_mean")
 
 # Likelihoods estimated from random masks: an ELBO a sequence, or one look at the whole response
 # (mean field).
-row(
-    "grpo",
-    "GRPO (arXiv 2402.03300)",
-    "GRPO with one ELBO ratio a sequence",
-    differs="the likelihood is an ELBO; geometric mean per token as in GSPO (2507.18071); no KL",
-    plan=P(elbo_count_plan, num_states=4, domain="keep", strata=True),
-    anchor="old",
-    reduction="sequence",
-    normalizer="kept_length",
-    credit=P(group_z_score, ddof=1, eps=0.0001),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="sequence_mean",
-)
-row(
-    "diffu-grpo",
-    "d1 (arXiv 2504.12216), eq. 4",
-    "one-step mean field, prompt masking",
-    differs="the paper's per-sequence mean; the released code averages over a micro-batch's tokens",
-    plan=P(mean_field_plan, p_mask_prompt=0.15),
-    anchor="old",
-    refresh="paired",
-    reduction="token",
-    kl=KL("k3", 0.04),
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
-    aggregation="sequence_mean_token_mean",
-)
-row(
-    "diffu-grpo-released",
-    "d1's code (dllm-reasoning/d1)",
-    "one-step mean field, prompt masking",
-    differs="mean over all tokens; here of the global batch, there of the micro-batch",
-    plan=P(mean_field_plan, p_mask_prompt=0.15),
-    anchor="old",
-    refresh="paired",
-    reduction="token",
-    kl=KL("k3", 0.04),
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
-    aggregation="token_mean",
-)
-row(
-    "gdpo",
-    "GDPO (arXiv 2510.08554), eq. 5, 6",
-    "semi-deterministic Monte Carlo ELBO (SDMC)",
-    differs="ratio of sequence ELBOs, loss divided by the length; no KL (the released beta is 0)",
-    plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
-    anchor="old",
-    reduction="sequence",
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
-    aggregation="sequence_mean_token_mean",
-)
-row(
-    "gdpo-released",
-    "GDPO's code (KevinRojas1499/GDPO)",
-    "SDMC ELBO, one ratio a sequence",
-    differs="floor(t L) hidden, weight 1/t, padding scored, ratio to the power 1/L, masks not shared",
-    plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    normalizer="padded_length",
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5),
-    aggregation="sequence_mean",
-)
+row("grpo", "GRPO (arXiv 2402.03300)", "GRPO with one ELBO ratio a sequence",
+  differs="the likelihood is an ELBO; geometric mean per token as in GSPO (2507.18071); no KL",
+  plan=P(elbo_count_plan, num_states=4, domain="keep", strata=True),
+  anchor="old", reduction="sequence", normalizer="kept_length",
+  credit=P(group_z_score, ddof=1, eps=0.0001),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+row("diffu-grpo", "d1 (arXiv 2504.12216), eq. 4", "one-step mean field, prompt masking",
+  differs="the paper's per-sequence mean; the released code averages over a micro-batch's tokens",
+  plan=P(mean_field_plan, p_mask_prompt=0.15),
+  anchor="old", refresh="paired", reduction="token", kl=KL("k3", 0.04),
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean")
+row("diffu-grpo-released", "d1's code (dllm-reasoning/d1)", "one-step mean field, prompt masking",
+  differs="mean over all tokens; here of the global batch, there of the micro-batch",
+  plan=P(mean_field_plan, p_mask_prompt=0.15),
+  anchor="old", refresh="paired", reduction="token", kl=KL("k3", 0.04),
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
+row("gdpo", "GDPO (arXiv 2510.08554), eq. 5, 6", "semi-deterministic Monte Carlo ELBO (SDMC)",
+  differs="ratio of sequence ELBOs, loss divided by the length; no KL (the released beta is 0)",
+  plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
+  anchor="old", reduction="sequence",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean")
+row("gdpo-released", "GDPO's code (KevinRojas1499/GDPO)", "SDMC ELBO, one ratio a sequence",
+  differs="floor(t L) hidden, weight 1/t, padding scored, ratio to the power 1/L, masks not shared",
+  plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"),
+  anchor="old", refresh="independent", reduction="sequence", normalizer="padded_length",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean")
 
 # Weights instead of ratios. The published code draws new masks for every update and keeps the
 # old value of its own masks (``refresh`` independent), so that the weights are noise on the
 # first update; ``fixed`` shares the masks, and they are equal.
-row(
-    "stabledrl",
-    "StableDRL (arXiv 2603.06743)",
-    "unconditional clipping, self-normalised weights",
-    differs="eps = 5; sandwich surrogate of SPG (2510.09541); ELBO by count; prompts never mix",
-    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    credit=P(group_mean),
-    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-    objective=P(self_normalized_clip, cap=6.0),
-    aggregation="group_sum",
-)
-row(
-    "stabledrl-released",
-    "StableDRL's code (JianyuanZhong/StableDRL)",
-    "block-wise masks",
-    differs="cap 5 on the ratio of token means; there the softmax spans the rows of a call",
-    plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    normalizer="kept_length",
-    credit=P(group_mean),
-    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-    objective=P(self_normalized_clip, cap=5.0),
-    aggregation="group_sum",
-)
-row(
-    "stabledrl-elbo",
-    "StableDRL (arXiv 2603.06743)",
-    "stabledrl on the plain ELBO",
-    differs="eps = 5; score is the plain ELBO, not ELBO and EUBO; ratio of per-token means",
-    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    normalizer="kept_length",
-    credit=P(group_mean),
-    objective=P(self_normalized_clip, cap=6.0),
-    aggregation="group_sum",
-)
-row(
-    "clip-only",
-    "StableDRL (arXiv 2603.06743)",
-    "ablation: weights clipped, not normalised",
-    differs="divided by N instead of the sum of the group's weights; surrogate of SPG (2510.09541)",
-    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    credit=P(group_mean),
-    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-    objective=P(truncated_is, floor=0.0, cap=6.0),
-    aggregation="sequence_mean",
-)
-row(
-    "self-norm-only",
-    "StableDRL (arXiv 2603.06743)",
-    "ablation: weights normalised, not clipped",
-    differs="no cap; surrogate of SPG (2510.09541)",
-    plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    credit=P(group_mean),
-    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-    objective=P(self_normalized_clip, cap=math.inf),
-    aggregation="group_sum",
-)
-row(
-    "spg",
-    "SPG (arXiv 2510.09541), facebookresearch/SPG",
-    "sandwiched policy gradient: no ratio",
-    differs="as released: token means, sequences weighted by their length",
-    plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
-    anchor="none",
-    reduction="sequence",
-    normalizer="kept_length",
-    credit=P(group_mean),
-    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-    objective=P(reinforce),
-    aggregation="length_weighted",
-)
+row("stabledrl", "StableDRL (arXiv 2603.06743)", "unconditional clipping, self-normalised weights",
+  differs="eps = 5; sandwich surrogate of SPG (2510.09541); ELBO by count; prompts never mix",
+  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", refresh="independent", reduction="sequence",
+  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
+row("stabledrl-released", "StableDRL's code (JianyuanZhong/StableDRL)", "block-wise masks",
+  differs="cap 5 on the ratio of token means; there the softmax spans the rows of a call",
+  plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
+  anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
+  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(self_normalized_clip, cap=5.0), aggregation="group_sum")
+row("stabledrl-elbo", "StableDRL (arXiv 2603.06743)", "stabledrl on the plain ELBO",
+  differs="eps = 5; score is the plain ELBO, not ELBO and EUBO; ratio of per-token means",
+  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
+  credit=P(group_mean),
+  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
+row("clip-only", "StableDRL (arXiv 2603.06743)", "ablation: weights clipped, not normalised",
+  differs="divided by N instead of the sum of the group's weights; surrogate of SPG (2510.09541)",
+  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", refresh="independent", reduction="sequence",
+  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(truncated_is, floor=0.0, cap=6.0), aggregation="sequence_mean")
+row("self-norm-only", "StableDRL (arXiv 2603.06743)", "ablation: weights normalised, not clipped",
+  differs="no cap; surrogate of SPG (2510.09541)",
+  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", refresh="independent", reduction="sequence",
+  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(self_normalized_clip, cap=math.inf), aggregation="group_sum")
+row("spg", "SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gradient: no ratio",
+  differs="as released: token means, sequences weighted by their length",
+  plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
+  anchor="none", reduction="sequence", normalizer="kept_length",
+  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(reinforce), aggregation="length_weighted")
 
 # Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans
 # whose blocks share a forward.
-row(
-    "stabledrl-block",
-    "StableDRL (arXiv 2603.06743)",
-    "stabledrl by staircase attention",
-    differs="known from accounts, its code has none; clean stream block-causal as sampler's cache",
-    plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
-    anchor="old",
-    refresh="independent",
-    reduction="sequence",
-    credit=P(group_mean),
-    extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-    objective=P(self_normalized_clip, cap=6.0),
-    aggregation="group_sum",
-)
-row(
-    "trace-block",
-    "TraceRL (arXiv 2509.06949), DiPO (2512.22234)",
-    "PPO clip on a block-wise run",
-    differs="no value network; one ratio a step, against the sampler's own log-probabilities; no KL",
-    plan=P(block_replay_plan),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="step",
-    credit=P(group_z_score, ddof=1, eps=0.0001),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="fixed_length",
-)
+row("stabledrl-block", "StableDRL (arXiv 2603.06743)", "stabledrl by staircase attention",
+  differs="known from accounts, its code has none; clean stream block-causal as sampler's cache",
+  plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", refresh="independent", reduction="sequence",
+  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
+row("trace-block", "TraceRL (arXiv 2509.06949), DiPO (2512.22234)", "PPO clip on a block-wise run",
+  differs="no value network; one ratio a step, against the sampler's own log-probabilities; no KL",
+  plan=P(block_replay_plan),
+  anchor="behaviour", temperature="sampling", reduction="step",
+  credit=P(group_z_score, ddof=1, eps=0.0001),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
 
 # Some steps of the trajectory, and what a state was worth before its step. The score of the
 # revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact
 # does not (4.2).
-row(
-    "egspo",
-    "EGSPO (arXiv 2603.12554)",
-    "PPO clip on the most uncertain steps of a trajectory",
-    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
-    plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="step",
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
-    aggregation="sequence_mean",
-)
-row(
-    "egspo-sa",
-    "EGSPO-SA (arXiv 2603.12554)",
-    "egspo with stepwise advantages",
-    differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
-    plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="step",
-    step_value="greedy",
-    credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
-    aggregation="sequence_mean",
-)
-row(
-    "egspo-exact",
-    "EGSPO (arXiv 2603.12554)",
-    "egspo with the sampler's exact kernel",
-    differs="position factor (4.2) is minidrl's; tokens and positions, against the old weights",
-    plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
-    anchor="old",
-    temperature="sampling",
-    reduction="step",
-    credit=P(group_mean),
-    features=("logp", "order_logp"),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
-    aggregation="sequence_mean",
-)
-row(
-    "egspo-released",
-    "EGSPO's code (vishnutez/egspo-dllm-rl)",
-    "PPO clip on uncertain steps",
-    differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
-    plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
-    anchor="old",
-    reduction="step",
-    kl=KL("k3", 0.04),
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
-    aggregation="sequence_mean",
-)
-row(
-    "egspo-sa-released",
-    "EGSPO's code (vishnutez/egspo-dllm-rl)",
-    "egspo, stepwise advantages",
-    differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
-    plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
-    anchor="old",
-    reduction="step",
-    step_value="greedy",
-    kl=KL("k3", 0.04),
-    credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5),
-    aggregation="sequence_mean",
-)
+row("egspo", "EGSPO (arXiv 2603.12554)", "PPO clip on the most uncertain steps of a trajectory",
+  differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
+  plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
+  anchor="behaviour", temperature="sampling", reduction="step",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
+row("egspo-sa", "EGSPO-SA (arXiv 2603.12554)", "egspo with stepwise advantages",
+  differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
+  plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
+  anchor="behaviour", temperature="sampling", reduction="step", step_value="greedy",
+  credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
+row("egspo-exact", "EGSPO (arXiv 2603.12554)", "egspo with the sampler's exact kernel",
+  differs="position factor (4.2) is minidrl's; tokens and positions, against the old weights",
+  plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
+  anchor="old", temperature="sampling", reduction="step",
+  credit=P(group_mean), features=("logp", "order_logp"),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
+row("egspo-released", "EGSPO's code (vishnutez/egspo-dllm-rl)", "PPO clip on uncertain steps",
+  differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
+  plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
+  anchor="old", reduction="step", kl=KL("k3", 0.04),
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
+row("egspo-sa-released", "EGSPO's code (vishnutez/egspo-dllm-rl)", "egspo, stepwise advantages",
+  differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
+  plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
+  anchor="old", reduction="step", step_value="greedy", kl=KL("k3", 0.04),
+  credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
 
 # Trust regions: one ratio a revealed token, anchored on what the sampler saw. Their native
 # setting is left-to-right order (``sampler.order``), where every token has an exact
 # probability; elsewhere they inherit the bias of the token-only score. On the first update of
 # an on-policy rollout all of them have the gradient of reinforce: what differs is reuse and
 # mismatch.
-row(
-    "ppo",
-    "PPO (arXiv 1707.06347)",
-    "one clipped ratio a revealed token",
-    differs="the token's probability when drawn: exact from left to right; centred, no critic",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="fixed_length",
-)
-row(
-    "ppo-released",
-    "verl's vanilla policy loss",
-    "one clipped ratio a revealed token",
-    differs="dual clip at 3, token mean",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0),
-    aggregation="token_mean",
-)
-row(
-    "clip-higher",
-    "DAPO (arXiv 2503.14476)",
-    "PPO with a wider clip above",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.28),
-    aggregation="token_mean",
-)
-row(
-    "gspo",
-    "GSPO (arXiv 2507.18071)",
-    "one ratio a sequence, geometric mean of revealed tokens",
-    differs="the likelihood of the recorded trajectory in the place of the sequence's",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="sequence",
-    normalizer="kept_length",
-    credit=P(group_mean),
-    objective=P(ppo_clip, epsilon_low=0.0003, epsilon_high=0.0004),
-    aggregation="sequence_mean",
-)
-row(
-    "cispo",
-    "CISPO (arXiv 2506.13585)",
-    "clipped importance weights, no gradient lost",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(truncated_is, floor=0.0, cap=5.0),
-    aggregation="token_mean",
-)
-row(
-    "cispo-released",
-    "verl's cispo",
-    "clipped importance weights, no gradient lost",
-    differs="the weight has a floor as well",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(truncated_is, floor=0.8, cap=1.28),
-    aggregation="token_mean",
-)
-row(
-    "tis",
-    "truncated importance sampling, verl's cap",
-    "weights where sampler and policy differ",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(truncated_is, floor=0.0, cap=2.0),
-    aggregation="fixed_length",
-)
-row(
-    "spo",
-    "SPO (arXiv 2401.16025)",
-    "quadratic penalty on the ratio",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(spo, epsilon=0.2),
-    aggregation="fixed_length",
-)
-row(
-    "dppo-tv",
-    "DPPO (arXiv 2602.04879), eq. 12, 13",
-    "mask by the token's shift: Binary-TV",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(dppo, delta=0.15, form="tv"),
-    aggregation="fixed_length",
-)
-row(
-    "dppo-kl",
-    "DPPO (arXiv 2602.04879), eq. 12, 15",
-    "mask by the token's binary KL divergence",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(dppo, delta=0.05, form="kl"),
-    aggregation="fixed_length",
-)
-row(
-    "dppo-topk",
-    "DPPO (arXiv 2602.04879), eq. 12, 14, 16",
-    "mask by the likeliest tokens: Top-K",
-    differs="the token's probability in the state in which it was drawn: exact from left to right",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    extra=P(topk_divergence, form="tv"),
-    features=("logp", "topk_logp"),
-    objective=P(dppo, delta=0.15, form=None),
-    aggregation="fixed_length",
-)
-row(
-    "dppo-tv-released",
-    "verl's dppo_tv",
-    "mask by the token's shift of probability",
-    differs="truncated, detached weight times logp; token mean",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(dppo_released, delta=0.15, form="tv", cap=20.0),
-    aggregation="token_mean",
-)
-row(
-    "dppo-kl-released",
-    "verl's dppo_kl",
-    "mask by the token's binary KL divergence",
-    differs="truncated, detached weight times logp; token mean",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(dppo_released, delta=0.05, form="kl", cap=20.0),
-    aggregation="token_mean",
-)
-row(
-    "drpo",
-    "DRPO (arXiv 2606.09821), eq. 8",
-    "quadratic penalty on the token's shift",
-    differs="delta inside (0, 1), where its boundary exists; the authors' value is drpo-released",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(drpo, delta=0.15),
-    aggregation="fixed_length",
-)
-row(
-    "drpo-released",
-    "Tencent-Hunyuan/UniRL, delta = 12.5",
-    "quadratic penalty on the shift",
-    differs="at this delta no token can reach the boundary; the code clamps the log ratio to 20",
-    plan=P(replay_plan, num_states=None, min_entropy=0.0),
-    anchor="behaviour",
-    temperature="sampling",
-    reduction="token",
-    credit=P(group_mean),
-    objective=P(drpo, delta=12.5),
-    aggregation="fixed_length",
-)
+row("ppo", "PPO (arXiv 1707.06347)", "one clipped ratio a revealed token",
+  differs="the token's probability when drawn: exact from left to right; centred, no critic",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
+row("ppo-released", "verl's vanilla policy loss", "one clipped ratio a revealed token",
+  differs="dual clip at 3, token mean",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="token_mean")
+row("clip-higher", "DAPO (arXiv 2503.14476)", "PPO with a wider clip above",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.28), aggregation="token_mean")
+row("gspo", "GSPO (arXiv 2507.18071)", "one ratio a sequence, geometric mean of revealed tokens",
+  differs="the likelihood of the recorded trajectory in the place of the sequence's",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="sequence", normalizer="kept_length",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.0003, epsilon_high=0.0004), aggregation="sequence_mean")
+row("cispo", "CISPO (arXiv 2506.13585)", "clipped importance weights, no gradient lost",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(truncated_is, floor=0.0, cap=5.0), aggregation="token_mean")
+row("cispo-released", "verl's cispo", "clipped importance weights, no gradient lost",
+  differs="the weight has a floor as well",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(truncated_is, floor=0.8, cap=1.28), aggregation="token_mean")
+row("tis", "truncated importance sampling, verl's cap", "weights where sampler and policy differ",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(truncated_is, floor=0.0, cap=2.0), aggregation="fixed_length")
+row("spo", "SPO (arXiv 2401.16025)", "quadratic penalty on the ratio",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(spo, epsilon=0.2), aggregation="fixed_length")
+row("dppo-tv", "DPPO (arXiv 2602.04879), eq. 12, 13", "mask by the token's shift: Binary-TV",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(dppo, delta=0.15, form="tv"), aggregation="fixed_length")
+row("dppo-kl", "DPPO (arXiv 2602.04879), eq. 12, 15", "mask by the token's binary KL divergence",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(dppo, delta=0.05, form="kl"), aggregation="fixed_length")
+row("dppo-topk", "DPPO (arXiv 2602.04879), eq. 12, 14, 16", "mask by the likeliest tokens: Top-K",
+  differs="the token's probability in the state in which it was drawn: exact from left to right",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean), extra=P(topk_divergence, form="tv"), features=("logp", "topk_logp"),
+  objective=P(dppo, delta=0.15, form=None), aggregation="fixed_length")
+row("dppo-tv-released", "verl's dppo_tv", "mask by the token's shift of probability",
+  differs="truncated, detached weight times logp; token mean",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(dppo_released, delta=0.15, form="tv", cap=20.0), aggregation="token_mean")
+row("dppo-kl-released", "verl's dppo_kl", "mask by the token's binary KL divergence",
+  differs="truncated, detached weight times logp; token mean",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean")
+row("drpo", "DRPO (arXiv 2606.09821), eq. 8", "quadratic penalty on the token's shift",
+  differs="delta inside (0, 1), where its boundary exists; the authors' value is drpo-released",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(drpo, delta=0.15), aggregation="fixed_length")
+row("drpo-released", "Tencent-Hunyuan/UniRL, delta = 12.5", "quadratic penalty on the shift",
+  differs="at this delta no token can reach the boundary; the code clamps the log ratio to 20",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(group_mean),
+  objective=P(drpo, delta=12.5), aggregation="fixed_length")
 
 # Papers from outside the families above.
-row(
-    "tracerl",
-    "TraceRL (arXiv 2509.06949)",
-    "PPO clip on recorded tokens, steps merged",
-    differs="without its value network; mean over a response's tokens; merge 2, not 8",
-    plan=P(merged_plan, merge=2),
-    anchor="old",
-    temperature="sampling",
-    reduction="token",
-    kl=KL("k3", 0.01, target="old"),
-    credit=P(group_z_score, ddof=1, eps=0.0001),
-    objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="sequence_mean_token_mean",
-)
-row(
-    "mdpo",
-    "MDPO (arXiv 2508.13148), autonomousvision/mdpo",
-    "every intermediate text verified",
-    differs="most telling states only; mean over responses and positions; no re-masking at inference",
-    plan=P(prediction_plan),
-    anchor="old",
-    reduction="token",
-    step_value="greedy",
-    kl=KL("k2", 0.02),
-    credit=P(progress_advantage, num_states=4, eps=0.0001),
-    objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="fixed_length",
-)
-row(
-    "gdsd",
-    "GDSD (arXiv 2605.29398), GaryBall/GDSD",
-    "regression of log-ratios on the advantage",
-    differs="ELBO weights (TLC); no logit centring, which changes no gradient; no KL",
-    plan=P(complementary_plan, num_states=4, domain="all"),
-    anchor="old",
-    reduction="pair",
-    credit=P(leave_one_out),
-    extra=P(response_length),
-    objective=P(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28),
-    aggregation="sequence_mean",
-)
+row("tracerl", "TraceRL (arXiv 2509.06949)", "PPO clip on recorded tokens, steps merged",
+  differs="without its value network; mean over a response's tokens; merge 2, not 8",
+  plan=P(merged_plan, merge=2),
+  anchor="old", temperature="sampling", reduction="token", kl=KL("k3", 0.01, target="old"),
+  credit=P(group_z_score, ddof=1, eps=0.0001),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean_token_mean")
+row("mdpo", "MDPO (arXiv 2508.13148), autonomousvision/mdpo", "every intermediate text verified",
+  differs="most telling states only; mean over responses and positions; no re-masking at inference",
+  plan=P(prediction_plan),
+  anchor="old", reduction="token", step_value="greedy", kl=KL("k2", 0.02),
+  credit=P(progress_advantage, num_states=4, eps=0.0001),
+  objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
+row("gdsd", "GDSD (arXiv 2605.29398), GaryBall/GDSD", "regression of log-ratios on the advantage",
+  differs="ELBO weights (TLC); no logit centring, which changes no gradient; no KL",
+  plan=P(complementary_plan, num_states=4, domain="all"),
+  anchor="old", reduction="pair",
+  credit=P(leave_one_out), extra=P(response_length),
+  objective=P(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), aggregation="sequence_mean")
+
 # fmt: on
 
 
-# =============================================================================== 3. What a row computes
+# =========================================================================== 3. What a row computes
+
+
+def draw(
+    method: Method, rollout: Rollout, generator: torch.Generator, update: int = 0, updates: int = 1
+) -> Plan:
+    """The row's plan for one of the ``updates`` on a rollout, counted from 0."""
+    if method.refresh != "scheduled":
+        return method.plan(rollout, generator)
+    return method.plan(rollout, generator, progress=update / max(1, updates - 1))
 
 
 def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
@@ -773,7 +499,8 @@ def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tens
     """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which
     it was."""
     if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
-        allowed = "replay plans scored at the sampling temperature, without order_logp (which no sampler records)"
+        allowed = "replay plans scored at the sampling temperature, "
+        allowed += "without order_logp (which the sampler does not record)"
         raise ValueError(f"anchor: {method.name} asks for behaviour; allowed only for {allowed}")
     return reduced(method, plan, rollout, {"logp": rollout.logp.expand(plan.scored.shape)})
 
@@ -883,7 +610,7 @@ def ratio_diagnostics(
     return {name: float(value) for name, value in values.items()}
 
 
-# ====================================================================================== 4. Its options
+# =================================================================================== 4. Its options
 
 _PARTS = ("plan", "credit", "objective", "extra")
 _WORDS = ("aggregation", "refresh", "normalizer", "reduction")
@@ -948,9 +675,8 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
 def _credit(method: Method, name: Any) -> partial:
     if method.step_value != "none":
         now = method.credit.func.__name__
-        raise ValueError(
-            f"method_options.credit: got {name!r}; allowed {now}, {method.name} gives each state a value of its own"
-        )
+        allowed = f"{now}, {method.name} gives each state a value of its own"
+        raise ValueError(f"method_options.credit: got {name!r}; allowed {allowed}")
     if name not in tuple(_CREDITS):  # a list cannot be looked up
         raise ValueError(f"method_options.credit: got {name!r}; allowed {', '.join(_CREDITS)}")
     return partial(getattr(alg, name), **_CREDITS[name])
@@ -960,9 +686,9 @@ def _with_kl(method: Method, given: dict[str, Any]) -> Method:
     """The row with another KL term, a new one, or none (beta 0)."""
     for name, value in given.items():
         if name not in KL._fields:
-            raise ValueError(
-                f"method_options.kl.{name}: no such option of {method.name}; allowed {', '.join(_options(method))}"
-            )
+            allowed = ", ".join(_options(method))
+            what = f"method_options.kl.{name}: no such option of {method.name}"
+            raise ValueError(f"{what}; allowed {allowed}")
         if name in _KL_WORDS and value not in _KL_WORDS[name]:
             raise ValueError(
                 f"method_options.kl.{name}: got {value!r}; allowed {', '.join(_KL_WORDS[name])}"
@@ -975,9 +701,8 @@ def _with_kl(method: Method, given: dict[str, Any]) -> Method:
             raise ValueError(f"method_options.kl.beta: got {value!r}; allowed numbers from 0")
     if method.kl is None and not {"form", "beta"} <= given.keys():
         name, value = next(iter(given.items()))
-        raise ValueError(
-            f"method_options.kl.{name}: got {value!r}; allowed with kl.form and kl.beta both, {method.name} has no KL term"
-        )
+        allowed = f"with kl.form and kl.beta both, {method.name} has no KL term"
+        raise ValueError(f"method_options.kl.{name}: got {value!r}; allowed {allowed}")
     kl = KL(**{**(method.kl._asdict() if method.kl else {}), **given})
     features = tuple(name for name in method.features if name != "kl_ref")
     if kl.beta == 0:
@@ -992,13 +717,11 @@ def _check_kl(method: Method, kl: KL) -> None:
     # The old policy is present as the ll of the ratio only: not as a network, not under another
     # normaliser.
     if kl.of != "ratio" and (kl.form == "exact" or kl.target == "old"):
-        raise ValueError(
-            f"method_options.kl.of: got {kl.of!r} with form {kl.form}, target {kl.target}; allowed ratio"
-        )
+        got = f"{kl.of!r} with form {kl.form}, target {kl.target}"
+        raise ValueError(f"method_options.kl.of: got {got}; allowed ratio")
     if kl.target == "old" and (kl.form == "exact" or method.anchor == "none"):
-        raise ValueError(
-            f"method_options.kl.target: got 'old' with form {kl.form}, anchor {method.anchor}; allowed reference"
-        )
+        got = f"'old' with form {kl.form}, anchor {method.anchor}"
+        raise ValueError(f"method_options.kl.target: got {got}; allowed reference")
 
 
 def _check_like(key: str, value: Any, present: Any) -> None:

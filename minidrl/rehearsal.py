@@ -14,13 +14,16 @@ from minidrl.methods import METHODS, Method
 
 
 def method_of(settings: config.Train) -> Method:
-    """The row of ``METHODS`` that a run asks for, with its options; what it refuses, it refuses here."""
+    """The row that a run asks for, with its options; what it refuses, it refuses here."""
     if settings.method not in METHODS:
         raise ValueError(f"method: got {settings.method!r}; allowed {', '.join(METHODS)}")
     method = methods.with_options(METHODS[settings.method], settings.method_options)
     if method.temperature == "sampling" and settings.sampler.temperature == 0:
         allowed = f"above 0, {method.name} scores at the sampling temperature"
         raise ValueError(f"sampler.temperature: got 0; allowed {allowed}")
+    if method.order not in ("any", settings.sampler.order):
+        allowed = f"{method.order}, which {method.name} is about"
+        raise ValueError(f"sampler.order: got {settings.sampler.order!r}; allowed {allowed}")
     sampler.check_records(method.needs, settings.sampler)
     rehearse(method, settings)
     return method
@@ -30,7 +33,7 @@ def rehearse(method: Method, settings: config.Train) -> None:
     """The method's plan, credit and loss on a made-up group; a number that is wrong is refused."""
     made = blank_rollout(method, settings)
     reward = torch.zeros(settings.num_generations)
-    plan = method.plan(made, torch.Generator().manual_seed(0))
+    plan = methods.draw(method, made, torch.Generator().manual_seed(0))
     if plan.block_length is not None and settings.sampler.attention != "block_causal":
         allowed = f"block_causal, as {method.name} scores all blocks at once"
         got = settings.sampler.attention
@@ -49,7 +52,7 @@ def rehearse(method: Method, settings: config.Train) -> None:
 
 
 def completions(method: Method, rollout: Rollout) -> Tensor:
-    """The record (B, T, L) of what each state would become in one step, greedy or drawn as asked."""
+    """The record (B, T, L) of what each state would become in one step, greedy or drawn."""
     name = {"greedy": "one_step", "sampled": "one_step_sampled"}[method.step_value]
     if name not in rollout.records:
         what = f"the rollout holds no record {name!r}"
@@ -61,8 +64,8 @@ def blank_rollout(method: Method, settings: config.Train, prompts: int = 1) -> R
     """A made-up Rollout of ``prompts`` groups on the CPU, with the records of the method.
 
     Response (B, L) as long as the run's. Every token, log-probability and record is 0, no response
-    ends early, positions are revealed from left to right, and the prompts have one token. It is what
-    plans, losses and memory can be worked out on before a network is loaded.
+    ends early, positions are revealed from left to right, and the prompts have one token. It is
+    what plans, losses and memory can be worked out on before a network is loaded.
     """
     s, rows = settings.sampler, settings.num_generations * prompts
     ids, logp = torch.zeros(rows, s.length, dtype=torch.long), torch.zeros(rows, s.length)

@@ -100,7 +100,7 @@ def has_checkpoint(out: Path) -> bool:
 
 
 def open_run(out: Path, settings: Any, resume: bool) -> Path | None:
-    """Create or re-open a run's folder; returns the checkpoint to resume from. Overwrites nothing."""
+    """Create or re-open a folder; returns the checkpoint to resume from. Overwrites nothing."""
     found = checkpoint_folders(out)
     if resume:
         if not found:
@@ -145,7 +145,7 @@ def write_summary(out: Path, summary: dict) -> dict:
 
 
 class MetricsLog:
-    """metrics.jsonl, one JSON object a line, and TensorBoard's event files where they are asked for.
+    """metrics.jsonl, one JSON object a line; TensorBoard's event files where they are asked for.
 
     On resume, lines from after the checkpoint are dropped.
     """

@@ -345,11 +345,12 @@ class Learner:
     def rollout_kl(self, step: int, rollout: Rollout, clock: Clock) -> float | None:
         """KL(policy of the sampler || policy of the network) of a kept token given its state, nats.
 
-        Two steps of each response, drawn uniformly, are scored as the network has them: 2 / T of the
-        calls of the rollout, in a phase of their own. An estimate, unbiased for the mean over the
-        kept tokens where the order does not depend on the tokens (k3 of algorithms.kl_term). With
-        low_confidence the revealed tokens are a selection, and the number is that of the selection.
-        None at temperature 0, where the policy is a point mass and most KLs are infinite or 0.
+        Two steps of each response, drawn uniformly, are scored as the network has them: 2 / T of
+        the calls of the rollout, in a phase of their own. An estimate, unbiased for the mean over
+        the kept tokens where the order does not depend on the tokens (k3 of algorithms.kl_term).
+        With low_confidence the revealed tokens are a selection, and the number is that of the
+        selection. None at temperature 0, where the policy is a point mass and most KLs are infinite
+        or 0.
         """
         s = self.settings.sampler
         if s.temperature == 0:
@@ -384,7 +385,8 @@ class Learner:
         """
         rollout, updates = experience.rollout, self.settings.num_iterations
         count = 1 if self.method.refresh == "fixed" else updates
-        drawn = [self.method.plan(rollout, self.generator(step, f"plan {i}")) for i in range(count)]
+        noise = [self.generator(step, f"plan {i}") for i in range(count)]
+        drawn = [methods.draw(self.method, rollout, g, i, count) for i, g in enumerate(noise)]
         credited = [(plan, self.advantages(experience, plan)) for plan in drawn]
         if self.method.kl is None and self.method.objective.func.needs_advantage:
             credited = [(self._audible(plan, adv), adv) for plan, adv in credited]
@@ -516,8 +518,8 @@ class Learner:
         """Features at which the loss has the gradient of the true ones, where they cost nothing.
 
         Any will do if the loss is linear. If the present weights are those that sampled, their
-        log-probabilities are on record. And a ratio of ll to itself is 1 whatever ll is: any will do
-        where the row says so (``linear_on_policy``), unless a later update needs the old ll.
+        log-probabilities are on record. And a ratio of ll to itself is 1 whatever ll is: any will
+        do where the row says so (``linear_on_policy``), unless a later update needs the old ll.
         None: the update needs its first pass.
         """
         method, logp = self.method, experience.rollout.logp
@@ -604,9 +606,9 @@ def _impossible(plan: Plan, order_logp: Tensor) -> float:
 def prepare(settings: config.Train | config.Pretrain) -> None:
     """Set torch up as a run asks for: threads, and precision of float32 products.
 
-    Both hold for the whole process. The precision is set in any case, so that a run does not inherit
-    that of the one before; ``threads`` 0 leaves the number as it is. Raises ValueError for a device
-    that is not there.
+    Both hold for the whole process. The precision is set in any case, so that a run does not
+    inherit that of the one before; ``threads`` 0 leaves the number as it is. Raises ValueError for
+    a device that is not there.
     """
     try:
         torch.empty(0, device=settings.device)
@@ -741,8 +743,8 @@ def optimizer_step(
 def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict:
     """Train a fresh network by maximising the ELBO (count form, padding included).
 
-    The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of hidden
-    tokens equally likely. Returns and writes the summary.
+    The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of
+    hidden tokens equally likely. Returns and writes the summary.
     """
     prepare(settings)
     checkpoint = runs.open_run(out, settings, resume)

@@ -1,4 +1,4 @@
-"""Shape checking of minidrl.algorithms and minidrl.diagnostics under pytest, and the fixtures that all tests share."""
+"""Shape checking of the modules of equations and features under pytest, and the fixtures that all tests share."""
 
 import inspect
 from collections.abc import Callable

@@ -29,6 +29,7 @@ from mutant import Mutant
 ROOMS = (
     "minidrl.algorithms",
     "minidrl.features",
+    "minidrl.gradient",
     "minidrl.methods",
     "minidrl.estimators",
 )

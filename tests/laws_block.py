@@ -45,7 +45,7 @@ from laws import (
     walk_gradient,
 )
 from laws_stabledrl import eubo_by_loops, weighted
-from minidrl import denoiser, oracle, trainer
+from minidrl import denoiser, oracle
 from minidrl.sampler import Sampler, generate
 from minidrl.tasks.countdown import tokenizer
 
@@ -422,14 +422,32 @@ def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
     return loss
 
 
-@contextmanager
-def trained_by(alg: ModuleType) -> Iterator[None]:
-    """The trainer works with the module under judgement."""
-    shipped, trainer.alg = trainer.alg, alg
-    try:
-        yield
-    finally:
-        trainer.alg = shipped
+@judges("4.3")
+def law_staircase_mask(alg: ModuleType) -> None:
+    """Who sees whom in [prompt; clean; noisy], token by token; padding is seen by no one; positions count real tokens."""
+    prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
+    for length, size, clean in itertools.product((4, 6), (1, 2), ("block", "causal")):
+        kind = ["prompt"] * 3 + ["clean"] * length + ["noisy"] * length
+        place = [0] * 3 + [*range(length)] * 2
+        got = alg.staircase_mask(prompt_mask, length, size, clean=clean)
+        assert got.shape == (2, 1, 3 + 2 * length, 3 + 2 * length)
+        for n, q, k in itertools.product(range(2), range(len(kind)), range(len(kind))):
+            earlier, same = place[k] // size < place[q] // size, place[k] // size == place[q] // size
+            upto = earlier or same if clean == "block" else place[k] <= place[q]
+            sees = {
+                ("prompt", "prompt"): True,
+                ("clean", "prompt"): True,
+                ("noisy", "prompt"): True,
+                ("clean", "clean"): upto,
+                ("noisy", "clean"): earlier,
+                ("noisy", "noisy"): same,
+            }.get((kind[q], kind[k]), False)
+            real = kind[k] != "prompt" or bool(prompt_mask[n, k])
+            assert bool(got[n, 0, q, k]) == (sees and real), f"{clean}, blocks of {size}: {kind[q]} {q}, {kind[k]} {k}"
+        close(alg.staircase_positions(prompt_mask, length)[0, 1:], [0, 1, *[2 + i for i in range(length)] * 2], "positions")
+    for size in (0, 3):
+        refuses(lambda size=size: alg.staircase_mask(prompt_mask, 4, size, clean="block"), "block_length", str(size), "4")
+    refuses(lambda: alg.staircase_mask(prompt_mask, 4, 2, clean="all"), "clean stream", "'all'", "block", "causal")
 
 
 @judges("4.1", "4.2", "2.8", "3.5")
@@ -443,8 +461,7 @@ def law_two_passes_of_a_staircase_are_the_joint_graph(alg: ModuleType) -> None:
         truth = tiny.gradient(model)
         assert float(truth.abs().max()) > 0.1, f"{name}: no gradient"
         for size in (1, 4, 256):
-            with trained_by(alg):
-                close(trainer.two_pass_backward(model, rollout, plan, loss, size=size, **more), value, f"{name}: loss", 1e-12)
+            close(alg.two_pass_backward(model, rollout, plan, loss, size=size, **more).loss, value, f"{name}: loss", 1e-12)
             close(tiny.gradient(model), truth, f"{name}: gradient, {size} forwards at a time", 1e-12)
         assert not any(p.grad is not None and bool(p.grad.any()) for p in reference.parameters()), "the reference is data"
 
@@ -458,9 +475,8 @@ def law_second_pass_skips_whole_forwards(alg: ModuleType) -> None:
         feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ("logp",), 0.7)
         (feature["logp"] * chosen).sum().backward()
         truth = tiny.gradient(model)
-        with trained_by(alg):
-            cotangent = {"logp": chosen.double()}
-            _, calls = trainer.second_pass(model, rollout, plan, cotangent, temperature=0.7, size=1)
+        cotangent = {"logp": chosen.double()}
+        _, calls = alg.second_pass(model, rollout, plan, cotangent, temperature=0.7, size=1)
         assert calls == 2, f"{name}: {calls} forwards"
         close(tiny.gradient(model), truth, f"{name}: gradient", 1e-12)
 

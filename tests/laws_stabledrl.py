@@ -458,7 +458,7 @@ def law_truncated_weights(alg: ModuleType) -> None:
         got = coefficients(loss, ll)
         close(got, [-w * a for w, a in zip(weight, adv.tolist(), strict=True)], f"floor {floor}, cap {cap}", 1e-9)
         assert bool(((got != 0) == (adv != 0)).all()), "a sample that teaches nothing"
-        close(loss(ll), -double(weight) * adv * ll, "value: weight times ll", 1e-9)
+        close(loss(ll).loss, -double(weight) * adv * ll, "value: weight times ll", 1e-9)
     free = functools.partial(alg.truncated_is, anchor=anchor, adv=adv, num_generations=3, floor=0.0, cap=math.inf)
     close(coefficients(free, ll), coefficients(lambda x: -(x - anchor).exp() * adv, ll), "no clip: ratio adv", 1e-9)
     on_policy = coefficients(lambda x: alg.truncated_is(x, ll, adv, 3, floor=0.8, cap=1.28).loss, ll)
@@ -509,7 +509,7 @@ def law_published_vector(alg: ModuleType) -> None:
     close(weighted, [4 / 33, -8 / 33, 10 / 33, -1 / 66], "cap 5")
     close(weighted.sum(), 1 / 6, "sum")
     clip = functools.partial(alg.ppo_clip, anchor=anchor[0, :, 0], adv=adv, num_generations=4)
-    grpo = lambda x: clip(x, epsilon_low=0.2, epsilon_high=0.2) / 4  # noqa: E731
+    grpo = lambda x: clip(x, epsilon_low=0.2, epsilon_high=0.2).loss / 4  # noqa: E731
     close(-coefficients(grpo, ratio.log()), [0.25, -0.5, 0.0, 0.0], "GRPO")
 
 

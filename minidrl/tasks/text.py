@@ -36,7 +36,7 @@ def encode_prompts(
 
 
 def chats(tok: Any, questions: list[str]) -> list[str]:
-    """Each question as a user's turn and the opening of the answer's, by the tokenizer's template."""
+    """Each question as a user's turn and the opening of the answer's, by the template."""
     if tok.chat_template is None:
         allowed = "plain, the model's tokenizer has no chat template"
         raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
