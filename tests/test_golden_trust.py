@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl import methods
@@ -22,7 +23,7 @@ class Case:
         changes = {f"objective.{name}" if name != "aggregation" else name: value for name, value in options.items()}
         self.method = methods.with_options(methods.METHODS[row], changes)
         keep, old = torch.tensor(given["keep"]).bool(), double(given["logp_old"])
-        rollout = laws.rollout_of(alg, torch.zeros_like(keep, dtype=torch.long), keep, num_generations=len(keep))
+        rollout = laws.rollout_of(SHIPPED, torch.zeros_like(keep, dtype=torch.long), keep, num_generations=len(keep))
         fields = {"logp": old * keep, "unmask_step": torch.where(keep, 0, -1)}
         self.rollout = alg.Rollout(**{**vars(rollout), **fields})
         self.plan = self.method.plan(self.rollout, laws.seeded())
@@ -113,7 +114,7 @@ def test_dppo(case):
     mine = Case(row, given, delta=given["threshold"], cap=given["trunc"])
     mine.agrees(out["loss"], out["grad_logp_new"])
     ll = mine.logp.detach()[None]
-    seen = methods.ratio_diagnostics(mine.method, mine.plan, mine.rollout, ll, mine.anchor, mine.adv)["clip_fraction"]
+    seen = methods.ratio_diagnostics(mine.method, mine.plan, mine.rollout, {"logp": ll}, mine.anchor, mine.adv)["clip_fraction"]
     # verl counts the entries of adv = 0 as negative ones; its mask there multiplies a gradient that is 0 anyway.
     if bool((mine.adv != 0).all()):
         same(seen, out["masked_fraction"], "masked fraction")

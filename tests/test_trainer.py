@@ -1054,9 +1054,12 @@ def test_a_rehearsal_asks_for_the_records_that_the_row_names(name, monkeypatch):
     """A row that reads a record it did not ask for is refused before anything is loaded."""
     row, settings = methods.METHODS[name], tiny.settings(method=name)
     assert rehearsal.method_of(settings).name == name
-    for record in {"one_step", "topk"} & set(row.needs):  # the entropy is recorded for every row, because it is logged
-        poorer = dataclasses.replace(row, needs=tuple(need for need in row.needs if need != record))
-        monkeypatch.setitem(methods.METHODS, name, poorer)
+    for word in {row.step_value, *row.features} & set(methods.RECORDS):  # what the words of the row ask for
+        if not (asked := methods.RECORDS[word]):
+            continue
+        (record,) = asked
+        assert record in row.needs
+        monkeypatch.setitem(methods.RECORDS, word, ())
         with pytest.raises(ValueError, match=f"records: the rollout holds no record '{record}"):
             rehearsal.method_of(settings)
 
