@@ -227,6 +227,17 @@ def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
 # ------------------------------------------------------------------------------------------------ generator and solver
 
 
+@pytest.mark.parametrize("kind", countdown.REWARDS)
+def test_a_verdict_is_strict_whatever_the_reward_pays_for(kind):
+    task, puzzle = Countdown(reward=kind), Puzzle((5, 6, 8), 46)
+    for response in ("5*8=40+6=46", "(5*8)+6", "5+8+6", "5*8+7", "5*8", "oops", ""):
+        verdict = task.judge(puzzle, response)
+        strict = reward(puzzle, response, "strict")
+        assert verdict.reward == task.score(puzzle, response) == reward(puzzle, response, kind)
+        assert (verdict.solved, verdict.marks) == (strict == 1, {"well_formed": strict >= 0.1})
+    assert [task.judge(puzzle, text).solved for text in ("5*8+6", "5+8+6")] == [True, False]
+
+
 @TASKS
 def test_demonstrations_are_true_running_calculations_inside_the_limits(task):
     rng = np.random.default_rng(4)

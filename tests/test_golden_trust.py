@@ -115,10 +115,14 @@ def test_dppo(case):
     mine.agrees(out["loss"], out["grad_logp_new"])
     ll = mine.logp.detach()[None]
     seen = methods.ratio_diagnostics(mine.method, mine.plan, mine.rollout, {"logp": ll}, mine.anchor, mine.adv)["clip_fraction"]
+    shift = alg.binary_divergence(ll, mine.anchor, form=mine.method.objective.keywords["form"])
+    ratios, wide = alg.log_ratio(ll, mine.anchor), mine.adv[None, :, None].expand_as(ll)
+    masked, capped = ~alg.trust_mask(ratios, wide, shift > given["threshold"]), ratios.exp() > given["trunc"]
     # verl counts the entries of adv = 0 as negative ones; its mask there multiplies a gradient that is 0 anyway.
     if bool((mine.adv != 0).all()):
-        same(seen, out["masked_fraction"], "masked fraction")
-    near = (alg.binary_divergence(ll, mine.anchor, form=mine.method.objective.keywords["form"]) - given["threshold"]).abs()
+        same(masked[mine.plan.scored].double().mean(), out["masked_fraction"], "masked fraction")
+    same((masked | capped)[mine.plan.scored].double().mean(), seen, "what is logged: masked, or at the cap of its weight")
+    near = (shift - given["threshold"]).abs()
     assert near[mine.plan.scored].min() > 1e-6, "the quirk of 1e-8 could decide a mask"
 
 
