@@ -1,9 +1,10 @@
-# Four verbs; each makes .venv from requirements.txt when it is missing or older than that file.
+# Five verbs; each makes .venv from requirements.txt when it is missing or older than that file.
 #
 #   make train        a rising reward curve on tiny Countdown, on a CPU
 #   make test         all tests, then every notebook, with its stored outputs compared
 #   make notebooks    execute the notebooks again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
+#   make pages        what is generated from the table of methods: docs/, and the map of notebook 10
 #
 # PYTHON=python3.12        the interpreter that .venv is made from (3.11 or newer)
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
@@ -23,7 +24,7 @@ STAMP := $(VENV)/requirements.stamp
 unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 
 .DELETE_ON_ERROR:
-.PHONY: train test notebooks lint
+.PHONY: train test notebooks lint pages
 
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown_cpu.yaml --out runs/countdown_cpu $(ARGS)
@@ -37,9 +38,16 @@ test: $(STAMP)
 notebooks: $(STAMP)
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
 
+# The package has 100 columns (minidrl/ruff.toml), its module of equations 88.
 lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff check --line-length 88 minidrl/algorithms.py
 	$(PY) -m ruff format --check .
+	$(PY) -m ruff format --check --line-length 88 minidrl/algorithms.py
+
+pages: $(STAMP)
+	$(PY) benchmarks/readme.py
+	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb
 
 $(STAMP): requirements.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \

@@ -189,11 +189,7 @@ def _after_visible_prompt(
     rollout: Rollout, masked: Bool[Tensor, "K B L"]
 ) -> Bool[Tensor, "K B T"]:
     # The hidden positions of a state whose prompt is all visible.
-    prompt = torch.zeros(
-        (*masked.shape[:2], rollout.prompt.shape[1]),
-        dtype=torch.bool,
-        device=masked.device,
-    )
+    prompt = masked.new_zeros(*masked.shape[:2], rollout.prompt.shape[1])
     return torch.cat([prompt, masked], -1)
 
 
@@ -211,11 +207,8 @@ def _response_plan(
 
 def _domain(rollout: Rollout, domain: str) -> Bool[Tensor, "B L"]:
     if domain not in ("keep", "all"):
-        raise _refused(
-            "plan.domain",
-            domain,
-            "keep (up to the first EOS), all (padding after EOS included)",
-        )
+        allowed = "keep (up to the first EOS), all (padding after EOS included)"
+        raise _refused("plan.domain", domain, allowed)
     return rollout.keep if domain == "keep" else torch.ones_like(rollout.keep)
 
 
@@ -255,20 +248,12 @@ def mean_field_plan(
     """
     if not 0 <= p_mask_prompt < 1:
         raise _refused("plan.p_mask_prompt", p_mask_prompt, "0 up to, not including, 1")
-    drop = (
-        _uniform(tuple(rollout.prompt.shape), generator, rollout.prompt.device)
-        < p_mask_prompt
-    )
-    hidden = torch.cat([drop & rollout.prompt_mask, torch.ones_like(rollout.keep)], -1)[
-        None
-    ]
+    noise = _uniform(tuple(rollout.prompt.shape), generator, rollout.prompt.device)
+    prompt = (noise < p_mask_prompt) & rollout.prompt_mask
+    hidden = torch.cat([prompt, torch.ones_like(rollout.keep)], -1)[None]
     scored = rollout.keep[None]
-    return Plan(
-        hidden,
-        scored,
-        torch.ones_like(scored[..., 0], dtype=rollout.logp.dtype),
-        scored.any(-1),
-    )
+    weight = torch.ones_like(scored[..., 0], dtype=rollout.logp.dtype)
+    return Plan(hidden, scored, weight, scored.any(-1))
 
 
 def elbo_time_plan(
@@ -291,12 +276,10 @@ def elbo_time_plan(
     if not 0 <= min_t < 1:
         raise _refused("plan.min_t", min_t, "0 up to, not including, 1")
     inside = _domain(rollout, domain)
-    t = min_t + (1 - min_t) * _uniform(
-        (num_states, inside.shape[0]), generator, inside.device
-    )
-    masked = (
-        _uniform((num_states, *inside.shape), generator, inside.device) < t[..., None]
-    ) & inside
+    u = _uniform((num_states, inside.shape[0]), generator, inside.device)
+    t = min_t + (1 - min_t) * u
+    noise = _uniform((num_states, *inside.shape), generator, inside.device)
+    masked = (noise < t[..., None]) & inside
     return _response_plan(rollout, masked, inside, 1 / (num_states * t))
 
 
@@ -325,9 +308,8 @@ def elbo_count_plan(
     if strata:
         u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
     count = torch.minimum((u * n).floor().long() + 1, n)
-    masked = _random_subset(
-        _uniform((num_states, *inside.shape), generator, inside.device), inside, count
-    )
+    noise = _uniform((num_states, *inside.shape), generator, inside.device)
+    masked = _random_subset(noise, inside, count)
     return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
 
 
@@ -346,29 +328,17 @@ def complementary_plan(
     """
     _check_count("plan.num_states", num_states, 2)
     if num_states % 2:
-        raise _refused(
-            "plan.num_states",
-            num_states,
-            "even numbers (pairs of a mask and its complement)",
-        )
+        allowed = "even numbers (pairs of a mask and its complement)"
+        raise _refused("plan.num_states", num_states, allowed)
     inside = _domain(rollout, domain)
     pairs, n = num_states // 2, inside.sum(-1)
-    count = (
-        (_uniform((pairs, inside.shape[0]), generator, inside.device) * (n + 1))
-        .floor()
-        .long()
-        .clamp(max=n)
-    )
-    masked = _random_subset(
-        _uniform((pairs, *inside.shape), generator, inside.device), inside, count
-    )
+    u = _uniform((pairs, inside.shape[0]), generator, inside.device)
+    count = (u * (n + 1)).floor().long().clamp(max=n)
+    noise = _uniform((pairs, *inside.shape), generator, inside.device)
+    masked = _random_subset(noise, inside, count)
     both = torch.stack([masked, inside & ~masked], 1).flatten(0, 1)
-    return _response_plan(
-        rollout,
-        both,
-        inside,
-        (n + 1).double() / (num_states * both.sum(-1).clamp(min=1)),
-    )
+    weight = (n + 1).double() / (num_states * both.sum(-1).clamp(min=1))
+    return _response_plan(rollout, both, inside, weight)
 
 
 # Where the noise of an ELBO comes from. By the law of total variance, with N times and
@@ -425,38 +395,32 @@ def quadrature_plan(
     """
     _check_count("plan.masks_per_node", masks_per_node)
     if counts not in COUNTS:
-        raise _refused("plan.counts", counts, f"{', '.join(COUNTS)}")
+        raise _refused("plan.counts", counts, ", ".join(COUNTS))
     inside = _domain(rollout, domain)
-    t, w = (
-        x.repeat_interleave(masks_per_node)[:, None].to(inside.device)
-        for x in gauss_legendre(num_nodes)
-    )
-    noise, n = (
-        _uniform((len(t), *inside.shape), generator, inside.device),
-        inside.sum(-1),
-    )
+    nodes = [x.repeat_interleave(masks_per_node) for x in gauss_legendre(num_nodes)]
+    t, w = (x[:, None].to(inside.device) for x in nodes)
+    w = w / masks_per_node
+    noise = _uniform((len(t), *inside.shape), generator, inside.device)
+    n = inside.sum(-1)
     if counts == "bernoulli":
-        return _response_plan(
-            rollout,
-            (noise < t[..., None]) & inside,
-            inside,
-            (w / masks_per_node / t).expand(-1, len(n)),
-        )
-    up = (
-        _uniform((len(t), len(n)), generator, inside.device)
-        if counts == "stochastic"
-        else 0.5
-    )
-    count = (
-        (t * n).floor()
-        if counts == "floor"
-        else torch.minimum((1 + t * (n - 1) + up).floor(), n)
-    )
-    scale = 1 / t if counts == "floor" else n / count
-    masked = _random_subset(noise, inside, count.long())
-    return _response_plan(
-        rollout, masked, inside, (w / masks_per_node * scale).expand(-1, len(n))
-    )
+        masked, scale = (noise < t[..., None]) & inside, (1 / t).expand(-1, len(n))
+    else:
+        count, scale = _count_at(t, n, counts, generator)
+        masked = _random_subset(noise, inside, count.long())
+    return _response_plan(rollout, masked, inside, w * scale)
+
+
+def _count_at(
+    t: Float[Tensor, "K 1"], n: Int[Tensor, " B"], counts: str, generator: Any
+) -> tuple[Float[Tensor, "K B"], Float[Tensor, "K B"]]:
+    # How many of n positions are hidden at time t, and the weight of their sum.
+    if counts == "floor":
+        return (t * n).floor(), (1 / t).expand(-1, len(n))
+    up = 0.5
+    if counts == "stochastic":
+        up = _uniform((len(t), len(n)), generator, n.device)
+    count = torch.minimum((1 + t * (n - 1) + up).floor(), n)
+    return count, n / count
 
 
 def block_plan(
@@ -554,10 +518,8 @@ def block_elbo_plan(
 
 
 def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
-    return (
-        torch.arange(rollout.response.shape[1], device=rollout.response.device)
-        // rollout.sampler.block_length
-    )
+    place = torch.arange(rollout.response.shape[1], device=rollout.response.device)
+    return place // rollout.sampler.block_length
 
 
 # ========================================================== 3. Plans: trajectory replay
@@ -586,30 +548,24 @@ def record(rollout: Rollout, name: str) -> Tensor:
 
 
 def num_steps(rollout: Rollout) -> int:
-    return (
-        rollout.sampler.num_steps
-        if rollout.sampler is not None
-        else int(rollout.unmask_step.max()) + 1
-    )
+    if rollout.sampler is None:
+        return int(rollout.unmask_step.max()) + 1
+    return rollout.sampler.num_steps
 
 
 def _check_num_states(rollout: Rollout, num_states: int) -> None:
     _check_count("plan.num_states", num_states)
     if num_states > num_steps(rollout):
-        raise _refused(
-            "plan.num_states",
-            num_states,
-            f"up to the {num_steps(rollout)} steps of the sampler",
-        )
+        allowed = f"up to the {num_steps(rollout)} steps of the sampler"
+        raise _refused("plan.num_states", num_states, allowed)
 
 
 def _step_entropy(rollout: Rollout, num_steps: int) -> Float[Tensor, "T B"]:
     # Summed over the tokens of a step, nats.
     step = rollout.unmask_step.clamp(min=0)
     entropy = record(rollout, "entropy").masked_fill(rollout.unmask_step < 0, 0)
-    return torch.zeros(
-        num_steps, step.shape[0], dtype=entropy.dtype, device=step.device
-    ).scatter_add_(0, step.T, entropy.T)
+    nothing = entropy.new_zeros(num_steps, step.shape[0])
+    return nothing.scatter_add_(0, step.T, entropy.T)
 
 
 def _choose(
@@ -617,13 +573,11 @@ def _choose(
 ) -> tuple[Int[Tensor, "K B"], Float[Tensor, " B"]]:
     # num_states of each row's valid steps without replacement, and the factor (how many
     # there were) / (how many were taken).
-    noise = _uniform(tuple(valid.shape), generator, valid.device).masked_fill(
-        ~valid, torch.inf
-    )
+    noise = _uniform(tuple(valid.shape), generator, valid.device)
+    order = noise.masked_fill(~valid, torch.inf).argsort(0)
     available = valid.sum(0)
-    return noise.argsort(0)[:num_states].sort(
-        0
-    ).values, available.double() / available.clamp(min=1, max=num_states)
+    taken = available.clamp(min=1, max=num_states)
+    return order[:num_states].sort(0).values, available.double() / taken
 
 
 def replay_plan(
@@ -646,15 +600,12 @@ def replay_plan(
     process, e.g. d2, TraceRL, EGSPO. Bias: see above.
     """
     last = _last_deciding_step(rollout)
-    steps = torch.arange(int(last.max()) + 1, device=last.device)[:, None].expand(
-        -1, last.shape[0]
-    )
+    every = torch.arange(int(last.max()) + 1, device=last.device)
+    steps = every[:, None].expand(-1, last.shape[0])
     valid = steps <= last
     if min_entropy > 0:
-        valid = valid & (
-            _step_entropy(rollout, int(rollout.unmask_step.max()) + 1)[: steps.shape[0]]
-            >= min_entropy
-        )
+        entropy = _step_entropy(rollout, int(rollout.unmask_step.max()) + 1)
+        valid = valid & (entropy[: steps.shape[0]] >= min_entropy)
     scale = torch.ones_like(last, dtype=rollout.logp.dtype)
     if num_states is not None:
         _check_num_states(rollout, num_states)
@@ -672,13 +623,8 @@ def _replay_states(
     unmask = rollout.unmask_step[None]
     scored = (unmask == steps[..., None]) & valid[..., None]
     masked = (unmask >= steps[..., None]) | (unmask < 0)
-    return Plan(
-        _after_visible_prompt(rollout, masked),
-        scored,
-        scale.expand(steps.shape),
-        valid,
-        step=steps,
-    )
+    hidden = _after_visible_prompt(rollout, masked)
+    return Plan(hidden, scored, scale.expand(steps.shape), valid, step=steps)
 
 
 # Most steps of a confidence-ordered sampler reveal tokens that were all but certain.
@@ -713,24 +659,16 @@ def entropy_plan(
     entropy = _step_entropy(rollout, num_steps(rollout))
     decided = torch.arange(len(entropy), device=last.device)[:, None] > last
     if shared:
-        entropy = (
-            entropy.masked_fill(decided, 0).sum(1, keepdim=True) / len(last)
-        ).expand_as(entropy)
-    order = entropy.masked_fill(decided, -torch.inf).argsort(
-        dim=0, descending=True, stable=True
-    )[:num_states]
-    plan = _replay_states(
-        rollout,
-        order,
-        ~decided.gather(0, order),
-        torch.ones_like(last, dtype=rollout.logp.dtype),
-    )
+        mean = entropy.masked_fill(decided, 0).sum(1, keepdim=True) / len(last)
+        entropy = mean.expand_as(entropy)
+    ranked = entropy.masked_fill(decided, -torch.inf)
+    order = ranked.argsort(dim=0, descending=True, stable=True)[:num_states]
+    one = torch.ones_like(last, dtype=rollout.logp.dtype)
+    plan = _replay_states(rollout, order, ~decided.gather(0, order), one)
+    if weight == "sum":
+        return plan
     tokens = plan.scored.sum(-1).clamp(min=1) if weight == "token_mean" else 1
-    return (
-        plan
-        if weight == "sum"
-        else replace(plan, weight=plan.weight / (num_states * tokens))
-    )
+    return replace(plan, weight=plan.weight / (num_states * tokens))
 
 
 # The opposite economy: keep all tokens, look at fewer states. Between one state (mean
@@ -748,14 +686,10 @@ def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> 
     (arXiv 2509.06949, shrinkage), d2 (arXiv 2509.21474, StepMerge).
     """
     _check_count("plan.merge", merge)
-    merged = replace(
-        rollout,
-        unmask_step=torch.div(rollout.unmask_step, merge, rounding_mode="floor"),
-        sampler=None,
-    )
-    return replace(
-        replay_plan(merged, generator, num_states=None, min_entropy=0.0), step=None
-    )
+    steps = torch.div(rollout.unmask_step, merge, rounding_mode="floor")
+    merged = replace(rollout, unmask_step=steps, sampler=None)
+    plan = replay_plan(merged, generator, num_states=None, min_entropy=0.0)
+    return replace(plan, step=None)
 
 
 def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
@@ -768,12 +702,8 @@ def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
     plan = replay_plan(rollout, generator, num_states=None, min_entropy=0.0)
     scored = plan.hidden[..., rollout.prompt.shape[1] :] & plan.valid[..., None]
     targets = record(rollout, "one_step").transpose(0, 1)[: len(scored)]
-    return replace(
-        plan,
-        scored=scored,
-        targets=targets,
-        weight=scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight),
-    )
+    weight = scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight)
+    return replace(plan, scored=scored, targets=targets, weight=weight)
 
 
 def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
@@ -785,13 +715,11 @@ def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
     models), DiPO (arXiv 2512.22234). Bias: as (3.1).
     """
     last, total = _last_deciding_step(rollout), num_steps(rollout)
-    by_block = torch.arange(total, device=last.device).unflatten(
-        0, (int(block_numbers(rollout)[-1]) + 1, -1)
-    )
+    blocks = int(block_numbers(rollout)[-1]) + 1
+    by_block = torch.arange(total, device=last.device).unflatten(0, (blocks, -1))
     steps = by_block.T.reshape(total, 1).expand(-1, len(last))
-    plan = _replay_states(
-        rollout, steps, steps <= last, torch.ones_like(last, dtype=rollout.logp.dtype)
-    )
+    one = torch.ones_like(last, dtype=rollout.logp.dtype)
+    plan = _replay_states(rollout, steps, steps <= last, one)
     return replace(plan, block_length=rollout.sampler.block_length)
 
 
@@ -839,9 +767,8 @@ def token_features(
         log_ref = (reference_logits.detach() / temperature).log_softmax(-1)
         values["kl_ref"] = _expectation(log_p, log_p - log_ref)
     if "confidence" in names:
-        values["confidence"] = (
-            token_confidence(logits).gather(-1, target[:, None])[:, 0].detach()
-        )
+        confidence = token_confidence(logits).detach()
+        values["confidence"] = confidence.gather(-1, target[:, None])[:, 0]
     return values
 
 
@@ -935,9 +862,9 @@ def block_causal(
     """[n, 0, q, k] True: q sees k, a real token of q's own block or of an earlier one;
     ``block`` numbers the tokens' blocks."""
     visible = block[:, None, :] <= block[:, :, None]
-    return (
-        visible if attention_mask is None else visible & attention_mask[:, None, :]
-    )[:, None]
+    if attention_mask is not None:
+        visible = visible & attention_mask[:, None, :]
+    return visible[:, None]
 
 
 def staircase_mask(
@@ -966,15 +893,13 @@ def staircase_mask(
     an unknown clean stream.
     """
     if block_length < 1 or length % block_length:
-        raise _refused(
-            "block_length", block_length, f"divisors of the response's length {length}"
-        )
+        allowed = f"divisors of the response's length {length}"
+        raise _refused("block_length", block_length, allowed)
     if clean not in ("block", "causal"):
-        raise ValueError(f"clean stream: got {clean!r}; allowed 'block', 'causal'")
+        raise _refused("clean stream", clean, "'block', 'causal'")
     prompt_length, device = prompt_mask.shape[1], prompt_mask.device
-    place = torch.arange(-prompt_length, length, device=device).clamp(
-        min=-1
-    )  # the prompt is one block, the one before 0
+    place = torch.arange(-prompt_length, length, device=device)
+    place = place.clamp(min=-1)  # the prompt is one block, the one before 0
     block = place.div(block_length, rounding_mode="floor")
     rank, noisy = block if clean == "block" else place, block[prompt_length:]
     context = rank[None, :] <= rank[:, None]
@@ -982,9 +907,8 @@ def staircase_mask(
     diagonal = noisy[None, :] == noisy[:, None]
     upper = torch.cat([context, context.new_zeros(len(block), length)], 1)
     pattern = torch.cat([upper, torch.cat([stairs, diagonal], 1)])
-    return (pattern & pad(prompt_mask, (0, 2 * length), value=True)[:, None, :])[
-        :, None
-    ]
+    real = pad(prompt_mask, (0, 2 * length), value=True)
+    return (pattern & real[:, None, :])[:, None]
 
 
 def staircase_positions(
@@ -993,9 +917,8 @@ def staircase_positions(
     """Positions for ``staircase_mask``: real tokens are counted, and noisy token i
     stands where clean token i stands."""
     prompt = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
-    response = prompt_mask.sum(-1, keepdim=True) + torch.arange(
-        length, device=prompt_mask.device
-    )
+    place = torch.arange(length, device=prompt_mask.device)
+    response = prompt_mask.sum(-1, keepdim=True) + place
     return torch.cat([prompt, response, response], 1)
 
 
@@ -1006,7 +929,7 @@ def staircase_positions(
 # a whole response. For a step or a sequence the log-probabilities are summed first, so
 # noise adds up as well; the length normaliser exists to keep the exponent small.
 
-LEVELS = ("token", "step", "pair", "sequence")
+LEVELS = ("token", "position", "step", "state", "pair", "sequence")
 Entries = Float[
     Tensor, "*s"
 ]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
@@ -1024,9 +947,12 @@ def reduce_logp(
     objective uses.
 
     token      ll[k,b,i] = logp[k,b,i]                   a ratio a token     (K, B, L)
+    position   ll[b,i]   = sum_k weight[k,b] logp        of all its states   (1, B, L)
     step       ll[k,b]   = sum_i logp[k,b,i]             a denoising step    (K, B, 1)
-    pair       ll[j,b]   = the ELBO estimate of states
-                           2j, 2j + 1 alone, see (2.4)   a mask pair       (K/2, B, 1)
+    state      ll[k,b]   = the ELBO estimate of state
+                           k alone                       a mask              (K, B, 1)
+    pair       ll[j,b]   = that of states 2j and
+                           2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
 
     ``normalizer`` (B,) or (K, B) divides ll: None for the log-likelihood itself, the
@@ -1034,14 +960,20 @@ def reduce_logp(
     ratio by the power 1/length, so it is never implied.
     """
     if level not in LEVELS:
-        raise _refused("reduction", level, f"{', '.join(LEVELS)}")
+        raise _refused("reduction", level, ", ".join(LEVELS))
     ll = logp * plan.scored
-    if level != "token":
+    if level not in ("token", "position"):
         ll = ll.sum(-1, keepdim=True)
-    if level in ("pair", "sequence"):
-        pairs = len(ll) // 2 if level == "pair" else 1
-        ll = pairs * (ll * plan.weight[..., None]).unflatten(0, (pairs, -1)).sum(1)
+    if level not in ("token", "step"):
+        parts = _parts(plan, level)
+        ll = parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1)
     return ll if normalizer is None else ll / normalizer[..., None]
+
+
+def _parts(plan: Plan, level: str) -> int:
+    # How many estimates of their own the K states make.
+    states = len(plan.scored)
+    return {"state": states, "pair": states // 2}.get(level, 1)
 
 
 def entries(
@@ -1049,13 +981,14 @@ def entries(
 ) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
     """Which entries of ll exist, and the weight with which each enters a sum (a
     sequence has absorbed its weights)."""
-    if level in ("pair", "sequence"):
-        pairs = len(plan.scored) // 2 if level == "pair" else 1
-        present = plan.scored.any(-1, keepdim=True).unflatten(0, (pairs, -1)).any(1)
-        return present, torch.ones_like(present, dtype=plan.weight.dtype)
-    return plan.scored if level == "token" else plan.scored.any(
-        -1, keepdim=True
-    ), plan.weight[..., None]
+    whole = level in ("token", "position")
+    present = plan.scored if whole else plan.scored.any(-1, keepdim=True)
+    if level in ("token", "step"):
+        return present, plan.weight[..., None]
+    parts = _parts(plan, level)
+    present = present.unflatten(0, (parts, -1)).any(1)
+    weight = torch.ones_like(plan.weight[:parts, :, None])
+    return present, weight / parts if level == "state" else weight
 
 
 # What should be lowered for a bad answer? Lowering a lower bound does not lower the
@@ -1079,14 +1012,10 @@ def eubo(
     bad answers harder.
     """
     seen = plan.scored.any(0)
-    terms = (beta * logp + plan.weight[..., None].log()).masked_fill(
-        ~plan.scored, -torch.inf
-    )
-    mean = (
-        terms.masked_fill(~seen, 0).logsumexp(0).masked_fill(~seen, 0).sum(-1)
-        / beta
-        / seen.sum(-1).clamp(min=1)
-    )
+    terms = beta * logp + plan.weight[..., None].log()
+    terms = terms.masked_fill(~plan.scored, -torch.inf).masked_fill(~seen, 0)
+    total = terms.logsumexp(0).masked_fill(~seen, 0).sum(-1)
+    mean = total / beta / seen.sum(-1).clamp(min=1)
     n = (plan.weight * plan.scored.sum(-1)).sum(0)  # sum_k n/(K l_k) l_k
     return (n * mean)[None, :, None]
 
@@ -1126,11 +1055,8 @@ def _groups(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, 
     if reward.requires_grad:
         raise ValueError("reward: carries a gradient; rewards are data, detach them")
     if num_generations < 1 or reward.shape[0] % num_generations:
-        raise _refused(
-            "num_generations",
-            num_generations,
-            f"divisors of the {reward.shape[0]} sequences",
-        )
+        allowed = f"divisors of the {reward.shape[0]} sequences"
+        raise _refused("num_generations", num_generations, allowed)
     return reward.unflatten(0, (-1, num_generations))
 
 
@@ -1158,13 +1084,10 @@ def group_z_score(
     """
     group = _groups(reward, num_generations)
     if not 0 <= ddof < num_generations:
-        raise _refused(
-            "credit.ddof", ddof, f"0 up to num_generations - 1 = {num_generations - 1}"
-        )
-    return (
-        (group - group.mean(1, keepdim=True))
-        / (group.std(1, keepdim=True, correction=ddof) + eps)
-    ).flatten()
+        allowed = f"0 up to num_generations - 1 = {num_generations - 1}"
+        raise _refused("credit.ddof", ddof, allowed)
+    std = group.std(1, keepdim=True, correction=ddof)
+    return ((group - group.mean(1, keepdim=True)) / (std + eps)).flatten()
 
 
 def leave_one_out(
@@ -1177,14 +1100,10 @@ def leave_one_out(
     """
     group = _groups(reward, num_generations)
     if num_generations < 2:
-        raise _refused(
-            "num_generations",
-            num_generations,
-            "from 2 for leave-one-out, which needs others",
-        )
-    return (
-        num_generations / (num_generations - 1) * (group - group.mean(1, keepdim=True))
-    ).flatten()
+        allowed = "from 2 for leave-one-out, which needs others"
+        raise _refused("num_generations", num_generations, allowed)
+    scale = num_generations / (num_generations - 1)
+    return (scale * (group - group.mean(1, keepdim=True))).flatten()
 
 
 # One reward for the whole trajectory credits every step alike, although many of them
@@ -1223,26 +1142,19 @@ def stepwise_advantage(
     ``group_mean`` in every row. Source: EGSPO-SA (arXiv 2603.12554). Linear and
     normalised, a constant in all rewards leaves a trace where steps differ.
     """
-    for key, value, allowed in (
-        ("schedule", schedule, SCHEDULES),
-        ("center", center, ("rank", "reward")),
-    ):
-        if value not in allowed:
-            raise ValueError(
-                f"credit.{key}: got {value!r}; allowed {', '.join(allowed)}"
-            )
+    if schedule not in SCHEDULES:
+        raise _refused("credit.schedule", schedule, ", ".join(SCHEDULES))
+    if center not in ("rank", "reward"):
+        raise _refused("credit.center", center, "rank, reward")
     if lam < 0:
         raise _refused("credit.lam", lam, "from 0")
     lam_k = lam * time if schedule == "linear" else torch.full_like(time, lam)
     total = 1 + lam_k if normalize else torch.ones_like(lam_k)
     R_k = ((1 + lam_k) * reward - lam_k * step_reward) / total
-    base = (
-        R_k if center == "rank" else reward / total
-    )  # what the group's mean is taken of
+    base = R_k if center == "rank" else reward / total  # whose mean is taken off
     group, present = (x.unflatten(1, (-1, num_generations)) for x in (base, valid))
-    mean = (group * present).sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(
-        min=1
-    )
+    count = present.sum(2, keepdim=True).clamp(min=1)
+    mean = (group * present).sum(2, keepdim=True) / count
     return R_k - mean.expand_as(group).flatten(1, 2)
 
 
@@ -1264,9 +1176,7 @@ def progress_advantage(
     keep theirs: without a KL term no other costs the update a call. Source: MDPO (arXiv
     2508.13148), code.
     """
-    rewards = torch.cat(
-        [step_reward * valid, reward[None]]
-    )  # r_1 .. r_K, and the final one
+    rewards = torch.cat([step_reward * valid, reward[None]])  # r_1 .. r_K, final
     later = _from_here_on(rewards)[1:]
     remaining = 1 + _from_here_on(valid.to(reward.dtype)) - valid.to(reward.dtype)
     before = torch.cat([torch.zeros_like(step_reward[:1]), step_reward[:-1]])
@@ -1308,9 +1218,7 @@ def log_ratio(
     tail is log-normal. That is no importance weight of anything.
     """
     if anchor.requires_grad:
-        raise ValueError(
-            "anchor: carries a gradient; the old log-likelihoods are data, detach them"
-        )
+        raise ValueError("anchor: carries a gradient; old values are data, detach them")
     return ll - anchor
 
 
@@ -1329,15 +1237,13 @@ def kl_term(
     gradients are tested by enumeration.
     """
     if ref.requires_grad:
-        raise ValueError(
-            "ref: carries a gradient; reference values are data, detach them"
-        )
+        raise ValueError("ref: carries a gradient; its values are data, detach them")
     u = ll - ref
     if form not in ("k1", "k2", "k3"):
         raise _refused("kl.form", form, "k1, k2, k3")
-    return (
-        u if form == "k1" else u.square() / 2 if form == "k2" else torch.expm1(-u) + u
-    )
+    if form == "k1":
+        return u
+    return u.square() / 2 if form == "k2" else torch.expm1(-u) + u
 
 
 # ======================================================================== 8. Objectives
@@ -1381,9 +1287,8 @@ def _surrogate(
     bypass: Bool[Tensor, "*s"] | None = None,
 ) -> Surrogate:
     never = torch.zeros_like(loss, dtype=torch.bool)
-    return Surrogate(
-        loss, never if cut is None else cut, never if bypass is None else bypass
-    )
+    cut, bypass = (never if where is None else where for where in (cut, bypass))
+    return Surrogate(loss, cut, bypass)
 
 
 def _check_above(name: str, value: float, least: float) -> None:
@@ -1433,9 +1338,8 @@ def ppo_clip(
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
     cut = ((adv > 0) & above) | ((adv < 0) & below)
-    return _surrogate(
-        -torch.minimum(ratio * adv, clipped * adv), cut, (adv < 0) & above
-    )
+    loss = -torch.minimum(ratio * adv, clipped * adv)
+    return _surrogate(loss, cut, (adv < 0) & above)
 
 
 def self_normalized_weights(
@@ -1501,9 +1405,8 @@ def truncated_is(
     normaliser. cap = inf, floor = 0: the gradient of ratio adv.
     """
     if not 0 <= floor < cap:
-        raise ValueError(
-            f"objective: got floor {floor}, cap {cap}; allowed 0 <= floor < cap"
-        )
+        got = f"floor {floor}, cap {cap}"
+        raise ValueError(f"objective: got {got}; allowed 0 <= floor < cap")
     ratio = log_ratio(ll.detach(), anchor).exp()
     loss = -ratio.clamp(floor, cap) * adv * (ll if score is None else score)
     return _surrogate(loss, (ratio > cap) | (ratio < floor))
@@ -1779,6 +1682,7 @@ AGGREGATIONS = (
     "fixed_length",
     "length_weighted",
     "group_sum",
+    "entry_mean",
 )
 
 
@@ -1794,6 +1698,7 @@ def aggregate(
     fixed_length               mean_b S_b / L              Dr. GRPO; no length bias
     length_weighted            sum_b n_b S_b / sum_b n_b   SPG; S_b a mean over tokens
     group_sum                  sum_b S_b / G               weights sum to 1 in a group
+    entry_mean                 sum_b S_b / number of entries
 
     Every normaliser is that of the global batch: it never depends on how the batch was
     split for memory.
@@ -1807,9 +1712,10 @@ def aggregate(
         "fixed_length": total.mean() / rollout.keep.shape[1],
         "length_weighted": (total * rollout.lengths).sum() / rollout.lengths.sum(),
         "group_sum": total.sum() / (total.shape[0] / rollout.num_generations),
+        "entry_mean": total.sum() / present.sum().clamp(min=1),
     }
     if how not in means:
-        raise _refused("aggregation", how, f"{', '.join(AGGREGATIONS)}")
+        raise _refused("aggregation", how, ", ".join(AGGREGATIONS))
     return means[how]
 
 

@@ -74,7 +74,8 @@ from minidrl.algorithms import (
 class KL(NamedTuple):
     """A KL penalty: form (7.2) or "exact" (the feature kl_ref), and its weight.
 
-    ``of``: the ll of the ratio, or the log_likelihood without its normaliser. ``target``: the model
+    ``of``: the ll of the ratio; the log_likelihood without its normaliser; or per_token, the same
+    with the penalty divided by the normaliser afterwards. ``target``: the model
     that the run started from (reference), or the anchor (old).
     """
 
@@ -113,7 +114,8 @@ class Method:
     refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all
                   scored by the old weights first. independent: a new plan an update, the old value
                   kept from its own plan (the ratio is then noise). scheduled: as paired, and the
-                  plan is told how far the updates on this rollout have come (``progress``)
+                  plan is told how far the updates on this rollout have come (``progress``, 0 to 1)
+                  and given a generator that is the same for all of them (``schedule``)
     order         the sampler's order that the row is about; another one is refused
     anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the
                   first update. none
@@ -465,12 +467,19 @@ row("gdsd", "GDSD (arXiv 2605.29398), GaryBall/GDSD", "regression of log-ratios 
 
 
 def draw(
-    method: Method, rollout: Rollout, generator: torch.Generator, update: int = 0, updates: int = 1
+    method: Method,
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    update: int = 0,
+    updates: int = 1,
+    schedule: torch.Generator | None = None,
 ) -> Plan:
     """The row's plan for one of the ``updates`` on a rollout, counted from 0."""
     if method.refresh != "scheduled":
         return method.plan(rollout, generator)
-    return method.plan(rollout, generator, progress=update / max(1, updates - 1))
+    progress = update / max(1, updates - 1)
+    return method.plan(rollout, generator, progress=progress, schedule=schedule)
 
 
 def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
@@ -560,7 +569,11 @@ def penalty(
         scale = normalizer(method, plan, rollout).to(feature["kl_ref"].dtype)
         return alg.reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=scale)
     target = anchor if method.kl.target == "old" else ref
-    return alg.kl_term(kl_target(method, plan, rollout, feature), target, form=method.kl.form)
+    ll = kl_target(method, plan, rollout, feature)
+    kl = alg.kl_term(ll, target, form=method.kl.form)
+    if method.kl.of != "per_token":
+        return kl
+    return kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None]
 
 
 def method_loss(
@@ -617,7 +630,7 @@ _WORDS = ("aggregation", "refresh", "normalizer", "reduction")
 _CREDITS = {"group_mean": {}, "leave_one_out": {}, "group_z_score": {"ddof": 1, "eps": 1e-4}}
 _KL_WORDS = {
     "form": ("k1", "k2", "k3", "exact"),
-    "of": ("ratio", "log_likelihood"),
+    "of": ("ratio", "log_likelihood", "per_token"),
     "target": ("reference", "old"),
 }
 # Below these (or on them) an option has no meaning, and the objective would not always say so.
@@ -743,13 +756,12 @@ def _check_like(key: str, value: Any, present: Any) -> None:
 
 
 def _numbers(method: Method) -> list[str]:
-    # The keywords of the components. One that is None is no number: what it would say is said
-    # elsewhere.
+    # The keywords of the components, but for those that something else decides: a word that is None,
+    # and what a plan is told.
     parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
-    words = {
-        f"{part}.{name}": value for part, p in parts.items() for name, value in p.keywords.items()
-    }
-    return [key for key, value in words.items() if value is not None or key == _NUM_STATES]
+    words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
+    given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]
+    return [key for key in given if key != "plan.progress"]
 
 
 def _options(method: Method) -> list[str]:

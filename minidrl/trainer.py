@@ -385,12 +385,16 @@ class Learner:
         """
         rollout, updates = experience.rollout, self.settings.num_iterations
         count = 1 if self.method.refresh == "fixed" else updates
-        noise = [self.generator(step, f"plan {i}") for i in range(count)]
-        drawn = [methods.draw(self.method, rollout, g, i, count) for i, g in enumerate(noise)]
+        drawn = [self._plan(step, rollout, i, count) for i in range(count)]
         credited = [(plan, self.advantages(experience, plan)) for plan in drawn]
         if self.method.kl is None and self.method.objective.func.needs_advantage:
             credited = [(self._audible(plan, adv), adv) for plan, adv in credited]
         return credited * (updates // count)
+
+    def _plan(self, step: int, rollout: Rollout, update: int, updates: int) -> Plan:
+        noise, schedule = self.generator(step, f"plan {update}"), self.generator(step, "schedule")
+        told = {"update": update, "updates": updates, "schedule": schedule}
+        return methods.draw(self.method, rollout, noise, **told)
 
     def _audible(self, plan: Plan, adv: Tensor) -> Plan:
         groups = adv.reshape(-1, adv.shape[-1]).unflatten(1, (-1, self.settings.num_generations))

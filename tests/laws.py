@@ -925,7 +925,10 @@ def law_reductions(alg: ModuleType) -> None:
     token = [[[logp[k, b, i] * plan.scored[k, b, i] for i in range(5)] for b in range(4)] for k in range(3)]
     step = [[[sum(token[k][b])] for b in range(4)] for k in range(3)]
     sequence = [[[sum(plan.weight[k, b] * step[k][b][0] for k in range(3))] for b in range(4)]]
-    for level, expected in (("token", token), ("step", step), ("sequence", sequence)):
+    state = [[[3 * plan.weight[k, b] * step[k][b][0]] for b in range(4)] for k in range(3)]
+    position = [[[sum(plan.weight[k, b] * token[k][b][i] for k in range(3)) for i in range(5)] for b in range(4)]]
+    levels = {"token": token, "step": step, "sequence": sequence, "state": state, "position": position}
+    for level, expected in levels.items():
         close(alg.reduce_logp(logp, plan, level=level, normalizer=None), expected, level)
         scaled = [[[v / length[b] for v in row] for b, row in enumerate(state)] for state in expected]
         close(alg.reduce_logp(logp, plan, level=level, normalizer=length), scaled, f"{level}, normalised")
@@ -945,6 +948,12 @@ def law_entries(alg: ModuleType) -> None:
     present, weight = alg.entries(plan, "sequence")
     close(present, [[[True]] * 4], "sequence")
     close(weight, [[[1.0]] * 4], "sequence weight")
+    present, weight = alg.entries(plan, "state")
+    close(present, [[[any(row)] for row in state] for state in plan.scored.tolist()], "state")
+    close(weight, [[[1 / 3]] * 4] * 3, "state weight: a mean over the states")
+    present, weight = alg.entries(plan, "position")
+    close(present[0], plan.scored.any(0).tolist(), "position")
+    close(weight, [[[1.0]] * 4], "position weight")
     silent = alg.Plan(plan.hidden, plan.scored & (torch.arange(4) != 1)[:, None], plan.weight, plan.valid)
     close(alg.entries(silent, "sequence")[0], [[[True], [False], [True], [True]]], "a sequence without scored tokens")
 
@@ -1258,7 +1267,7 @@ def law_self_normalized_on_policy_is_reinforce(alg: ModuleType) -> None:
 # ========================================================================================================= 9. Aggregation
 
 
-def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: int) -> float:
+def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: int, entries: int) -> float:
     """The normalisers in plain arithmetic."""
     rows = len(sums)
     return {
@@ -1268,6 +1277,7 @@ def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: 
         "fixed_length": sum(sums) / (rows * width),
         "length_weighted": sum(s * n for s, n in zip(sums, lengths, strict=True)) / sum(lengths),
         "group_sum": sum(sums) / (rows / group),
+        "entry_mean": sum(sums) / entries,
     }[how]
 
 
@@ -1286,7 +1296,8 @@ def law_aggregation(alg: ModuleType) -> None:
             sums["sequence"].append(float(loss[0, b, 0]))
         for level, entry in (("token", loss), ("step", loss[..., :1]), ("sequence", loss[:1, :, :1])):
             got = alg.aggregate(entry, plan, rollout, level=level, how=how)
-            close(got, by_hand(how, sums[level], lengths, 5, 2), f"{how}, {level}")
+            count = {"token": plan.scored, "step": plan.scored.any(-1), "sequence": plan.scored.any(-1).any(0)}[level].sum()
+            close(got, by_hand(how, sums[level], lengths, 5, 2, int(count)), f"{how}, {level}")
     refuses(lambda: alg.aggregate(loss, plan, rollout, level="token", how="mean"), "aggregation", "'mean'", "token_mean")
 
 
@@ -1308,7 +1319,7 @@ def law_aggregation_invariances(alg: ModuleType) -> None:
 
 @judges("9.1")
 def law_aggregation_of_prompts(alg: ModuleType) -> None:
-    """All but the two that count tokens are the mean over the prompts of what each prompt gives alone."""
+    """All but those that count tokens or entries are the mean over the prompts of what each prompt gives alone."""
     rollout, plan, loss = loose_plan(alg)
     for how in alg.AGGREGATIONS:
         alone = []
@@ -1317,6 +1328,8 @@ def law_aggregation_of_prompts(alg: ModuleType) -> None:
             cut = alg.Plan(plan.hidden[:, rows], plan.scored[:, rows], plan.weight[:, rows], plan.valid[:, rows])
             alone.append(alg.aggregate(loss[:, rows], cut, part, level="token", how=how))
         shares = [7 / 11, 4 / 11] if how in ("token_mean", "length_weighted") else [0.5, 0.5]
+        if how == "entry_mean":
+            shares = [float(plan.scored[:, rows].sum() / plan.scored.sum()) for rows in (slice(0, 2), slice(2, 4))]
         close(alg.aggregate(loss, plan, rollout, level="token", how=how), shares[0] * alone[0] + shares[1] * alone[1], how)
 
 
@@ -1507,7 +1520,9 @@ def judged_gradient(alg: ModuleType, method: Any, plan: Any, rollout: Any, rewar
     feature = features_of(alg, method, new, rollout, plan, graph=True)
     whole = (plan.valid.shape[0], 8)
     adv = alg.advantages(method, plan, rollout, reward, normal(*whole, seed=48).abs()[:, rows])
-    loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, settle(ref) if method.kl else None)
+    theirs = features_of(alg, method, ref, rollout, plan)
+    target = alg.kl_target(method, plan, rollout, theirs) if method.kl else None
+    loss = alg.method_loss(method, plan, rollout, feature, adv, anchor, target)
     return oracle.table_gradient(new, loss), settle(new)
 
 
