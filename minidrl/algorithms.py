@@ -518,6 +518,7 @@ def block_elbo_plan(
 
 
 def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
+    """The number of the block in which each position lies."""
     place = torch.arange(rollout.response.shape[1], device=rollout.response.device)
     return place // rollout.sampler.block_length
 
@@ -541,13 +542,15 @@ def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
 
 
 def record(rollout: Rollout, name: str) -> Tensor:
+    """What the sampler recorded under this name; ValueError where it did not."""
     if name not in rollout.records:
-        allowed = "those that the method asks the sampler for (needs)"
-        raise _refused("records", name, allowed)
+        wanted = "the method must ask the sampler for it (needs)"
+        raise ValueError(f"records: the rollout holds no record {name!r}; {wanted}")
     return rollout.records[name]
 
 
 def num_steps(rollout: Rollout) -> int:
+    """T, the steps of the sampler; without its settings, those that were taken."""
     if rollout.sampler is None:
         return int(rollout.unmask_step.max()) + 1
     return rollout.sampler.num_steps
@@ -781,6 +784,7 @@ def _expectation(
 
 
 def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+    """log softmax at temperature 1, in float32: what a sampler compares."""
     return (logits - logits.logsumexp(-1, keepdim=True)).float()
 
 

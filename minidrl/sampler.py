@@ -188,7 +188,8 @@ def generate(
                      and those after it, at every step: (L + W) / 2 positions on average, where a
                      step without them needs n or W. Of their logits at most CHUNK exist at a time
                      (rows x V, if that is more), and none are kept. They need the rest of the
-                     response at every step: not with block_causal attention or cache "dual".
+                     response at every step: not with cache "dual", and with block_causal attention
+                     by one more forward a step, of the whole response and without a cache.
                      "topk": the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest
                      tokens of the distribution from which the token was drawn, likeliest first; 0
                      where nothing was revealed. Not at temperature 0.
@@ -320,14 +321,10 @@ def check_records(records: Sequence[str], settings: Sampler) -> None:
     for name in records:
         if name not in RECORDS:
             raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-        if name in COMPLETIONS and (
-            settings.attention == "block_causal" or settings.cache == "dual"
-        ):
+        if name in COMPLETIONS and settings.cache == "dual":
             allowed = ", ".join(other for other in RECORDS if other not in COMPLETIONS)
-            how = "attention block_causal" if settings.attention == "block_causal" else "cache dual"
-            raise ValueError(
-                f"records: got {name!r} with {how}; allowed {allowed}, which need no later block"
-            )
+            allowed += ", which need no later block"
+            raise ValueError(f"records: got {name!r} with cache dual; allowed {allowed}")
     if "topk" in records and settings.temperature == 0:
         raise ValueError(
             "records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability"
@@ -446,6 +443,9 @@ def reveal(
     start = step // settings.steps_per_block * settings.block_length
     if settings.attention == "block_causal":
         h = encode_block(model, settings, trace, start, rows, cache)
+        if any(name in trace.records for name in COMPLETIONS):
+            rest = encode_rest(model, settings, trace, start, rows, None)
+            record_completions(model, settings, trace, noise, step, rows, rest)
     else:
         h = encode_rest(model, settings, trace, start, rows, cache)
         record_completions(model, settings, trace, noise, step, rows, h)
