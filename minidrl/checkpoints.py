@@ -63,12 +63,16 @@ class Family:
     """How the checkpoints of one ``model_type`` become one of transformers' own classes.
 
     config, network   these classes
-    tokenizer         the class that reads vocab.json and merges.txt, where there is no tokenizer.json
-    fields            fields of ``config`` -> keys of config.json, the first that has a value; empty: the file is ``config``'s
+    tokenizer         the class that reads vocab.json and merges.txt, where there is no
+                      tokenizer.json
+    fields            fields of ``config`` -> keys of config.json, the first that has a value;
+                      empty: the file is ``config``'s
     must              settings that ``network`` has no word for -> the only value that it computes
-    keys              parts of weight names, the checkpoint's -> transformers'; every one that occurs is replaced, in order
+    keys              parts of weight names, the checkpoint's -> transformers'; every one that
+                      occurs is replaced, in order
     shift             True: the network's output at position i - 1 predicts token i
-    block_key         key of config.json that holds the block length of block-causal attention; None: bidirectional
+    block_key         key of config.json that holds the block length of block-causal attention;
+                      None: bidirectional
     mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
     """
 
@@ -336,13 +340,16 @@ def load(
     """(denoiser in eval mode, tokenizer) of a folder written by ``save``, or of a LLaDA, Dream or
     SDAR checkpoint.
 
-    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its weights as safetensors,
-                   its configuration and tokenizer files are downloaded once; its code is not. A
-                   folder of adapters is loaded with the base that it names.
-    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the weights are stored in.
+    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
+                   weights as safetensors, its configuration and tokenizer files are downloaded
+                   once; its code is not. A folder of adapters is loaded with the base that it
+                   names.
+    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
+                   weights are stored in.
     block_length   SDAR only: tokens of a block; None: what config.json says.
-    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by bitsandbytes), to be used and not to be
-                   trained; embedding, head and norms in ``dtype``.
+    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
+                   bitsandbytes), to be used and not to be trained; embedding, head and norms in
+                   ``dtype``.
 
     The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
     them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,

@@ -34,7 +34,7 @@ from minidrl.algorithms import block_causal, staircase_mask, staircase_positions
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-# --------------------------------------------------------------------------------------------------------- the network
+# -------------------------------------------------------------------------------------- the network
 class Denoiser(nn.Module):
     """A bidirectional transformer in the two calls that sampler, estimators and pre-training share.
 
@@ -43,10 +43,12 @@ class Denoiser(nn.Module):
     logits, not the body, that fill a GPU. In every family the hidden state of position i is the one
     that predicts token i.
 
-    block_length   tokens of a block where attention is block-causal (SDAR); None: every token sees every other. The last token
-                   of a text ends a block, and its first block is the one that may be shorter: after
-                   a prompt of any length, the blocks are those of the response.
-    files          the files of the checkpoint beside its weights, for ``save``; empty for minidrl's own format.
+    block_length   tokens of a block where attention is block-causal (SDAR); None: every token sees
+                   every other. The last token of a text ends a block, and its first block is the
+                   one that may be shorter: after a prompt of any length, the blocks are those of
+                   the response.
+    files          the files of the checkpoint beside its weights, for ``save``; empty for minidrl's
+                   own format.
     """
 
     def __init__(
@@ -327,9 +329,7 @@ def probe_loss(
     return loss
 
 
-# ------------------------------------------------------------------------------- adapters, and memory traded for time
-
-
+# ------------------------------------------------------------- adapters, and memory traded for time
 def add_adapters(
     denoiser: Denoiser, *, rank: int, alpha: float, target_modules: list[str], seed: int, base: str
 ) -> None:
@@ -460,9 +460,7 @@ def peft() -> Any:
     return peft
 
 
-# ------------------------------------------------------------------------------------------------------ save and load
-
-
+# ------------------------------------------------------------------------------------ save and load
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of those that an optimiser updates, in its order."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

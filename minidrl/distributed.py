@@ -8,8 +8,10 @@ noise, plans, advantages and the loss on given features come out the same in eve
 works them out for itself. Shared out are the forwards:
 
     rollout     rows of the batch              then every process gets every row
-    features    forwards of a plan             then a sum: they are 0 where another process computed them
-    pass 2      forwards with a cotangent      then a sum, not a mean: the cotangents are those of the global loss
+    features    forwards of a plan             then a sum: they are 0 where another process computed
+                them
+    pass 2      forwards with a cotangent      then a sum, not a mean: the cotangents are those of
+                the global loss
 
 A forward of a sharded network needs all processes at once. So the shares have the same size: the
 last ones are filled up with forwards that another process does as well, and these count with weight
@@ -39,9 +41,8 @@ from minidrl import sampler
 from minidrl.algorithms import Plan, Rollout
 from minidrl.launch import LocalError, launched_processes, launched_rank
 
-# ----------------------------------------------------------------------------------------------------------- processes
 
-
+# ---------------------------------------------------------------------------------------- processes
 @contextlib.contextmanager
 def process_group(device: str):
     """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs; ``device`` cuda is
@@ -132,9 +133,7 @@ def on_main(call: Callable[[], Any]) -> Any:
     return result[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- shared work
-
-
+# -------------------------------------------------------------------------------------- shared work
 def share_of(total: int, process: int) -> tuple[int, int]:
     """(start, stop) of a process's share of ``total`` pieces of work: as many for each, so that the
     last may overlap.
@@ -253,9 +252,7 @@ def gather_rows(value: Tensor) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ sharded weights
-
-
+# ---------------------------------------------------------------------------------- sharded weights
 def shard(*denoisers: Any) -> None:
     """In place, each process keeps a share of each weight (FSDP2); None, and networks that are
     others' twins, are passed over.

@@ -4,9 +4,9 @@ anything is loaded.
 Resident during the whole run, for n weights of which m are trained (adapters only, where there are
 any):
 
-    weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 + 1/4096 bytes a weight:
-                     two in a byte, an 8-bit scale for 64, a float32 for 256 scales. Embedding and
-                     head stay as they are
+    weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 +
+                     1/4096 bytes a weight: two in a byte, an 8-bit scale for 64, a float32 for 256
+                     scales. Embedding and head stay as they are
     adapters         r (inputs + outputs) for each linear layer, in float32 over whatever base
     optimizer        2 m, AdamW's two moments in the element size of what is trained
     reference        n, only if a method compares with one and there are no adapters to switch off
@@ -17,30 +17,38 @@ F, V the widths of hidden state, attention, MLP and vocabulary; e the element si
 are sums of the tensors that transformers' layers keep for a backward pass:
 
     activations      what autograd keeps of the body. A layer keeps N times
-                         norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the scale]
+                         norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the
+                                    scale]
                          attention  4 e A + 4 heads + e T, queries, keys, values, result; log of the
                          normaliser; mask
                          MLP        3 e F [+ e F]
-                         adapters   4 r + their input in float32, each (one tensor for several where it is float32 already)
+                         adapters   4 r + their input in float32, each (one tensor for several where
+                                    it is float32 already)
                      ([...]: only where the base is trained.) With gradient checkpointing a layer
                      keeps its input, e D, instead
-    layer            one layer on its way back: two gradients of width F, and with checkpointing what it had not kept; over 4
-                     bits, D F unpacked weights. Or a layer of the reference on its way there, with
-                     an exact penalty
-    logits           float32 arrays of R x V, R the rows to which the head is applied at a time: logits, log-probabilities, a
-                     gradient; more for more features. The hidden states of all rows of the
-                     micro-batch and their gradient. Where the head is trained, its gradient e D V;
-                     with more than one part three, while two are added up
-    rollout          the larger of one layer's forward and the sampler's arrays of V, in float64 where it sums; the cache
-    gradients        m times the element size; they grow in an update's first backward pass, and the update removes them
-    earlier          gradients of the micro-batches before this one: all, or none where an update is one micro-batch
+    layer            one layer on its way back: two gradients of width F, and with checkpointing
+                     what it had not kept; over 4 bits, D F unpacked weights. Or a layer of the
+                     reference on its way there, with an exact penalty
+    logits           float32 arrays of R x V, R the rows to which the head is applied at a time:
+                     logits, log-probabilities, a gradient; more for more features. The hidden
+                     states of all rows of the micro-batch and their gradient. Where the head is
+                     trained, its gradient e D V; with more than one part three, while two are added
+                     up
+    rollout          the larger of one layer's forward and the sampler's arrays of V, in float64
+                     where it sums; the cache
+    gradients        m times the element size; they grow in an update's first backward pass, and the
+                     update removes them
+    earlier          gradients of the micro-batches before this one: all, or none where an update is
+                     one micro-batch
     step             the optimiser's temporary copy of what it updates, on a GPU
 
 The peak is what is resident + the most of
 
-    rollout                                         without gradients, as is the scoring, which needs less than an update
+    rollout                                         without gradients, as is the scoring, which
+                                                    needs less than an update
     earlier + activations + max(layer, logits)      the way back begins
-    gradients + layer                               it ends. In between, a layer's activations go and its gradients come
+    gradients + layer                               it ends. In between, a layer's activations go
+                                                    and its gradients come
     gradients + step
 
 The vocabulary head is applied to R rows at a time, R x V at most about feat.HEAD_NUMBERS. The
@@ -127,7 +135,7 @@ def measured(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-# ------------------------------------------------------------------------------------------------------------- resident
+# ----------------------------------------------------------------------------------------- resident
 def _count(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
@@ -179,7 +187,7 @@ def _quantized(network: nn.Module, size: int) -> float:
     return small * (1 / 2 + 1 / 64 + 1 / 4096) + size * (_count(network) - small)
 
 
-# ------------------------------------------------------------------------------------------------------------ transient
+# ---------------------------------------------------------------------------------------- transient
 def _transient(
     settings: config.Train, method: Method, rollout, plan, network: nn.Module, dtype, gpus: int
 ) -> dict:
@@ -335,9 +343,7 @@ def _logits(
     return most + head * (gpus > 1)
 
 
-# ----------------------------------------------------------------------------------- of a run
-
-
+# ----------------------------------------------------------------------------------------- of a run
 def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     """Bytes by part that the run will need on each GPU."""
     method = method_of(settings)

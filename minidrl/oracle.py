@@ -7,11 +7,13 @@ fast code cannot share a mistake. Autograd flows from every result to the model'
 `table_gradient` reads it off.
 
 Conventions
-    L, V       number of response positions; number of ordinary tokens 0 .. V-1. The mask token [MASK] has id V.
+    L, V       number of response positions; number of ordinary tokens 0 .. V-1. The mask token
+               [MASK] has id V.
     state      a tuple of L tokens; [MASK] where a position is hidden from the model.
     response   a tuple of L ordinary tokens.
     hidden     a frozenset of positions that show [MASK].
-    ll_i(M)    log p(response_i | response outside M), the log-probability of token i when exactly the set M is hidden.
+    ll_i(M)    log p(response_i | response outside M), the log-probability of token i when exactly
+               the set M is hidden.
     S(M)       the sum of ll_i(M) over i in M.
     units      log-likelihoods are natural logarithms (nats) per sequence; probabilities are plain.
     dtype      float64, whatever the dtype of the table.
@@ -34,11 +36,7 @@ State = tuple[int, ...]
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model: a table that holds one row of logits for every state
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------- The model: a table that holds one row of logits for every state
 def state_index(digits: Iterable[int], base: int) -> int:
     """Row of a state in the table: sum_i digits_i * base**i, so position 0 is the fastest digit."""
     return sum(int(digit) * base**i for i, digit in enumerate(digits))
@@ -47,7 +45,8 @@ def state_index(digits: Iterable[int], base: int) -> int:
 class TabularDenoiser(torch.nn.Module):
     """A masked denoiser with arbitrary conditionals: the logits of every state are free parameters.
 
-        p(x_i = v | state) = softmax(table[row(state), i])[v],      row(state) = sum_i state_i (V+1)^i,   [MASK] = V
+        p(x_i = v | state) = softmax(table[row(state), i])[v],      row(state) = sum_i state_i
+                                                                    (V+1)^i,   [MASK] = V
 
     Nothing forces the conditionals of different states to come from one joint distribution, and
     those of a trained network do not. `consistent_denoiser` builds the special case in which they
@@ -232,11 +231,7 @@ def consistent_denoiser(joint: Tensor) -> TabularDenoiser:
     return TabularDenoiser(table)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Likelihoods and their bounds, by enumeration of the masks or of the orders
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ----------------------- Likelihoods and their bounds, by enumeration of the masks or of the orders
 def subsets_of_size(n: int, k: int) -> list[frozenset[int]]:
     """All C(n, k) subsets of {0, .., n-1} that have k elements, in lexicographic order."""
     return [frozenset(chosen) for chosen in itertools.combinations(range(n), k)]
@@ -322,7 +317,10 @@ def elbo_integrand(model: TabularDenoiser, response: State, t: float) -> Tensor:
     """Expected integrand of the 1/t form of the ELBO, where each token is hidden independently with
     probability t:
 
-        g(t) = E[ S(M) / t ] = sum over non-empty M of t^(|M|-1) (1-t)^(L-|M|) S(M),      B = integral of g over [0, 1]
+        g(t) = E[ S(M) / t ] = sum over non-empty M of t^(|M|-1) (1-t)^(L-|M|) S(M),      B =
+                                                                                          integral
+                                                                                          of g over
+                                                                                          [0, 1]
 
     The 1/t cancels against the probability that anything is hidden, so g is a polynomial of degree
     L-1, finite at 0. Its Bernstein coefficients are L a(l):  g(t) = L sum_j C(L-1, j) t^j
@@ -411,7 +409,9 @@ def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Te
     """ELBO of a model that writes block after block: the sum over blocks m of `elbo` of block m
     given the earlier ones,
 
-        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l  <=  block_log_likelihood,    W = block_length
+        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l  <=
+                                                                                 block_log_likelihood,
+                                                                                 W = block_length
 
     where S_m(M) adds up ll_i(M and all later blocks) over i in M: later blocks are hidden and not
     scored. One block is `elbo`, blocks of one token are the exact likelihood from left to right.
@@ -466,11 +466,7 @@ def _blocks_and_rest(
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The sampler: its exact distribution over trajectories
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------- The sampler: its exact distribution over trajectories
 @dataclass(frozen=True)
 class Trajectory:
     """One outcome of the sampler.
@@ -548,7 +544,8 @@ def transition(
         random           P(next) = 1 / C(m, n) prod_{j in U} p_j(x_j)
         left_to_right    P(next) = prod_{j in U} p_j(x_j),  U the n lowest hidden positions
         right_to_left    the same with the n highest hidden positions
-        low_confidence   tokens are proposed at all m positions, each from p_j, and U are the n proposals of highest p1
+        low_confidence   tokens are proposed at all m positions, each from p_j, and U are the n
+                         proposals of highest p1
 
     For low_confidence this function adds up all V^m proposals and merges those that reveal the same
     tokens at the same positions. Where no two confidences are equal, the sum has the closed form
@@ -700,11 +697,7 @@ def response_distribution(trajectories: Iterable[Trajectory]) -> dict[State, Ten
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Policy gradients
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------- Policy gradients
 def expected_reward(trajectories: Iterable[Trajectory], reward: Callable[[State], float]) -> Tensor:
     """J = sum_tau P(tau) reward(response), a scalar that is differentiable in the table."""
     return sum(
@@ -779,7 +772,8 @@ def score_expectation(
 ) -> Tensor:
     """The surrogate whose gradient is an expected score-function estimate, exactly:
 
-        sum_tau sg[P(tau)] reward(response) score_fn(tau),       gradient = E[ reward * d score_fn / d table ]
+        sum_tau sg[P(tau)] reward(response) score_fn(tau),       gradient = E[ reward * d score_fn /
+                                                                 d table ]
 
     Its value has no meaning; take `table_gradient` of it. Equals the policy gradient when score_fn
     is log P(tau), or differs from it by a constant. With reward = 1 the gradient is the mean score,
@@ -789,11 +783,7 @@ def score_expectation(
     return sum(terms, start=torch.zeros((), dtype=torch.float64))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Estimators
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- Estimators
 def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean and variance of an estimator by enumeration of its plan:
 

@@ -1,10 +1,12 @@
 """Figures and tables: of what a run writes (metrics.jsonl, summary.json), and of the module's own
 estimators and methods.
 
-    metrics.jsonl   one JSON object a line. An update has {"step", "solved", "reward", "seconds", ...}, a held-out
-                    evaluation {"step", "eval/solved", "eval/temperature"}; both may share a line.
-                    `solved` is a fraction, `seconds` the time since the start of the run.
-    summary.json    one JSON object: method, seed, steps, seconds, solved_before, solved_after (fractions), ...
+    metrics.jsonl   one JSON object a line. An update has {"step", "solved", "reward", "seconds",
+                    ...}, a held-out evaluation {"step", "eval/solved", "eval/temperature"}; both
+                    may share a line. `solved` is a fraction, `seconds` the time since the start of
+                    the run.
+    summary.json    one JSON object: method, seed, steps, seconds, solved_before, solved_after
+                    (fractions), ...
 
 Nothing here needs a display, and matplotlib's global state is not touched.
 """
@@ -57,9 +59,7 @@ COMPARE_COLUMNS = (
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
+# ------------------------------------------------------------------------------------------ reading
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of run/metrics.jsonl in order of writing.
 
@@ -118,9 +118,7 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(window) / len(window) for window in windows]
 
 
-# -------------------------------------------------------------------------------------------------------------- figure
-
-
+# ------------------------------------------------------------------------------------------- figure
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     """Draw the solved rate of a run, as `draw_curve` does, to `path` (default run/curve.png);
     returns the path.
@@ -268,9 +266,7 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
-
-
+# ------------------------------------------------------------------------------------------- tables
 def compare_table(runs: Sequence[str | Path]) -> str:
     """A Markdown table of finished runs: a row for each, and for a method with several the mean
     [lowest, highest].

@@ -49,7 +49,7 @@ CHUNK = 2**26  # the most logits that a completion makes at a time, 256 MiB in f
 TOP_K = 20  # what inference servers return at most, so that a method that needs more could not be run on one
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
+# ----------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """The settings of a decoding run; a Rollout carries the ones that produced it.
@@ -57,7 +57,8 @@ class Sampler:
     length           L, response positions.
     block_length     positions of a block; divides ``length``. ``block_length=length``: no blocks.
     tokens_per_step  tokens revealed per network call, n; divides ``block_length``.
-    temperature      T of softmax(z / T); 0 is greedy decoding (the argmax, lowest token id on ties).
+    temperature      T of softmax(z / T); 0 is greedy decoding (the argmax, lowest token id on
+                     ties).
     order            which n hidden positions of the block a step reveals:
         "random"          the next n of a uniformly random permutation of the block;
         "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it
@@ -70,16 +71,18 @@ class Sampler:
         "left_to_right"   the n lowest hidden positions;
         "right_to_left"   the n highest: working backwards from where the response ends.
 
-    attention        what the network must be: "bidirectional" (every token sees every other), or "block_causal" (no token
-                     sees a later block; trained that way, with this block_length).
+    attention        what the network must be: "bidirectional" (every token sees every other), or
+                     "block_causal" (no token sees a later block; trained that way, with this
+                     block_length).
     cache            keys and values that are kept, so that a step computes fewer positions:
         "none"            none;
-        "exact"           those of the prompt and of finished blocks: a step computes its own block alone. The same result up
-                          to rounding, with block_causal attention;
-        "prefix"          with bidirectional attention: a block's first step computes all positions, its other steps the block
-                          and what follows it, and take the keys and values before the block as they
-                          were at the first;
-        "dual"            the same, and those after the block too: the other steps compute the block alone.
+        "exact"           those of the prompt and of finished blocks: a step computes its own block
+                          alone. The same result up to rounding, with block_causal attention;
+        "prefix"          with bidirectional attention: a block's first step computes all positions,
+                          its other steps the block and what follows it, and take the keys and
+                          values before the block as they were at the first;
+        "dual"            the same, and those after the block too: the other steps compute the block
+                          alone.
                      "prefix" and "dual" (Fast-dLLM, arXiv 2505.22618) are approximations. They make
                      rollouts off-policy: the tokens, and the ``logp`` recorded for them, are those
                      of another policy than the network's, and a trainer has to treat them so (an
@@ -146,7 +149,7 @@ def _check_count(key: str, value: Any) -> None:
         raise ValueError(f"{key}: got {value!r}; allowed an integer >= 1")
 
 
-# ---------------------------------------------------------------------------------------------------------- generation
+# --------------------------------------------------------------------------------------- generation
 @torch.no_grad()
 def generate(
     model: Any,
@@ -168,37 +171,41 @@ def generate(
     Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or
     low_confidence).
 
-    model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode first. It always
-                     sees the full length P + L; ``head`` is applied only where a token may be
-                     revealed. A block-causal model says so by its block_length, and sees no more
-                     than the blocks up to the current one. For a cache of any kind,
+    model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode
+                     first. It always sees the full length P + L; ``head`` is applied only where a
+                     token may be revealed. A block-causal model says so by its block_length, and
+                     sees no more than the blocks up to the current one. For a cache of any kind,
                      ``Denoiser.extend`` and its family.
     prompt           left-padded; ``prompt_mask`` is True at real tokens.
-    eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there ``response`` is EOS,
-                     ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends
-                     a response.
-    generator        source of all randomness, on any device; unused (None is accepted) when nothing is random, which is
-                     temperature 0 with an order other than "random".
-    records          "entropy" (B, L), nats: entropy of the distribution from which the token was drawn, at the sampling
-                     temperature and at the step that revealed it. "one_step" (B, T, L): per step
-                     the completion by argmax of every hidden token at once, the revealed ones kept;
-                     after a row's end its response. "one_step_sampled": the same with every hidden
-                     token drawn from softmax(z / T), by noise that has nothing to do with the
-                     trajectory's. These two apply ``head`` to the hidden blocks, the current one
-                     and those after it, at every step: (L + W) / 2 positions on average, where a
-                     step without them needs n or W. Of their logits at most CHUNK exist at a time
-                     (rows x V, if that is more), and none are kept. They need the rest of the
-                     response at every step: not with block_causal attention or cache "dual".
-                     "topk": the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest
-                     tokens of the distribution from which the token was drawn, likeliest first; 0
-                     where nothing was revealed. Not at temperature 0.
-    early_stop       finished rows leave the batch, asked once per block. Changes the cost, never the result.
-    micro_batch      rows per network call; None is all. Changes the memory, never the noise. With a cache, one micro-batch is
-                     finished before the next begins: only one cache exists at a time.
-    rows             the rows to generate, ascending; None: all. The others stay blank. Noise is drawn for all: a row does not
-                     depend on which others are generated here, and which by another process.
-    agree            (rows of a call, those without an end) -> the rows that go on: processes that must work in step add rows
-                     that have ended, so that all have as many. What becomes of these is wiped.
+    eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there
+                     ``response`` is EOS, ``unmask_step`` -1, ``logp`` and entropy 0, ``keep``
+                     False. None: nothing ends a response.
+    generator        source of all randomness, on any device; unused (None is accepted) when nothing
+                     is random, which is temperature 0 with an order other than "random".
+    records          "entropy" (B, L), nats: entropy of the distribution from which the token was
+                     drawn, at the sampling temperature and at the step that revealed it. "one_step"
+                     (B, T, L): per step the completion by argmax of every hidden token at once, the
+                     revealed ones kept; after a row's end its response. "one_step_sampled": the
+                     same with every hidden token drawn from softmax(z / T), by noise that has
+                     nothing to do with the trajectory's. These two apply ``head`` to the hidden
+                     blocks, the current one and those after it, at every step: (L + W) / 2
+                     positions on average, where a step without them needs n or W. Of their logits
+                     at most CHUNK exist at a time (rows x V, if that is more), and none are kept.
+                     They need the rest of the response at every step: not with block_causal
+                     attention or cache "dual". "topk": the keys topk_ids and topk_logp (B, L, M),
+                     the min(20, V - 1) likeliest tokens of the distribution from which the token
+                     was drawn, likeliest first; 0 where nothing was revealed. Not at temperature 0.
+    early_stop       finished rows leave the batch, asked once per block. Changes the cost, never
+                     the result.
+    micro_batch      rows per network call; None is all. Changes the memory, never the noise. With a
+                     cache, one micro-batch is finished before the next begins: only one cache
+                     exists at a time.
+    rows             the rows to generate, ascending; None: all. The others stay blank. Noise is
+                     drawn for all: a row does not depend on which others are generated here, and
+                     which by another process.
+    agree            (rows of a call, those without an end) -> the rows that go on: processes that
+                     must work in step add rows that have ended, so that all have as many. What
+                     becomes of these is wiped.
 
     Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for
     float64 logits). At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
@@ -253,7 +260,8 @@ def decode(
     """All steps of ``rows`` (R,), at most ``size`` of them a call; those that hold the token
     ``stop_at`` leave after the block.
 
-    cache    that of the prompts of ``rows``, where it is exact. With a cache of any kind, ``rows`` are at most ``size``.
+    cache    that of the prompts of ``rows``, where it is exact. With a cache of any kind, ``rows``
+             are at most ``size``.
     """
     for step in range(settings.num_steps):
         if settings.cache in APPROXIMATE and step % settings.steps_per_block == 0:
@@ -373,13 +381,14 @@ def add_topk(trace: Trace, count: int) -> None:
     trace.records["topk_logp"] = trace.logp.new_zeros(shape)
 
 
-# --------------------------------------------------------------------------------------------------------------- noise
+# -------------------------------------------------------------------------------------------- noise
 @dataclass(frozen=True)
 class Noise:
     """All the randomness of a call. C = positions at which a step draws: the block for
     low_confidence, else n.
 
-    order       position, counted from the start of its block, in the order of revealing; None for low_confidence.
+    order       position, counted from the start of its block, in the order of revealing; None for
+                low_confidence.
     uniform     in [0, 1), one per step, row and drawn position; None at temperature 0.
     completion  in [0, 1), one per step, row and position, for the record one_step_sampled; None
     without it.
@@ -431,7 +440,7 @@ def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B
     return priority.argsort(-1)
 
 
-# ------------------------------------------------------------------------------------------------------------ one step
+# ----------------------------------------------------------------------------------------- one step
 def reveal(
     model: Any,
     settings: Sampler,
@@ -711,7 +720,7 @@ def write(
         )
 
 
-# -------------------------------------------------------------------------------------------------------------- ending
+# ------------------------------------------------------------------------------------------- ending
 def unfinished(
     trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int
 ):
@@ -780,7 +789,7 @@ def finish(
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- replay
+# ------------------------------------------------------------------------------------------- replay
 def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
     """Steps until each row's end: those that a sampler with early stopping evaluates."""
     return unmask_step.amax(1) + 1

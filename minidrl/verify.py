@@ -2,11 +2,14 @@
 line and a number each.
 
     load      every weight of the files, and no other
-    loss      of hidden tokens of a text: far below ln V, where a network that was left at its initialisation is
-    answer    to a question whose answer is known, greedily, through the checkpoint's chat template where it has one
+    loss      of hidden tokens of a text: far below ln V, where a network that was left at its
+              initialisation is
+    answer    to a question whose answer is known, greedily, through the checkpoint's chat template
+              where it has one
     reload    the checkpoint written under its own names and read again: equal to the bit
     step      one RL step with adapters by the trainer: rollout, scoring, two updates
-    memory    the peak that minidrl/memory.py predicts for that step, and the one that the GPU counted
+    memory    the peak that minidrl/memory.py predicts for that step, and the one that the GPU
+              counted
     adapters  as trained, written in peft's format and read again on their base: equal to the bit
 
 A checkpoint with random weights must fail at loss and answer: telling it from a trained one is what
@@ -85,8 +88,10 @@ def verify(
     the first.
 
     source         a folder, or the name of a model on the Hub
-    prompt, answer, text   instead of those of ``QUESTIONS``; a prompt comes with its answer, which must occur as a whole word
-    out            where the checkpoint is written for a moment (16 GB for LLaDA-8B); None: the system's temporary folder
+    prompt, answer, text   instead of those of ``QUESTIONS``; a prompt comes with its answer, which
+                           must occur as a whole word
+    out            where the checkpoint is written for a moment (16 GB for LLaDA-8B); None: the
+                   system's temporary folder
 
     Raises ValueError for what is no checkpoint, for options that are not allowed, and for a text of
     less than 8 tokens.
@@ -135,7 +140,7 @@ def _checked(name: str, call: Callable[[], str]) -> Check:
         return Check(name, "FAILED", checkpoints.one_line(error))
 
 
-# ------------------------------------------------------------------------------------------------------------- settings
+# ----------------------------------------------------------------------------------------- settings
 def _settings(source: str, device: str, dtype: str) -> config.Train:
     """A small RL step with adapters; of the published recipe the method, the rate, the order and
     the temperature."""
@@ -205,7 +210,7 @@ def _question(tok: Any, prompt: str | None, answer: str | None, text: str | None
     return asked
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------- checks
 def _load(settings: config.Train, made: dict) -> str:
     started = time.perf_counter()
     dtype = None if settings.dtype == "stored" else getattr(torch, settings.dtype)
@@ -321,7 +326,7 @@ def _adapters(made: dict, out: str | None) -> str:
         return _saved_and_read(learner.model, learner.tok, folder, _dtype(learner.model))
 
 
-# ------------------------------------------------------------------------------------------------------ save and reload
+# ---------------------------------------------------------------------------------- save and reload
 @contextlib.contextmanager
 def _folder(out: str | None, size: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=out) as folder:

@@ -1,7 +1,8 @@
 """Countdown: combine the given numbers with + - * / so that the result is the target.
 
     prompt     5,6,8>46:            the numbers, the target
-    response   5*8=40+6=46          a running calculation: each result is the left operand of the next operation
+    response   5*8=40+6=46          a running calculation: each result is the left operand of the
+               next operation
            or  (5*8)+6              a bare expression, which the verifier accepts as well
 
 Why a running calculation: a small network cannot evaluate ``(5*8)+6`` in one look, but ``5*8=40``
@@ -16,8 +17,10 @@ with a bounded depth and computed in ``Fraction``. The grammar:
     running     number op number '=' number (op number '=' number)*
     expression  term (('+' | '-') term)*                   left-associative, * and / bind tighter
     term        atom (('*' | '/') atom)*
-    atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one another
-    number      0 to 999999, without leading zeros: ``007`` is refused; no sign (unary minus is not in the grammar), no point
+    atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one
+                another
+    number      0 to 999999, without leading zeros: ``007`` is refused; no sign (unary minus is not
+                in the grammar), no point
 
 For a network that was trained on words, ``prompt_format: chat`` asks in words, through the
 tokenizer's chat template, and reads the answer between the one <answer> and the one </answer> of
@@ -57,9 +60,7 @@ PROMPT_FORMATS = ("plain", "chat")
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
-# ----------------------------------------------------------------------------------------------------------- the task
-
-
+# ----------------------------------------------------------------------------------------- the task
 @dataclass(frozen=True)
 class Puzzle:
     """Numbers in the order in which the prompt shows them, and the target."""
@@ -275,9 +276,7 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
 
 
-# ------------------------------------------------------------------------------------ the generator: running calculations
-
-
+# -------------------------------------------------------------- the generator: running calculations
 def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
     """Every running calculation of all the numbers through integers in 0..max_value, by its value;
     do not change the lists."""
@@ -320,9 +319,7 @@ def _all_chains(numbers: tuple[int, ...], max_value: int) -> list[str]:
     return sorted(itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values()))
 
 
-# ------------------------------------------------------------------------------------------------- solver, by brute force
-
-
+# --------------------------------------------------------------------------- solver, by brute force
 class _Expression(NamedTuple):
     text: str
     value: Fraction
@@ -382,8 +379,7 @@ def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
     return _Expression(f"{first}{op}{second}", _apply(left.value, op, right.value), rank)
 
 
-# --------------------------------------------------------------------------------------------------------- the verifier
-
+# ------------------------------------------------------------------------------------- the verifier
 _TOKEN = re.compile(
     r"0|[1-9][0-9]{0,5}|[-+*/()]"
 )  # 007 is three numbers in a row, which no rule allows
@@ -516,13 +512,13 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
     """Reward of a response, by the name of the rule; ValueError for another name. A response is the
     answer, without tags.
 
-    strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0 otherwise. The rule as
-                 it is usually described.
+    strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0
+                 otherwise. The rule as it is usually described.
     binary       1 solved; 0 otherwise.
-    any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters included; 0 for no answer.
-                 The rule of published code, which pays for an answer tag whatever it holds. Such
-                 code computes the value with ``eval`` and allows 1e-5; what is solved is exact
-                 here, under each of the three names.
+    any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters
+                 included; 0 for no answer. The rule of published code, which pays for an answer tag
+                 whatever it holds. Such code computes the value with ``eval`` and allows 1e-5; what
+                 is solved is exact here, under each of the three names.
     """
     _check_choice("task.reward", kind, REWARDS)
     result = evaluate(response)
@@ -534,9 +530,7 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
     return 0.1 if kind == "any_answer" and isinstance(response, str) and response else 0.0
 
 
-# -------------------------------------------------------------------------------------------------------- the tokenizer
-
-
+# ------------------------------------------------------------------------------------ the tokenizer
 def tokenizer() -> PreTrainedTokenizerFast:
     """A character-level tokenizer in transformers' own format: 20 characters, [PAD], [MASK], [EOS];
     pads on the left.
