@@ -76,7 +76,7 @@ class Denoiser(nn.Module):
     def encode(
         self, tokens: Int[Tensor, "N T"], attention_mask: Bool[Tensor, "N T"] | None
     ) -> Float[Tensor, "N T D"]:
-        """Hidden states of every position; ``attention_mask`` is False at padding, None without any.
+        """Hidden states of every position; ``attention_mask``: False at padding, None: no padding.
 
         Positions count real tokens only. Attention depends on their differences, so this changes
         nothing in exact arithmetic; but the rotary tables are float32, and a shift by the padding
@@ -225,7 +225,7 @@ def shifted(
 
 
 def compiled(denoiser: Denoiser) -> Denoiser:
-    """The same network (shared weights) through torch.compile; a shape's first call takes seconds."""
+    """The same network (shared weights) through torch.compile; a new shape takes seconds."""
     other = copy.copy(denoiser)
     for name in ("encode", "encode_staircase"):
         other.__dict__[name] = torch.compile(getattr(denoiser, name))
