@@ -418,7 +418,6 @@ def peft() -> Any:
     return peft
 
 
-# ------------------------------------------------------------------------------------ save and load
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of those that an optimiser updates, in its order."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -394,11 +394,8 @@ def draw_noise(
         order = torch.arange(settings.block_length, device=device).expand(block)
     elif settings.order == "right_to_left":
         order = torch.arange(settings.block_length, device=device).flip(0).expand(block)
-    width, drawn, completion = (
-        settings.tokens_per_step if order is not None else block[-1],
-        None,
-        None,
-    )
+    width = settings.block_length if order is None else settings.tokens_per_step
+    drawn = completion = None
     if settings.temperature > 0:
         drawn = uniform(settings.num_steps, rows, width)
         if "one_step_sampled" in records:
@@ -450,6 +447,7 @@ def encode_block(
     cache: DynamicCache | None,
 ) -> Float[Tensor, "R W D"]:
     """Hidden states of the W positions from ``start``, the current block of a block-causal model.
+
     ``cache`` holds a past of ``rows`` that does not change any more: the prompt, and the finished
     blocks but the last, which is computed, and stays, with the first step of the block after it.
     The current block is taken out again: it goes on changing.
@@ -472,8 +470,7 @@ def encode_rest(
     rows: Int[Tensor, " R"],
     cache: DynamicCache | None,
 ) -> Float[Tensor, "R M D"]:
-    """Hidden states of the M response positions from ``start`` on, to the last one or, with the
-    cache "dual", the block's.
+    """Hidden states of the M response positions from ``start`` to the last (dual: the block's).
 
     ``cache`` is empty before the first step of a block, which computes all positions, these M at
     the end. They are taken out again, so that the later steps meet the others' keys and values as
