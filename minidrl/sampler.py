@@ -242,12 +242,12 @@ def decode(
     ``rows`` are at most ``size``.
     """
     for step in range(settings.num_steps):
-        block, within = divmod(step, settings.steps_per_block)
-        if settings.cache in APPROXIMATE and within == 0:
+        if settings.cache in APPROXIMATE and step % settings.steps_per_block == 0:
             cache = DynamicCache()  # a block begins with nothing kept
         for part in rows.split(size):
             reveal(model, settings, trace, noise, step, part, cache)
-        if within + 1 == settings.steps_per_block and stop_at is not None:
+        if (step + 1) % settings.steps_per_block == 0 and stop_at is not None:
+            block = step // settings.steps_per_block
             left = agree(rows, unfinished(trace, rows, block, settings, stop_at))
             if len(left) == 0:
                 break
@@ -622,17 +622,17 @@ def one_step_completion(
     """
     rest = h.shape[1]
     width = min(settings.block_length, max(1, CHUNK // (max(1, len(h)) * model.vocab_size)))
-    guess = []
+    parts = []
     for start in range(0, rest, width):
         logits = model.head(h[:, start : start + width])
         if u is None:
-            guess.append(logits.argmax(-1))
+            parts.append(logits.argmax(-1))
         else:
             share = u[:, -rest:][:, start : start + width]
-            guess.append(propose(logits, settings.temperature, share, False).token)
+            parts.append(propose(logits, settings.temperature, share, False).token)
     done, current = tokens[:, -settings.length :].split([settings.length - rest, rest], 1)
-    hidden = current == model.mask_token_id
-    return torch.cat([done, torch.where(hidden, torch.cat(guess, 1), current)], 1)
+    guess = torch.cat(parts, 1)
+    return torch.cat([done, torch.where(current == model.mask_token_id, guess, current)], 1)
 
 
 def write(
