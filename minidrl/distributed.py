@@ -133,8 +133,8 @@ def on_main(call: Callable[[], Any]) -> Any:
 def share_of(total: int, process: int) -> tuple[int, int]:
     """(start, stop) of a process's share of ``total`` pieces of work: as many for each.
 
-    The last may therefore overlap: its own are those from ``process`` x size on; the ones before them
-    are another's, and only fill the share up.
+    The last may therefore overlap: its own are those from ``process`` x size on; the ones before
+    them are another's, and only fill the share up.
     """
     size = -(-total // num_processes())
     start = min(process * size, total - size)
