@@ -101,10 +101,8 @@ def verify(
     settings = _settings(source, device, dtype)
     trainer.prepare(settings)
     if (prompt is None) != (answer is None) or answer == "":
-        got, allowed = (
-            f"{answer!r} with prompt {prompt!r}",
-            "both or none, and a word that is not empty",
-        )
+        got = f"{answer!r} with prompt {prompt!r}"
+        allowed = "both or none, and a word that is not empty"
         raise ValueError(f"answer: got {got}; allowed {allowed}")
     if out is not None and not Path(out).is_dir():
         raise ValueError(f"out: got {out!r}; allowed a folder")
@@ -229,10 +227,8 @@ def _answer(model: Denoiser, tok: Any, question: Example) -> str:
     reply = decode(tok, made.response)[0]
     if not re.search(rf"(?<!\w){re.escape(question.answer)}(?!\w)", reply):
         raise Failed(f"{question.prompt!r} -> {reply!r}, which lacks {question.answer!r}")
-    said, size = (
-        f"{question.prompt!r} -> {reply!r}, with {question.answer!r}",
-        model.block_length or 1,
-    )
+    size = model.block_length or 1
+    said = f"{question.prompt!r} -> {reply!r}, with {question.answer!r}"
     if over := batch.input_ids.shape[1] % size:
         said += f"; of the prompt's blocks of {size} the first has {over} tokens"
     return said
@@ -269,10 +265,8 @@ def _step(settings: config.Train, made: dict) -> str:
     made["learner"] = learner
     same = [name for name, p in denoiser.trained(learner.model) if torch.equal(p, before[name])]
     # A moves from the second update on, and only if that is not clipped.
-    stuck, norm = (
-        [name for name in same if ".lora_B." in name],
-        f"gradient norm {row['grad_norm']:.3g}",
-    )
+    stuck = [name for name in same if ".lora_B." in name]
+    norm = f"gradient norm {row['grad_norm']:.3g}"
     if stuck or not row["grad_norm"] > 0:
         raise Failed(f"{norm}; {len(stuck)} adapters did not move: {', '.join(stuck[:2])}")
     tokens, seconds = row["completions/tokens"], time.perf_counter() - started

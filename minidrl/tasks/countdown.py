@@ -79,8 +79,8 @@ class Puzzle:
         """The puzzle in words, for a chat; the wording is ours."""
         numbers = ", ".join(map(str, self.numbers))
         return (
-            f"Combine the numbers {numbers} with the operations +, -, * and / so that the result is "
-            f"exactly {self.target}. Use every number exactly once. Think first; then write the "
+            f"Combine the numbers {numbers} with the operations +, -, * and / so that the result "
+            f"is exactly {self.target}. Use every number exactly once. Think first; then write the "
             "expression alone, without an equals sign, between <answer> and </answer>."
         )
 
@@ -188,10 +188,8 @@ class Countdown:
 
     def targets(self, numbers: tuple[int, ...]) -> list[int]:
         """Every target that the numbers can reach inside the difficulty's limits, ascending."""
-        most, found = (
-            self.max_target or self.max_value,
-            running_calculations(numbers, self.max_value),
-        )
+        found = running_calculations(numbers, self.max_value)
+        most = self.max_target or self.max_value
         return sorted(value for value in found if 1 <= value <= most)
 
     def demonstrations(
@@ -450,7 +448,8 @@ def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
     """(value, numbers used, in order) of a response, exactly; None if malformed or false.
 
     That is: not in the grammar, or stating a false equation. A division by zero, a text of more
-    than ``MAX_CHARACTERS`` and an object that is no text are None as well. Never raises, never evaluates code. The work is bounded: at most MAX_CHARACTERS
+    than ``MAX_CHARACTERS`` and an object that is no text are None as well. Never raises, never
+    evaluates code. The work is bounded: at most MAX_CHARACTERS
     tokens, each taken once, and at most as many operations on fractions whose terms stay below
     2^256 (the product of the literals times 2 an operation).
     """
