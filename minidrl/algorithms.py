@@ -1110,6 +1110,22 @@ def leave_one_out(
     return (scale * (group - group.mean(1, keepdim=True))).flatten()
 
 
+def softmax_contrast(
+    reward: Float[Tensor, " B"], num_generations: int, *, psi: float
+) -> Float[Tensor, " B"]:
+    """(6.6) adv = softmax(psi A) - softmax(-psi A) over the group, A = reward - mean.
+
+    The weights of wd1: what the best KL-regularised policy would give the samples, less
+    what the worst would, so that a likelihood weighted with them needs no ratio. They
+    sum to 0 in each group; for small A they are 2 psi A / N, and saturate for large A.
+    Source: wd1, weighted policy optimization (arXiv 2507.08838), read in its code, which
+    has psi = 1. Loss with (8.1): a sum over the group, "group_sum".
+    """
+    group = _groups(reward, num_generations)
+    logits = psi * (group - group.mean(1, keepdim=True))
+    return (logits.softmax(1) - (-logits).softmax(1)).flatten()
+
+
 # One reward for the whole trajectory credits every step alike, although many of them
 # changed nothing. The network offers an estimate of what a state was worth before its
 # step: the argmax of all hidden positions at once, which the rollout's forward has

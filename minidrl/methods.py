@@ -62,6 +62,7 @@ from minidrl.algorithms import (
     response_length,
     sandwich,
     self_normalized_clip,
+    softmax_contrast,
     spo,
     stepwise_advantage,
     topk_divergence,
@@ -459,6 +460,20 @@ row("gdsd", "GDSD (arXiv 2605.29398), GaryBall/GDSD", "regression of log-ratios 
   anchor="old", reduction="pair",
   credit=P(leave_one_out), extra=P(response_length),
   objective=P(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), aggregation="sequence_mean")
+
+row("wd1", "wd1 (arXiv 2507.08838) and its code (xiaohangt/wd1)", "softmax weights, no ratio",
+  differs="softmax over the prompt's group; the code's is over the rows of a call, there a group",
+  plan=P(mean_field_plan, p_mask_prompt=0.15),
+  anchor="none", refresh="paired", reduction="sequence",
+  credit=P(softmax_contrast, psi=1.0),
+  objective=P(reinforce), aggregation="group_sum")
+
+row("justgrpo", "JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "tokens from left to right",
+  differs="as its code, whose ratio is 1: no clip; scored to the first EOS, over all rollouts",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  order="left_to_right", anchor="none", temperature="sampling", reduction="token",
+  credit=P(group_z_score, ddof=1, eps=0.0001),
+  objective=P(reinforce), aggregation="fixed_length")
 
 # fmt: on
 

@@ -44,7 +44,7 @@ class Stale(Exception):
 
 
 class Definition(NamedTuple):
-    """A name at the top of a module (or Class.member): its lines, counted from 1, and the number of its statement."""
+    """A name at the top of a module, Class.member, or row.name of the table: its lines, from 1, and the number of its statement."""
 
     name: str
     first: int
@@ -60,6 +60,8 @@ def _first(node: ast.stmt) -> int:
 def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "row":
+        return [f"row.{node.value.args[0].value}"]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 

@@ -1220,18 +1220,18 @@ def law_self_normalized_gradient(alg: ModuleType) -> None:
     ratio, adv = [1.0, 2.0, 10.0, 0.25, 7.0, 8.0, 0.5, 1.0], [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0]
     anchor = normal(8, seed=32)
     for cap in (0.6, 5.0, 6.0):
-        loss = lambda ll, cap=cap: alg.self_normalized_clip(  # noqa: E731
-            ll[None, :, None], anchor[None, :, None], double(adv)[None, :, None], 4, cap=cap
-        ).loss
+
+        def loss(ll: Tensor, sign: float = 1.0, cap: float = cap) -> Tensor:
+            given = (ll[None, :, None], anchor[None, :, None], sign * double(adv)[None, :, None], 4)
+            return alg.self_normalized_clip(*given, cap=cap).loss
+
         got = coefficients(loss, anchor + double(ratio).log())
         capped = [min(r, cap) for r in ratio]
         w = [c / sum(capped[4 * (j // 4) : 4 * (j // 4) + 4]) for j, c in enumerate(capped)]
         close(got, [-a * b for a, b in zip(w, adv, strict=True)], f"cap {cap}")
         assert bool((got != 0).all()), "clipped samples learn"
-        other = lambda ll, cap=cap: alg.self_normalized_clip(  # noqa: E731
-            ll[None, :, None], anchor[None, :, None], -double(adv)[None, :, None], 4, cap=cap
-        ).loss
-        close(coefficients(other, anchor + double(ratio).log()), -got, "weights do not see the sign of adv")
+        other = coefficients(functools.partial(loss, sign=-1.0), anchor + double(ratio).log())
+        close(other, -got, "weights do not see the sign of adv")
 
 
 @judges("8.4")
@@ -1243,7 +1243,8 @@ def law_self_normalized_gradient_is_bounded(alg: ModuleType) -> None:
     for log_ratio in (0.0, 5.0, 12.0, 27.0):
         ll = double([0.1, log_ratio, -0.3, -0.2])
         mine = coefficients(
-            lambda x: alg.self_normalized_clip(x[None, :, None], anchor[None, :, None], adv[None, :, None], 4, cap=1e30).loss, ll
+            lambda x: alg.self_normalized_clip(x[None, :, None], anchor[None, :, None], adv[None, :, None], 4, cap=1e30).loss,
+            ll,
         )
         assert (mine @ g).norm().item() <= limit + 1e-12
         clip = {"anchor": anchor, "adv": adv, "num_generations": 4, "epsilon_low": 0.2, "epsilon_high": 0.2}
@@ -1612,7 +1613,9 @@ def law_normalizers(alg: ModuleType) -> None:
     kept = alg.reduced(methods.with_options(base, {"normalizer": "kept_length"}), plan, rollout, logp)
     close(kept, [[[plain[0, b, 0] / int(rollout.keep[b].sum())] for b in range(8)]], "kept_length")
     close(
-        alg.reduced(methods.with_options(base, {"normalizer": "padded_length"}), plan, rollout, logp), plain / 4, "padded_length"
+        alg.reduced(methods.with_options(base, {"normalizer": "padded_length"}), plan, rollout, logp),
+        plain / 4,
+        "padded_length",
     )
     refuses(lambda: methods.with_options(base, {"normalizer": "words"}), "normalizer", "'words'", "kept_length")
     refuses(lambda: alg.behaviour_anchor(base, plan, rollout), "anchor", "grpo", "replay")
@@ -1740,7 +1743,8 @@ def law_objectives_are_what_they_declare(alg: ModuleType) -> None:
 @judges("10.1")
 def law_rows_are_what_their_parts_declare(alg: ModuleType) -> None:
     """linear: no coefficient of a feature depends on the features. linear_on_policy: none does where ll is its own anchor."""
-    for name, row in alg.METHODS.items():
+    more = {"reinforce, k2": methods.with_options(alg.METHODS["reinforce"], {"kl.form": "k2", "kl.beta": 0.5})}
+    for name, row in {**alg.METHODS, **more}.items():
         method = sized(row)
         drawn, old, new, ref, reward = experience(name)
         rollout = alg.Rollout(**vars(drawn))
@@ -1749,7 +1753,9 @@ def law_rows_are_what_their_parts_declare(alg: ModuleType) -> None:
         slopes = {True: [], False: []}
         for model in (old, new):
             feature = features_of(alg, method, model, rollout, plan)
-            mine, other = (alg.reduced(method, plan, rollout, x) for x in (feature, features_of(alg, method, ref, rollout, plan)))
+            mine, other = (
+                alg.reduced(method, plan, rollout, x) for x in (feature, features_of(alg, method, ref, rollout, plan))
+            )
             for own in (True, False):
                 anchor, leaf = mine if own else other, {key: value.clone().requires_grad_() for key, value in feature.items()}
                 target = other if method.kl and method.kl.target == "reference" else None
@@ -1758,7 +1764,76 @@ def law_rows_are_what_their_parts_declare(alg: ModuleType) -> None:
                 slopes[own].append(torch.cat([g.flatten() for g in grads if g is not None]))
         same = {own: bool((a - b).abs().max() <= 1e-12) for own, (a, b) in slopes.items()}
         assert method.linear == (same[False] and same[True]), f"{name}: linear"
-        assert same[True] or not method.linear_on_policy, f"{name}: linear_on_policy"
+        known = name != "dppo-topk"  # whose divergence does not matter there, but is no linear function
+        assert method.linear_on_policy == (same[True] and known), f"{name}: linear_on_policy"
+
+
+@judges("10.1")
+def law_needs_of_the_rows(alg: ModuleType) -> None:
+    """What a row asks the sampler to record: completions for values of states, likeliest tokens for their divergence."""
+    asked = dict.fromkeys(("egspo-sa", "egspo-sa-released", "mdpo"), ("one_step",)) | {"dppo-topk": ("topk",)}
+    for name, method in alg.METHODS.items():
+        assert method.needs == asked.get(name, ()), f"{name}: {method.needs}"
+    drawn = methods.with_options(alg.METHODS["egspo-sa"], {"step_value": "sampled"})
+    assert drawn.needs == ("one_step", "one_step_sampled"), drawn.needs
+
+
+@judges("4.1")
+def law_two_pass_backward(alg: ModuleType) -> None:
+    """The gradient is that of one graph, at the features of pass 1 or at those given in its place; what it tells is so."""
+    _, rollout, plan = mixed_batch(alg)
+    model, reference = (oracle.TabularDenoiser.random(4, 3, seeded(seed)) for seed in (91, 92))
+    names = ("logp", "entropy", "kl_ref")
+    how = {"temperature": 0.7, "names": names, "reference": reference}
+    c = normal(3, *plan.scored.shape, seed=93)
+    needed = plan.valid & plan.scored.any(-1)
+    k, b = needed.nonzero()[2].tolist()
+    c[:, k, b], needed[k, b] = 0, False  # a state in which the loss has no slope
+    c[1:, *needed.nonzero()[3].tolist()] = 0  # one in which it has a slope in logp only
+
+    def loss(feature: dict) -> Tensor:
+        x, y, z = (c[i] * feature[name] for i, name in enumerate(names))
+        return (0.3 * x + y).sum((0, 2)).exp().sum() + (x * z).sum() + feature["logp"].detach().sum()
+
+    graph = graph_features(alg, model, rollout, plan, **how)
+    for size in (1, 256):
+        found = alg.two_pass_backward(model, rollout, plan, loss, size=size, **how)
+        close(found.loss, loss(graph), "loss")
+        assert not found.loss.requires_grad, "the loss is a number"
+        close(model.table.grad, oracle.table_gradient(model, loss(graph)), f"gradient, {size} states at a time")
+        assert found.calls == 2 * int(needed.sum()), f"{found.calls} calls, the reference's included"
+        for name in names:
+            close(found.seen[name], graph[name] * needed[..., None], f"seen: {name}")
+        model.zero_grad()
+    alone = alg.two_pass_backward(model, rollout, plan, lambda f: (c[0] * f["logp"]).sum().exp(), temperature=0.7)
+    assert alone.calls == int(needed.sum()), "calls without a reference"
+    model.zero_grad()
+
+    leaves = {name: (value.detach() + 0.1).requires_grad_() for name, value in graph.items()}
+    slopes = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    truth = oracle.table_gradient(model, sum((g * graph[name]).sum() for name, g in zip(leaves, slopes, strict=True)))
+    encode, rows = model.encode, []
+    model.encode = lambda *given: (rows.append(len(given[0])), encode(*given))[1]
+    found = alg.two_pass_backward(model, rollout, plan, loss, feature=leaves, **how)
+    assert sum(rows) == int(needed.sum()), f"{sum(rows)} sequences, where pass 1 is given"
+    close(found.loss, loss(leaves), "loss at what is given")
+    close(model.table.grad, truth, "gradient at what is given")
+    model.zero_grad()
+
+    for bad in (math.inf, math.nan):
+        try:
+            alg.two_pass_backward(model, rollout, plan, lambda f, bad=bad: f["logp"].sum() * bad, temperature=0.7)
+        except FloatingPointError:
+            assert model.table.grad is None, f"{bad}: before anything is added to the gradient"
+        else:
+            raise AssertionError(f"a loss of {bad} is not refused")
+    cotangent = torch.zeros_like(plan.scored, dtype=torch.float64)
+    cotangent[tuple(plan.scored.nonzero()[0])] = math.nan
+    _, calls = alg.second_pass(model, rollout, plan, {"logp": cotangent}, temperature=0.7, size=1)
+    assert calls == 1 and bool(model.table.grad.isnan().any()), "a cotangent that is not a number is not 0"
+    model.drop = torch.nn.Dropout(0.1)
+    refuses(lambda: alg.two_pass_backward(model, rollout, plan, loss, **how), "model", "dropout 0.1", "drop")
+    alg.refuse_random_modules(model.eval())
 
 
 @judges()
@@ -1803,4 +1878,5 @@ import laws_gdpo  # noqa: E402, F401
 import laws_stabledrl  # noqa: E402, F401
 import laws_steps  # noqa: E402, F401
 import laws_trust  # noqa: E402, F401
+import laws_papers  # noqa: E402, F401
 import laws_zoo  # noqa: E402, F401

@@ -445,6 +445,8 @@ def law_staircase_mask(alg: ModuleType) -> None:
             real = kind[k] != "prompt" or bool(prompt_mask[n, k])
             assert bool(got[n, 0, q, k]) == (sees and real), f"{clean}, blocks of {size}: {kind[q]} {q}, {kind[k]} {k}"
         close(alg.staircase_positions(prompt_mask, length)[0, 1:], [0, 1, *[2 + i for i in range(length)] * 2], "positions")
+    whole = alg.block_causal(torch.tensor([[0, 0, 1, 1, 2]]), torch.tensor([[False, True, True, True, True]]))
+    close(whole[0, 0], [[0, 1, 0, 0, 0]] * 2 + [[0, 1, 1, 1, 0]] * 2 + [[0, 1, 1, 1, 1]], "block-causal")
     for size in (0, 3):
         refuses(lambda size=size: alg.staircase_mask(prompt_mask, 4, size, clean="block"), "block_length", str(size), "4")
     refuses(lambda: alg.staircase_mask(prompt_mask, 4, 2, clean="all"), "clean stream", "'all'", "block", "causal")

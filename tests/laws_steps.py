@@ -348,6 +348,9 @@ def law_exact_kl(alg: ModuleType) -> None:
         close(oracle.table_gradient(new, found), oracle.table_gradient(new, total), "gradient")
         close(oracle.table_gradient(ref, found), torch.zeros_like(ref.table), "the reference is data")
         close(ask(reference=new)["kl_ref"], torch.zeros(len(states), 4), "KL(p || p)")
+        half = oracle.TabularDenoiser(ref.table.detach() / 2)
+        half.head = lambda h: ref.head(2 * h)
+        close(ask(reference=half)["kl_ref"].unflatten(0, got.shape[:2]), got, "read by the reference's own head")
 
 
 @judges("4.1", "7.2")

@@ -73,7 +73,9 @@ def law_dual_clip_gradient(alg: Any) -> None:
     values = [-min(r * a, min(max(r, 1 - low), 1 + high) * a) for r, a in cases]
     expected = [min(v, -bound * a) if a < 0 else v for v, (_, a) in zip(values, cases, strict=True)]
     close(loss(ll, anchor, adv, 1).loss, expected, "loss")
-    refuses(lambda: alg.dual_clip(ll, anchor, adv, 1, epsilon_low=low, epsilon_high=high, bound=1.0).loss, "objective.bound", "1.0")
+    refuses(
+        lambda: alg.dual_clip(ll, anchor, adv, 1, epsilon_low=low, epsilon_high=high, bound=1.0).loss, "objective.bound", "1.0"
+    )
 
 
 @judges("8.5")
@@ -87,7 +89,9 @@ def law_truncated_weights_keep_teaching(alg: Any) -> None:
             close(got, [-a * min(max(r, floor), cap) for r in ratios], f"{floor}, {cap}", 1e-9)
     for floor, cap in ((-0.1, 2.0), (2.0, 2.0), (0.0, 0.0)):
         refuses(
-            lambda floor=floor, cap=cap: alg.truncated_is(anchor, anchor, anchor, 1, floor=floor, cap=cap).loss, "floor", str(cap)
+            lambda floor=floor, cap=cap: alg.truncated_is(anchor, anchor, anchor, 1, floor=floor, cap=cap).loss,
+            "floor",
+            str(cap),
         )
 
 
@@ -237,7 +241,9 @@ def law_dppo_examples(alg: Any) -> None:
     close(weight(supplied, [0.75, 0.7500001, 0.25], [0.5] * 3, [1.0, 1.0, -1.0]), [1.0, 0.0, 1.0], "the boundary is inside")
     larger = functools.partial(alg.dppo, delta=0.25, form=None, divergence=double([0.3, 0.2, 0.3]))
     close(weight(larger, [0.6, 0.9, 0.6], [0.5] * 3, [1.0, 1.0, -1.0]), [0.0, 1.0, 1.0], "another divergence replaces it")
-    refuses(lambda: weight(functools.partial(larger, form="kl"), [0.6] * 3, [0.5] * 3, [1.0] * 3), "objective.form", "'kl'", "None")
+    refuses(
+        lambda: weight(functools.partial(larger, form="kl"), [0.6] * 3, [0.5] * 3, [1.0] * 3), "objective.form", "'kl'", "None"
+    )
 
 
 @judges("8.10", "8.2")
@@ -415,7 +421,9 @@ def law_advantage_is_a_scale(alg: Any) -> None:
     """c(k adv) = k c(adv) for k > 0: the size of adv moves no boundary; adv = 0 gives nothing, penalties included."""
     pi, mu, adv = points()
     for name, objective in family(alg).items():
-        got = [coefficients(lambda ll, f=objective, k=k: f(ll, mu.log(), k * adv, 1).loss, pi.log()) for k in (1.0, 7.0, 0.01, 0.0)]
+        got = [
+            coefficients(lambda ll, f=objective, k=k: f(ll, mu.log(), k * adv, 1).loss, pi.log()) for k in (1.0, 7.0, 0.01, 0.0)
+        ]
         for k, scaled in zip((7.0, 0.01, 0.0), got[1:], strict=True):
             close(scaled / max(k, 1e-9), got[0] if k else torch.zeros_like(mu), f"{name}: {k}")
 
@@ -456,7 +464,9 @@ def law_drpo_optimum_on_the_simplex(alg: Any) -> None:
         assert bool((slope[pi <= 1e-9] <= lam + 1e-8).all())
     for size in (0.1, 10.0):
         two, adv = double([0.4, 0.6]), double([size, -size])
-        slope = -coefficients(lambda ll, a=adv, m=two: m * alg.drpo(ll, m.log(), a, 1, delta=0.15).loss, double([0.55, 0.45]).log())
+        slope = -coefficients(
+            lambda ll, a=adv, m=two: m * alg.drpo(ll, m.log(), a, 1, delta=0.15).loss, double([0.55, 0.45]).log()
+        )
         close(slope, [0.0, 0.0], "two actions: a shift of delta, whatever the size of adv")
 
 

@@ -225,3 +225,31 @@ def law_methods_of_the_zoo(alg: ModuleType) -> None:
     assert experience() is not None
     for name in ("tracerl", "mdpo", "gdsd"):
         judge_row(alg, name, alg.METHODS[name])
+
+
+# --------------------------------------------------------------------------------------------------------------- wd1
+
+
+@judges("6.6")
+def law_softmax_contrast(alg: ModuleType) -> None:
+    """By loops over each group; equal rewards give 0; for small rewards 2 psi (reward - mean) / N."""
+    reward, psi = double([1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 0.5, 0.5]), 1.5
+    got = alg.softmax_contrast(reward, 4, psi=psi)
+    for g in (0, 4):
+        a = [r - sum(reward.tolist()[g : g + 4]) / 4 for r in reward.tolist()[g : g + 4]]
+        plus, minus = ([math.exp(sign * psi * x) for x in a] for sign in (1, -1))
+        close(got[g : g + 4], [p / sum(plus) - m / sum(minus) for p, m in zip(plus, minus, strict=True)])
+    small = alg.softmax_contrast(1e-5 * reward, 4, psi=psi)
+    close(small / 1e-5, 2 * psi * alg.group_mean(reward, 4) / 4, "small rewards", 1e-6)
+
+
+@formula("wd1")
+def wd1(f: Formula) -> Tensor:
+    """-(w+ - w-) times the mean-field log-likelihood, summed over a group, averaged over the prompts."""
+    total = 0.0
+    for b in f.rows:
+        mean = sum(f.group(b)) / 4
+        plus, minus = (sum(math.exp(sign * (r - mean)) for r in f.group(b)) for sign in (1, -1))
+        weight = math.exp(f.centred(b)) / plus - math.exp(-f.centred(b)) / minus
+        total = total - weight * sum(f.tokens(f.new, 0, b).values())
+    return total / 2

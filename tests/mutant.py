@@ -1,5 +1,15 @@
 """What a mutant is; the tables are in test_mutants.py and, one a family of methods, in mutants_*.py."""
 
+# How to write one: Mutant("8.2", "ratio > 1 + epsilon_high", "ratio > 1 + epsilon_low", "law_clips_of_the_rows").
+#   tag    "8.2": the number that opens the docstring of the equation; every one has two mutants at least
+#   old    a passage that stands once in that function; white space, line breaks, comments and docstrings do not count
+#   new    the mistake that somebody might make: a sign, a side, an axis, a detach; valid Python, with the same names
+#   law    the law that has to fail: by an assertion, a ValueError or a RuntimeError, never by a NameError or TypeError
+#   where  if the passage is elsewhere: "_with_rest", "Plan.needed", "Method.linear", "RECORDS"; "row.gdpo" for a row of the
+#          table (minidrl/methods.py); "report.ESTIMATORS", with its module, where two modules have the name
+# Run it: pytest tests/test_mutants.py -k "kills and law_clips_of_the_rows". A mutant that survives shows that a law is missing:
+# strengthen the law, not the mutant. One that cannot be seen by any law (the same function, written otherwise) is no mutant.
+
 import sys
 from dataclasses import dataclass, field
 

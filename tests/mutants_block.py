@@ -2,18 +2,21 @@
 
 from mutant import Mutant
 
-INSIDE = "own = inside & (block == block.unique()[:, None])[:, None]"
+INSIDE = "own, later = inside & (block == number)"
 STRATA = "u = (torch.arange(num_states, device=u.device)[:, None, None] + u) / num_states"
-COUNT = "count = torch.minimum((u * n).floor().long() + 1, n)\n    masked = _random_subset(_uniform((num_states, *own.shape)"
-WEIGHT = "(n.double() / (num_states * count.clamp(min=1))).flatten(0, 1)"
-LATER = "later = (block > block.unique()[:, None])[:, None].repeat(num_states, 1, 1).expand_as(masked)"
+COUNT = "count = torch.minimum((u * n).floor().long() + 1, n)\n    noise = _uniform((num_states, *own.shape)"
+WEIGHT = "weight = n.double() / (num_states * count.clamp(min=1))"
+LATER = "block > number"
+REPEATED = "later = later.repeat(num_states, 1, 1).expand_as(masked)"
 NUMBERS = "torch.arange(rollout.response.shape[1], device=rollout.response.device) // rollout.sampler.block_length"
 NEEDED = "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)"
 CHUNKS = "states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)"
 READ = "h[where.unflatten(0, (-1, plan.blocks)).any(1)]"
-OWN_STATE = "hidden = hidden.gather(1, _block_numbers(rollout).expand(len(hidden), 1, -1))[:, 0]"
-CALL = "encode_staircase(prompt, prompt_mask, clean, noisy, block_length=plan.block_length"
-CANDIDATES = "return hidden & (block == (block * scored).amax(-1, keepdim=True)) & scored.any(-1, keepdim=True)"
+OWN_STATE = "own = alg.block_numbers(rollout).expand(len(by_block), 1, -1)\n    hidden = by_block.gather(1, own)[:, 0]"
+CALL = "encode_staircase(prompt, prompt_mask, clean, noisy, **how)"
+CURRENT = "current = (block * scored).amax(-1, keepdim=True)"
+CANDIDATES = "return hidden & (block == current) & scored.any(-1, keepdim=True)"
+STAIRCASE = "law_staircase_mask"
 
 MUTANTS: list[Mutant] = [
     # ---------------------------------------------------------------------------------------------- 2.8 ELBO of every block
@@ -48,7 +51,10 @@ MUTANTS: list[Mutant] = [
     Mutant("2.8", LATER, LATER.replace("block > ", "block >= "), "law_block_elbo_states"),
     Mutant("2.8", LATER, LATER.replace("block > ", "block < "), "law_one_forward_is_all_forwards"),
     Mutant(
-        "2.8", LATER, LATER.replace("repeat(num_states, 1, 1)", "repeat_interleave(num_states, 0)"), "law_block_elbo_states"
+        "2.8",
+        REPEATED,
+        REPEATED.replace("repeat(num_states, 1, 1)", "repeat_interleave(num_states, 0)"),
+        "law_block_elbo_states",
     ),
     Mutant(
         "2.8",
@@ -83,8 +89,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "3.5",
-        "(int(_block_numbers(rollout)[-1]) + 1, -1)",
-        "(-1, int(_block_numbers(rollout)[-1]) + 1)",
+        "(int(block_numbers(rollout)[-1]) + 1, -1)",
+        "(-1, int(block_numbers(rollout)[-1]) + 1)",
         "law_block_replay_states",
     ),
     Mutant(
@@ -112,15 +118,15 @@ MUTANTS: list[Mutant] = [
         "law_block_replay_states",
     ),
     # ---------------------------------------------------------------------------------------------- one forward for all blocks
-    Mutant("", NUMBERS, NUMBERS.replace("//", "%"), "law_block_elbo_states", where="_block_numbers"),
+    Mutant("", NUMBERS, NUMBERS.replace("//", "%"), "law_block_elbo_states", where="block_numbers"),
     Mutant(
         "",
         NUMBERS,
         NUMBERS.replace("device) //", "device) // 2 //"),
         "law_block_replay_reproduces_the_sampler",
-        where="_block_numbers",
+        where="block_numbers",
     ),
-    Mutant("", NUMBERS, "(" + NUMBERS.replace(") //", ") + 1) //"), "law_one_forward_is_all_forwards", where="_block_numbers"),
+    Mutant("", NUMBERS, "(" + NUMBERS.replace(") //", ") + 1) //"), "law_one_forward_is_all_forwards", where="block_numbers"),
     Mutant("", NEEDED, NEEDED.replace(".any(1)", ".all(1)"), "law_state_chunks_are_whole_forwards", where="Plan.needed"),
     Mutant("", NEEDED, NEEDED.replace(".any(1)", "[:, 0]"), "law_second_pass_skips_whole_forwards", where="Plan.needed"),
     Mutant("", NEEDED, NEEDED.replace("self.valid & ", ""), "law_second_pass_skips_whole_forwards", where="Plan.needed"),
@@ -204,19 +210,19 @@ MUTANTS: list[Mutant] = [
         "law_staircase_inputs",
         where="_encode",
     ),
-    Mutant("4.1", OWN_STATE, "hidden = hidden[:, 0]", "law_one_forward_is_all_forwards", where="_staircase"),
-    Mutant("4.1", OWN_STATE, "hidden = hidden.any(1)", "law_staircase_inputs", where="_staircase"),
+    Mutant("4.1", OWN_STATE, "hidden = by_block[:, 0]", "law_one_forward_is_all_forwards", where="_staircase"),
+    Mutant("4.1", OWN_STATE, "hidden = by_block.any(1)", "law_staircase_inputs", where="_staircase"),
     Mutant(
         "4.1",
         OWN_STATE,
-        OWN_STATE.replace("_block_numbers(rollout)", "_block_numbers(rollout).flip(0)"),
+        OWN_STATE.replace("block_numbers(rollout)", "block_numbers(rollout).flip(0)"),
         "law_staircase_features_are_those_of_the_model",
         where="_staircase",
     ),
     Mutant(
         "4.1",
-        "[states][:, rollout.prompt.shape[1] :].unflatten(",
-        "[states][:, : rollout.response.shape[1]].unflatten(",
+        "[states][:, rollout.prompt.shape[1] :]",
+        "[states][:, : rollout.response.shape[1]]",
         "law_one_forward_is_all_forwards",
         where="_staircase",
     ),
@@ -246,16 +252,35 @@ MUTANTS: list[Mutant] = [
         "law_two_passes_of_a_staircase_are_the_joint_graph",
         where="_staircase",
     ),
-    Mutant("4.1", 'clean_stream="block")', 'clean_stream="causal")', "law_staircase_inputs", where="_staircase"),
+    Mutant("4.1", '"clean_stream": "block"', '"clean_stream": "causal"', "law_staircase_inputs", where="_staircase"),
+    # -------------------------------------------------------------------------------------------------- 4.3 staircase mask
+    Mutant("4.3", "rank[None, :] <= rank[:, None]", "rank[None, :] < rank[:, None]", STAIRCASE),
+    Mutant("4.3", "rank[None, :] <= rank[:, None]", "rank[None, :] >= rank[:, None]", STAIRCASE),
+    Mutant("4.3", "block[None, :] < noisy[:, None]", "block[None, :] <= noisy[:, None]", STAIRCASE),
+    Mutant("4.3", "block[None, :] < noisy[:, None]", "block[None, :] > noisy[:, None]", STAIRCASE),
+    Mutant("4.3", "noisy[None, :] == noisy[:, None]", "noisy[None, :] <= noisy[:, None]", STAIRCASE),
+    Mutant("4.3", "noisy[None, :] == noisy[:, None]", "torch.eye(length, dtype=torch.bool)", STAIRCASE),
+    Mutant("4.3", 'block if clean == "block" else place', 'place if clean == "block" else block', STAIRCASE),
+    Mutant("4.3", "pad(prompt_mask, (0, 2 * length)", "pad(prompt_mask | True, (0, 2 * length)", STAIRCASE),
+    Mutant("4.3", ".clamp(min=-1)", "", STAIRCASE),
+    Mutant("4.3", "block[prompt_length:]", "place[prompt_length:]", STAIRCASE),
+    Mutant("4.3", "context.new_zeros(", "context.new_ones(", STAIRCASE),
+    Mutant("4.3", "block_length < 1 or length % block_length", "block_length < 1", STAIRCASE),
+    Mutant("4.3", 'if clean not in ("block", "causal"):', "if False:", STAIRCASE),
+    Mutant("", "prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1]", STAIRCASE, where="staircase_positions"),
+    Mutant("", "[prompt, response, response]", "[prompt, response, response + length]", STAIRCASE, where="staircase_positions"),
+    Mutant("", ".cumsum(-1) - 1)", ".cumsum(-1))", STAIRCASE, where="staircase_positions"),
+    Mutant("", "block[:, None, :] <= block", "block[:, None, :] < block", STAIRCASE, where="block_causal"),
+    Mutant("", "visible & attention_mask", "visible | attention_mask", STAIRCASE, where="block_causal"),
     # -------------------------------------------------------------------------------------------------- the head in parts
     Mutant("4.1", "if count > 1 and torch.is_grad_enabled():", "if False:", "law_head_in_parts", where="_in_parts"),
-    Mutant("4.1", "count = max(1, math.ceil(", "count = min(1, math.ceil(", "law_head_in_parts", where="_in_parts"),
+    Mutant("4.1", "max(1, count)", "min(1, count)", "law_head_in_parts", where="_in_parts"),
     Mutant(
         "4.1",
         "math.ceil(most * model.vocab_size",
         "math.ceil(len(rows['h']) * model.vocab_size",
         "law_head_in_parts",
-        where="_in_parts",
+        where="state_features",
     ),
     Mutant(
         "4.1",
@@ -264,13 +289,13 @@ MUTANTS: list[Mutant] = [
         "law_head_in_parts",
         where="_in_parts",
     ),
-    Mutant("4.1", "len(states) * int(plan.scored.sum(-1).amax())", "len(plan.scored)", "law_head_in_parts"),
     Mutant(
-        "4.2", "len(states) * rollout.sampler.block_length", "int(passed.sum())", "law_head_in_parts", where="state_features"
+        "4.1", "len(states) * int(plan.scored.sum(-1).amax())", "len(plan.scored)", "law_head_in_parts", where="state_features"
     ),
+    Mutant("4.2", "len(states) * rollout.sampler.block_length", "int(passed.sum())", "law_head_in_parts", where="_order_logp"),
     # ------------------------------------------------------------------------------------------------- order in blocks, rows
     Mutant("4.2", CANDIDATES, CANDIDATES.replace(" & scored.any(-1, keepdim=True)", ""), "law_candidates", where="_candidates"),
-    Mutant("4.2", CANDIDATES, CANDIDATES.replace(".amax(", ".amin("), "law_candidates", where="_candidates"),
+    Mutant("4.2", CURRENT, CURRENT.replace(".amax(", ".amin("), "law_candidates", where="_candidates"),
     Mutant(
         "4.2",
         CANDIDATES,
@@ -282,26 +307,24 @@ MUTANTS: list[Mutant] = [
     Mutant("4.2", 'if rollout.sampler.order != "low_confidence":', "if False:", "law_candidates", where="_candidates"),
     Mutant(
         "10.1",
-        "plan=partial(block_elbo_plan, num_states=2",
-        "plan=partial(elbo_count_plan, num_states=2",
+        "plan=P(block_elbo_plan, num_states=2",
+        "plan=P(elbo_count_plan, num_states=2",
         "law_methods",
-        where="_STABLEDRL_BLOCK",
+        where="row.stabledrl-block",
     ),
     Mutant(
         "10.1",
-        "_STABLEDRL_BLOCK = replace(_STABLEDRL,",
-        "_STABLEDRL_BLOCK = replace(_STABLEDRL_ELBO,",
+        "extra=P(sandwich, eubo_beta=1.5, omega=0.5),",
+        'normalizer="kept_length",',
         "law_methods",
-        where="_STABLEDRL_BLOCK",
+        where="row.stabledrl-block",
     ),
     Mutant(
         "10.1",
-        "_TRACE_BLOCK = replace(_REPLAY_GRPO,",
-        "_TRACE_BLOCK = replace(_REINFORCE,",
+        "P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2)",
+        "P(reinforce)",
         "law_methods",
-        where="_TRACE_BLOCK",
+        where="row.trace-block",
     ),
-    Mutant(
-        "10.1", "_TRACE_BLOCK = replace(_REPLAY_GRPO,", "_TRACE_BLOCK = replace(_GRPO,", "law_methods", where="_TRACE_BLOCK"
-    ),
+    Mutant("10.1", "P(group_z_score, ddof=1, eps=0.0001)", "P(group_mean)", "law_methods", where="row.trace-block"),
 ]

@@ -11,7 +11,7 @@ BY_COUNT = "(w / masks_per_node * scale).expand(-1, len(n))"
 PLACES = "noise, n = _uniform((len(t), *inside.shape), generator, inside.device), inside.sum(-1)"
 LOST = 'count = (t * n).floor() if counts == "floor"'
 SCALE = 'scale = 1 / t if counts == "floor" else n / count'
-GDPO = 'aggregation="sequence_mean_token_mean", normalizer="none")'
+GDPO = 'aggregation="sequence_mean_token_mean"'
 
 MUTANTS: list[Mutant] = [
     # --------------------------------------------------------------------------------------------------------- 2.5 the rule
@@ -88,11 +88,11 @@ MUTANTS: list[Mutant] = [
     ),
     # ------------------------------------------------------------------------------------------------------- ratios and rows
     Mutant("7.1", "    return ll - anchor", "    return anchor - ll", "law_shared_masks_make_the_first_update_on_policy"),
-    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_shared_masks_make_the_first_update_on_policy", where="_GDPO"),
-    Mutant("10.1", GDPO, GDPO.replace("none", "kept_length"), "law_methods", where="_GDPO"),
+    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_shared_masks_make_the_first_update_on_policy", where="row.gdpo"),
+    Mutant("10.1", GDPO, GDPO + ', normalizer="kept_length"', "law_methods", where="row.gdpo"),
     Mutant(
         "10.1",
-        'method if method.kl.of == "ratio" else replace(method, normalizer="none")',
+        'method if method.kl.of == "ratio" else plain',
         "method",
         "law_kl_of_the_whole_log_likelihood",
         where="kl_target",
@@ -103,28 +103,28 @@ MUTANTS: list[Mutant] = [
         'num_nodes=3, masks_per_node=1, counts="bernoulli"',
         'num_nodes=3, masks_per_node=1, counts="rounded"',
         "law_methods",
-        where="_GDPO",
+        where="row.gdpo",
     ),
     Mutant(
         "10.1",
-        'counts="floor", domain="all"), aggregation',
-        'counts="floor", domain="keep"), aggregation',
+        'counts="floor", domain="all")',
+        'counts="floor", domain="keep")',
         "law_methods",
-        where="_GDPO_RELEASED",
+        where="row.gdpo-released",
     ),
     Mutant(
         "10.1",
-        'normalizer="padded_length", refresh',
-        'normalizer="kept_length", refresh',
+        'normalizer="padded_length"',
+        'normalizer="kept_length"',
         "law_methods",
-        where="_GDPO_RELEASED",
+        where="row.gdpo-released",
     ),
     Mutant(
         "10.1",
-        'there of the micro-batch", aggregation="token_mean"',
-        'there of the micro-batch", aggregation="fixed_length"',
+        'aggregation="token_mean"',
+        'aggregation="fixed_length"',
         "law_methods",
-        where="_DIFFU_GRPO_RELEASED",
+        where="row.diffu-grpo-released",
     ),
     Mutant(
         "2.6",

@@ -3,14 +3,15 @@
 from mutant import Mutant
 
 DUAL = "torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)"
-TRUNCATED = "weights = log_ratio(ll.detach(), anchor).exp().clamp(floor, cap)"
-POINTS = "torch.stack([x.exp(), -torch.expm1(x)], -1) for x in (ll.detach(), anchor)"
+TRUNCATED = "ratio = log_ratio(ll.detach(), anchor).exp()\n    loss = -ratio.clamp(floor, cap) * adv"
+TOKEN = "token = torch.stack([ll.detach().exp(), -torch.expm1(ll.detach())], -1)"
+DRAWN = "drawn = torch.stack([anchor.exp(), -torch.expm1(anchor)], -1)"
 CLAMPED = "mu.clamp(min=tiny) / pi.clamp(min=tiny)"
 MASK = "return ~(outside & (torch.sign(adv) * log_ratios > 0))"
-DPPO = "return -u.exp() * adv * trust_mask(u.detach(), adv, divergence > delta)"
-RELEASED = "return -(u.exp().clamp(max=cap) * inside) * adv * ll"
-SPO = "return -(ratio * adv - adv.abs() * (ratio - 1).square() / (2 * epsilon))"
-DRPO = "return -(ratio * adv - adv.abs() * anchor.exp() * (ratio - 1).square() / (2 * delta))"
+DPPO = "inside = trust_mask(u.detach(), adv, divergence > delta)\n    return _surrogate(-u.exp() * adv * inside, ~inside)"
+RELEASED = "weights = u.exp().clamp(max=cap) * inside\n    return _surrogate(-weights * adv * ll,"
+SPO = "penalty = adv.abs() * (ratio - 1).square() / (2 * epsilon)"
+DRPO = "penalty = adv.abs() * mu * (ratio - 1).square() / (2 * delta)"
 
 MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------------------- 8.5, 8.6 clips
@@ -24,9 +25,10 @@ MUTANTS: list[Mutant] = [
     Mutant("8.6", DUAL, DUAL.replace("minimum", "maximum"), "law_on_policy_all_are_reinforce"),
     Mutant("8.6", '_check_above("bound", bound, 1)', '_check_above("bound", bound, 0)', "law_dual_clip_gradient"),
     # ------------------------------------------------------------------------------------------- 8.7, 8.8 divergences
-    Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(ll, anchor)"), "law_binary_divergence"),
-    Mutant("8.7", POINTS, POINTS.replace("(ll.detach(), anchor)", "(anchor, ll.detach())"), "law_binary_divergence"),
-    Mutant("8.7", POINTS, POINTS.replace("-torch.expm1(x)", "0 * x"), "law_binary_divergence"),
+    Mutant("8.7", TOKEN, TOKEN.replace("ll.detach()", "ll"), "law_binary_divergence"),
+    Mutant("8.7", "_divergence(drawn, token, form)", "_divergence(token, drawn, form)", "law_binary_divergence"),
+    Mutant("8.7", TOKEN, TOKEN.replace("-torch.expm1(", "0 * ("), "law_binary_divergence"),
+    Mutant("8.7", DRAWN, DRAWN.replace("-torch.expm1(", "0 * ("), "law_binary_divergence"),
     Mutant("8.7", CLAMPED, "mu / pi", "law_binary_divergence", where="_divergence"),
     Mutant(
         "8.7",
@@ -37,20 +39,18 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("8.7", 'if form not in ("tv", "kl"):', "if False:", "law_binary_divergence", where="_divergence"),
     Mutant("8.8", 'if form not in ("tv", "kl"):', "if False:", "law_topk_divergence", where="_divergence"),
-    Mutant(
-        "8.8", "own = (~drawn).expand(ll.shape)[..., None]", "own = drawn.expand(ll.shape)[..., None]", "law_divergence_chain"
-    ),
+    Mutant("8.8", "drawn = (~listed).expand(ll.shape)", "drawn = listed.expand(ll.shape)", "law_divergence_chain"),
     Mutant(
         "8.8",
-        "own = (~drawn).expand(ll.shape)[..., None]",
-        "own = torch.ones_like(ll)[..., None].bool()",
+        "drawn = (~listed).expand(ll.shape)",
+        "drawn = (listed | True).expand(ll.shape)",
         "law_topk_divergence",
     ),
-    Mutant("8.8", "1 - (x.exp() * kept).sum(-1, keepdim=True)", "0 * x[..., :1]", "law_divergence_chain"),
+    Mutant("8.8", "1 - p.sum(-1, keepdim=True)", "0 * p[..., :1]", "law_divergence_chain", where="_with_rest"),
     Mutant(
         "8.8",
-        'torch.cat([feature["topk_logp"], feature["logp"][..., None]], -1).detach()',
-        'torch.cat([feature["topk_logp"], feature["logp"][..., None]], -1)',
+        '_with_rest(feature["topk_logp"].detach(), feature["logp"].detach(), drawn)',
+        '_with_rest(feature["topk_logp"], feature["logp"], drawn)',
         "law_topk_divergence",
     ),
     Mutant("8.8", "rollout.response[..., None]).any(-1)", "rollout.response[..., None]).all(-1)", "law_topk_divergence"),
@@ -71,32 +71,34 @@ MUTANTS: list[Mutant] = [
     Mutant("8.10", DPPO, DPPO.replace("divergence > delta", "divergence > delta / 2"), "law_drpo_turns_back_where_dppo_stops"),
     Mutant(
         "8.10",
-        "binary_divergence(ll, anchor, form=form) if divergence is None else divergence",
-        "binary_divergence(ll, anchor, form=form)",
+        "if divergence is None:\n        divergence = binary_divergence(ll, anchor, form=form)",
+        "if True:\n        divergence = binary_divergence(ll, anchor, form=form or 'tv')",
         "law_dppo_examples",
     ),
     Mutant("8.10", "if not value > least:", "if value < least:", "law_trust_refusals", where="_check_above"),
     # ----------------------------------------------------------------------------------------------- 8.11 DPPO, released
     Mutant("8.11", RELEASED, RELEASED.replace(".clamp(max=cap)", ""), "law_dppo_released"),
     Mutant("8.11", RELEASED, RELEASED.replace(" * inside", ""), "law_dppo_released"),
-    Mutant("8.11", RELEASED, RELEASED.replace("u.exp()", "(u + ll - ll.detach()).exp()"), "law_dppo_released"),
+    Mutant(
+        "8.11", RELEASED, RELEASED.replace("weights = u.exp()", "weights = (u + ll - ll.detach()).exp()"), "law_dppo_released"
+    ),
     Mutant("8.11", RELEASED, RELEASED.replace("adv * ll", "adv * u"), "law_dppo_released"),
     Mutant("8.11", RELEASED, RELEASED.replace("(max=cap)", "(max=cap / 25)"), "law_on_policy_all_are_reinforce"),
     # --------------------------------------------------------------------------------------------------------- 8.12 SPO
     Mutant("8.12", SPO, SPO.replace("adv.abs()", "adv"), "law_spo_gradient"),
     Mutant("8.12", SPO, SPO.replace("(2 * epsilon)", "epsilon"), "law_spo_gradient"),
     Mutant("8.12", SPO, SPO.replace("(ratio - 1)", "ratio"), "law_on_policy_all_are_reinforce"),
-    Mutant("8.12", SPO, SPO.replace("* adv - adv.abs()", "* adv - adv.square()"), "law_advantage_is_a_scale"),
+    Mutant("8.12", SPO, SPO.replace("adv.abs()", "adv.square()"), "law_advantage_is_a_scale"),
     Mutant("8.12", SPO, SPO.replace("adv.abs() *", "adv.abs() * anchor.exp() *"), "law_penalties_in_expectation"),
     Mutant("8.12", '_check_above("epsilon", epsilon, 0)', '_check_above("epsilon", abs(epsilon), 0)', "law_trust_refusals"),
     # -------------------------------------------------------------------------------------------------------- 8.13 DRPO
-    Mutant("8.13", DRPO, DRPO.replace("adv.abs() * anchor", "adv * anchor"), "law_drpo_gradient"),
-    Mutant("8.13", DRPO, DRPO.replace("anchor.exp()", "ll.exp()"), "law_drpo_gradient"),
-    Mutant("8.13", DRPO, DRPO.replace("anchor.exp() * ", ""), "law_drpo_bounds_the_weight_not_the_coefficient"),
+    Mutant("8.13", DRPO, DRPO.replace("adv.abs()", "adv"), "law_drpo_gradient"),
+    Mutant("8.13", DRPO, DRPO.replace("mu", "ll.exp()"), "law_drpo_gradient"),
+    Mutant("8.13", DRPO, DRPO.replace("mu * ", ""), "law_drpo_bounds_the_weight_not_the_coefficient"),
     Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "delta"), "law_drpo_turns_back_where_dppo_stops"),
     Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "(2 * delta * adv.abs())"), "law_advantage_is_a_scale"),
-    Mutant("8.13", DRPO, DRPO.replace("* adv - adv", "* adv + adv"), "law_drpo_optimum_on_the_simplex"),
-    Mutant("8.13", DRPO, DRPO.replace("anchor.exp() * ", "anchor.exp().square() * "), "law_drpo_is_spo_with_its_own_epsilon"),
+    Mutant("8.13", "-(ratio * adv - penalty)", "-(ratio * adv + penalty)", "law_drpo_optimum_on_the_simplex"),
+    Mutant("8.13", DRPO, DRPO.replace("mu * ", "mu.square() * "), "law_drpo_is_spo_with_its_own_epsilon"),
     Mutant("8.13", DRPO, DRPO.replace("(ratio - 1).square()", "(ratio - 1).abs()"), "law_penalties_in_expectation"),
     Mutant("8.13", DRPO, DRPO.replace("(2 * delta)", "(2 * min(delta, 0.9))"), "law_the_boundary_must_be_a_probability"),
     # ------------------------------------------------------------------------------------ ratios of a recorded trajectory
@@ -107,10 +109,9 @@ MUTANTS: list[Mutant] = [
     Mutant("7.1", "return ll - anchor", "return (ll - anchor) / 2", "law_left_to_right_ratios_are_importance_weights"),
     Mutant(
         "4.1",
-        "read = (logits / temperature)",
-        "read = (logits * temperature)",
+        "log_p = (logits / temperature)",
+        "log_p = (logits * temperature)",
         "law_token_ratios_at_the_wrong_temperature",
-        where="_read",
     ),
     Mutant(
         "10.1",
@@ -120,33 +121,19 @@ MUTANTS: list[Mutant] = [
         where="normalizer",
     ),
     # ---------------------------------------------------------------------------------------------------------- rows
-    Mutant(
-        "10.1", "objective=partial(drpo, delta=0.15)", "objective=partial(drpo, delta=0.16)", "law_methods", where="_TOKEN_ROWS"
-    ),
-    Mutant("10.1", 'extra=partial(topk_divergence, form="tv")', "extra=None", "law_methods", where="_TOKEN_ROWS"),
-    Mutant("10.1", "floor=0.8, cap=1.28", "floor=0.0, cap=1.28", "law_methods", where="_TOKEN_ROWS"),
-    Mutant("10.1", "epsilon_high=0.2, bound=3.0", "epsilon_high=0.2, bound=4.0", "law_methods", where="_TOKEN_ROWS"),
+    Mutant("10.1", "P(drpo, delta=0.15)", "P(drpo, delta=0.16)", "law_methods", where="row.drpo"),
+    Mutant("10.1", 'P(topk_divergence, form="tv")', 'P(topk_divergence, form="kl")', "law_methods", where="row.dppo-topk"),
+    Mutant("10.1", "floor=0.8, cap=1.28", "floor=0.0, cap=1.28", "law_methods", where="row.cispo-released"),
+    Mutant("10.1", "epsilon_high=0.2, bound=3.0", "epsilon_high=0.2, bound=4.0", "law_methods", where="row.ppo-released"),
     # ----------------------------------------------------------------------------------------------------- diagnostics
     Mutant(
         "",
-        '"clip_fraction": _clipped(',
-        '"clip_fraction": 1 - 1 * _clipped(',
+        '"clip_fraction": cut[present]',
+        '"clip_fraction": (~cut)[present]',
         "law_trust_diagnostics",
         where="ratio_diagnostics",
     ),
-    Mutant(
-        "",
-        'form=words.get("form", "tv")) > words["delta"]',
-        'form="tv") > words["delta"]',
-        "law_trust_diagnostics",
-        where="_clipped",
-    ),
-    Mutant(
-        "",
-        "return ~trust_mask(log_ratio(ll, anchor), adv, outside)",
-        "return outside",
-        "law_trust_diagnostics",
-        where="_clipped",
-    ),
-    Mutant("", '(ratio > words.get("bound", math.inf))', "(ratio > math.inf)", "law_trust_diagnostics", where="_clipped"),
+    Mutant("8.10", "~inside)", "divergence > delta)", "law_trust_diagnostics"),
+    Mutant("8.6", "cut | beyond", "cut", "law_trust_diagnostics"),
+    Mutant("8.13", "torch.sign(adv) * (pi - mu) > delta)", "(pi - mu).abs() > delta)", "law_trust_diagnostics"),
 ]

@@ -5,8 +5,8 @@ from mutant import Mutant
 MUTANTS: list[Mutant] = [
     Mutant(
         "3.4",
-        '_record(rollout, "one_step").transpose(0, 1)',
-        '_record(rollout, "one_step").transpose(0, 1).flip(0)',
+        'record(rollout, "one_step").transpose(0, 1)',
+        'record(rollout, "one_step").transpose(0, 1).flip(0)',
         "law_prediction_plan",
     ),
     Mutant("3.4", "weight=scored.shape[-1] / scored.sum(-1)", "weight=1 / scored.sum(-1)", "law_prediction_plan"),
@@ -21,14 +21,14 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "5.1", ".unflatten(0, (pairs, -1)).any(1)", ".unflatten(0, (pairs, -1)).all(1)", "law_pair_reduction", where="entries"
     ),
-    Mutant("6.5", "+ 1 + later).unflatten", "+ 1).unflatten", "law_progress_advantage"),
+    Mutant("6.5", "+ 1 + later / remaining", "+ 1", "law_progress_advantage"),
     Mutant(
         "6.5",
         "torch.cat([step_reward * valid, reward[None]])",
         "torch.cat([step_reward * valid, 0 * reward[None]])",
         "law_progress_advantage",
     ),
-    Mutant("6.5", ".flip(0).cumsum(0).flip(0)[1:]", ".flip(0).cumsum(0).flip(0)[:-1]", "law_progress_advantage"),
+    Mutant("6.5", "_from_here_on(rewards)[1:]", "_from_here_on(rewards)[:-1]", "law_progress_advantage"),
     Mutant(
         "6.5",
         "count = present.sum(2, keepdim=True).clamp(min=1)",
@@ -50,15 +50,50 @@ MUTANTS: list[Mutant] = [
         "gap.square().sum(2, keepdim=True) / count",
         "law_methods_of_the_zoo",
     ),
-    Mutant("8.14", "return anchor.exp() * ppo_clip(", "return ll.exp() * ppo_clip(", "law_confident_clip"),
-    Mutant("8.14", "return anchor.exp() * ppo_clip(", "return ppo_clip(", "law_methods_of_the_zoo"),
-    Mutant("8.15", "(change / length - psi * adv).square()", "(change / length + psi * adv).square()", "law_regression"),
-    Mutant("8.15", "(change / length - psi * adv).square()", "(change - psi * adv).square()", "law_regression"),
+    Mutant("8.14", "Surrogate(anchor.exp() * loss", "Surrogate(ll.exp() * loss", "law_confident_clip"),
+    Mutant("8.14", "Surrogate(anchor.exp() * loss", "Surrogate(loss", "law_methods_of_the_zoo"),
     Mutant(
         "8.15",
-        ".clamp(math.log(1 - epsilon_low), math.log(1 + epsilon_high))\n    return (change",
-        ".clamp(-epsilon_low, epsilon_high)\n    return (change",
+        "(u.clamp(low, high) / length - psi * adv).square()",
+        "(u.clamp(low, high) / length + psi * adv).square()",
         "law_regression",
     ),
+    Mutant(
+        "8.15",
+        "(u.clamp(low, high) / length - psi * adv).square()",
+        "(u.clamp(low, high) - psi * adv).square()",
+        "law_regression",
+    ),
+    Mutant(
+        "8.15",
+        "low, high = math.log(1 - epsilon_low), math.log(1 + epsilon_high)",
+        "low, high = -epsilon_low, epsilon_high",
+        "law_regression",
+    ),
+    Mutant(
+        "10.1",
+        'target = anchor if method.kl.target == "old" else ref',
+        "target = ref",
+        "law_methods_of_the_zoo",
+        where="penalty",
+    ),
+    Mutant(
+        "6.5",
+        "_from_here_on(valid.to(reward.dtype)) - valid.to(reward.dtype)",
+        "_from_here_on(valid.to(reward.dtype))",
+        "law_progress_advantage",
+    ),
+    Mutant("6.5", "x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)", "law_progress_advantage", where="_from_here_on"),
+    Mutant("6.5", "step_reward[:-1]])", "step_reward[1:]])", "law_progress_advantage"),
     Mutant("10.1", 'ref = anchor if method.kl.target == "old" else ref', "ref = ref", "law_methods_of_the_zoo"),
+    Mutant("6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(1) - 1 / 4", "law_softmax_contrast"),
+    Mutant(
+        "6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(0) - (-logits).softmax(0)", "law_softmax_contrast"
+    ),
+    Mutant(
+        "6.6", "psi * (group - group.mean(1, keepdim=True))", "(group - group.mean(1, keepdim=True))", "law_softmax_contrast"
+    ),
+    Mutant(
+        "10.1", "credit=P(softmax_contrast, psi=1.0)", "credit=P(softmax_contrast, psi=2.0)", "law_methods", where="row.wd1"
+    ),
 ]

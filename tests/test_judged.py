@@ -28,19 +28,30 @@ def test_what_is_shipped_is_the_modules_themselves():
 
 
 def test_a_mutant_is_seen_by_the_rooms_that_import_it_and_by_nobody_else():
-    one = judged.mutated(Mutant("7.1", "return ll - anchor", "return ll + anchor", "law_log_ratio"))
+    one = judged.mutated(Mutant("8.1", "_surrogate(-adv *", "_surrogate(adv *", "law_reinforce_gradient"))
     first, *later = one._modules
-    importing = [module for module in later if "log_ratio" in vars(module)]
-    assert importing and all(module.log_ratio is first.log_ratio for module in importing)
-    assert one.log_ratio is first.log_ratio is not ALGORITHMS.module.log_ratio
+    importing = [module for module in later if "reinforce" in vars(module)]
+    assert importing and all(module.reinforce is first.reinforce for module in importing)
+    assert all(module.alg is first for module in later if "alg" in vars(module))
+    assert one.reinforce is first.reinforce is not ALGORITHMS.module.reinforce
     assert all(room.module is sys.modules[room.name] for room in judged.ROOM.values()), "what was patched is put back"
 
 
 def test_what_is_written_reaches_the_rooms_that_import_it():
-    one = judged.mutated(Mutant("7.1", "return ll - anchor", "return ll + anchor", "law_log_ratio"))
-    one.log_ratio = other = object()
-    seen = [module.log_ratio for module in one._modules if "log_ratio" in vars(module)]
-    assert len(seen) > 1 and all(value is other for value in seen) and judged.SHIPPED.log_ratio is not other
+    one = judged.mutated(Mutant("8.1", "_surrogate(-adv *", "_surrogate(adv *", "law_reinforce_gradient"))
+    one.reinforce = other = object()
+    seen = [module.reinforce for module in one._modules if "reinforce" in vars(module)]
+    assert len(seen) > 1 and all(value is other for value in seen) and judged.SHIPPED.reinforce is not other
+
+
+def test_a_row_of_the_table_is_a_place():
+    mutant = Mutant("10.1", "cap=6.0", "cap=5.0", "law_clips_of_the_rows", where="row.stabledrl")
+    room, definition, _ = judged.located(mutant)
+    assert (room.name, definition.name) == ("minidrl.methods", "row.stabledrl")
+    caps = {name: row.objective.keywords.get("cap") for name, row in judged.mutated(mutant).METHODS.items()}
+    assert (caps["stabledrl"], caps["stabledrl-block"]) == (5.0, 6.0), "the passage of this row, and of no other"
+    stale("is not in row.gdpo (minidrl/methods.py:", tag="10.1", old="cap=6.0", where="row.gdpo")
+    stale("no where='row.nothing'", "mend where, or drop", where="row.nothing")
 
 
 def test_line_breaks_do_not_matter():

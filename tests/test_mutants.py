@@ -9,10 +9,12 @@ import pytest
 import judged
 import laws
 import mutants_block
+import mutants_declared
 import mutants_gdpo
 import mutants_stabledrl
 import mutants_steps
 import mutants_trust
+import mutants_papers
 import mutants_zoo
 from mutant import Mutant
 
@@ -277,17 +279,15 @@ MUTANTS = [
     # --------------------------------------------------------------------------------------------------------- 4.1 features
     Mutant(
         "4.1",
-        "read = (logits / temperature).log_softmax(-1)",
-        "read = logits.log_softmax(-1)",
+        "log_p = (logits / temperature).log_softmax(-1)",
+        "log_p = logits.log_softmax(-1)",
         "law_features_are_those_of_the_model",
-        where="_read",
     ),
     Mutant(
         "4.1",
-        "read = (logits / temperature).log_softmax(-1)",
-        "read = (logits * temperature).log_softmax(-1)",
+        "log_p = (logits / temperature).log_softmax(-1)",
+        "log_p = (logits * temperature).log_softmax(-1)",
         "law_features_have_the_right_gradient",
-        where="_read",
     ),
     Mutant(
         "4.1",
@@ -322,10 +322,9 @@ MUTANTS = [
         "targets = rollout.response[row] if",
         "targets = rollout.response[0 * row] if",
         "law_features_are_those_of_the_model",
+        where="state_features",
     ),
-    Mutant(
-        "4.1", "= -_expectation(read, read)", "= _expectation(read, read)", "law_features_are_those_of_the_model", where="_read"
-    ),
+    Mutant("4.1", "= -_expectation(log_p, log_p)", "= _expectation(log_p, log_p)", "law_features_are_those_of_the_model"),
     Mutant(
         "4.1",
         "value.masked_fill(log_probs == -torch.inf, 0)",
@@ -335,8 +334,8 @@ MUTANTS = [
     ),
     Mutant(
         "4.1",
-        "flat[states] = value",
-        "flat[: len(states)] = value",
+        "out.setdefault(name, blank)[states] = value",
+        "out.setdefault(name, blank)[: len(states)] = value",
         "law_features_do_not_depend_on_the_split",
         where="features",
     ),
@@ -434,40 +433,40 @@ MUTANTS = [
     Mutant("7.2", 'return u if form == "k1"', 'return u.abs() if form == "k1"', "law_kl_by_enumeration"),
     Mutant("7.2", "if ref.requires_grad:", "if False:", "law_kl_sign"),
     # --------------------------------------------------------------------------------------------------------- 8 objectives
-    Mutant("8.1", "return -adv * (ll if", "return adv * (ll if", "law_reinforce_gradient"),
-    Mutant("8.1", "return -adv * (ll if", "return -adv * (ll.exp() if", "law_reinforce_gradient"),
-    Mutant("8.1", "return -adv * (ll if", "return -adv.abs() * (ll if", "law_ppo_on_policy_is_reinforce"),
-    Mutant("8.1", "return -adv * (ll if", "return adv * (ll if", "law_replay_gradient_is_the_policy_gradient"),
-    Mutant("8.2", "return -torch.minimum(", "return -torch.maximum(", "law_ppo_gradient"),
-    Mutant("8.2", "return -torch.minimum(", "return torch.minimum(", "law_ppo_on_policy_is_reinforce"),
+    Mutant("8.1", "_surrogate(-adv * (ll if", "_surrogate(adv * (ll if", "law_reinforce_gradient"),
+    Mutant("8.1", "_surrogate(-adv * (ll if", "_surrogate(-adv * (ll.exp() if", "law_reinforce_gradient"),
+    Mutant("8.1", "_surrogate(-adv * (ll if", "_surrogate(-adv.abs() * (ll if", "law_ppo_on_policy_is_reinforce"),
+    Mutant("8.1", "_surrogate(-adv * (ll if", "_surrogate(adv * (ll if", "law_replay_gradient_is_the_policy_gradient"),
+    Mutant("8.2", "-torch.minimum(", "-torch.maximum(", "law_ppo_gradient"),
+    Mutant("8.2", "-torch.minimum(", "torch.minimum(", "law_ppo_on_policy_is_reinforce"),
     Mutant(
         "8.2",
-        "ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * adv)",
-        "ratio.clamp(1 - epsilon_high, 1 + epsilon_low) * adv)",
+        "clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)",
+        "clipped = ratio.clamp(1 - epsilon_high, 1 + epsilon_low)",
         "law_ppo_gradient",
     ),
     Mutant(
         "8.2",
-        "torch.minimum(ratio * adv, ratio.clamp",
-        "torch.minimum(ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * adv, ratio.clamp",
+        "torch.minimum(ratio * adv, clipped",
+        "torch.minimum(clipped * adv, clipped",
         "law_ppo_gradient",
     ),
     Mutant(
         "8.2",
-        "torch.minimum(ratio * adv, ratio.clamp",
-        "torch.minimum(ratio.clamp(max=1e3) * adv, ratio.clamp",
+        "torch.minimum(ratio * adv, clipped",
+        "torch.minimum(ratio.clamp(max=1e3) * adv, clipped",
         "law_self_normalized_gradient_is_bounded",
     ),
     Mutant(
         "8.2",
-        "ratio = log_ratio(ll, anchor).exp()\n    return -torch.minimum(",
-        "ratio = 1 + log_ratio(ll, anchor)\n    return -torch.minimum(",
+        "ratio = log_ratio(ll, anchor).exp()",
+        "ratio = 1 + log_ratio(ll, anchor)",
         "law_ppo_gradient",
     ),
     Mutant(
         "8.2",
-        "ratio = log_ratio(ll, anchor).exp()\n    return -torch.minimum(",
-        "ratio = log_ratio(ll, anchor).exp().detach() + 0 * ll\n    return -torch.minimum(",
+        "ratio = log_ratio(ll, anchor).exp()",
+        "ratio = log_ratio(ll, anchor).exp().detach() + 0 * ll",
         "law_ppo_on_policy_is_reinforce",
     ),
     Mutant("8.3", "capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios", "law_self_normalized_weights"),
@@ -501,33 +500,33 @@ MUTANTS = [
     ),
     Mutant(
         "8.4",
-        "log_ratio(ll.detach(), anchor), num_generations",
-        "log_ratio(ll, anchor), num_generations",
+        "log_ratio(ll.detach(), anchor), math",
+        "log_ratio(ll, anchor), math",
         "law_self_normalized_gradient",
     ),
-    Mutant("8.4", "log_cap=math.log(cap))", "log_cap=math.log(1 + cap))", "law_self_normalized_gradient"),
+    Mutant("8.4", "math.log(cap)", "math.log(1 + cap)", "law_self_normalized_gradient"),
     Mutant(
         "8.4",
-        "log_cap=math.log(cap))\n    return -weights * adv * (ll",
-        "log_cap=math.log(cap))\n    return -weights * adv.clamp(min=0) * (ll",
+        "loss = -weights * adv * (ll",
+        "loss = -weights * adv.clamp(min=0) * (ll",
         "law_self_normalized_gradient",
     ),
     Mutant(
         "8.4",
-        "log_cap=math.log(cap))\n    return -weights * adv * (ll",
-        "log_cap=math.log(cap))\n    return weights * adv * (ll",
+        "loss = -weights * adv * (ll",
+        "loss = weights * adv * (ll",
         "law_self_normalized_on_policy_is_reinforce",
     ),
     Mutant(
         "8.4",
-        "log_cap=math.log(cap))\n    return -weights * adv * (ll",
-        "log_cap=math.log(cap))\n    return -num_generations * weights * adv * (ll",
+        "loss = -weights * adv * (ll",
+        "loss = -num_generations * weights * adv * (ll",
         "law_self_normalized_on_policy_is_reinforce",
     ),
     Mutant(
         "8.4",
-        "log_cap=math.log(cap))\n    return -weights * adv * (ll if score is None else score)",
-        "log_cap=math.log(cap))\n    return -log_ratio(ll, anchor).exp() * adv",
+        "loss = -weights * adv * (ll if score is None else score)",
+        "loss = -log_ratio(ll, anchor).exp() * adv",
         "law_self_normalized_gradient_is_bounded",
     ),
     Mutant("8.4", '_check_above("cap", cap, 0)', '_check_above("cap", cap, -1)', "law_objective_refusals"),
@@ -575,21 +574,22 @@ MUTANTS = [
     # ---------------------------------------------------------------------------------------------------------- 10 methods
     Mutant(
         "10.1",
-        "loss = loss + method.kl.beta * kl_term(",
-        "loss = loss - method.kl.beta * kl_term(",
+        "surrogate + beta * penalty",
+        "surrogate - beta * penalty",
         "law_method_loss_adds_the_penalty",
     ),
-    Mutant("10.1", "loss = loss + method.kl.beta * kl_term(", "loss = loss + kl_term(", "law_methods"),
-    Mutant("10.1", "feature), ref, form=method.kl.form)", 'feature), ref, form="k2")', "law_method_loss_adds_the_penalty"),
-    Mutant("10.1", "rollout, feature), ref, form", "rollout, feature).detach(), ref, form", "law_methods"),
-    Mutant("10.1", "adv.to(ll.dtype)[..., None]", "-adv.to(ll.dtype)[..., None]", "law_methods"),
-    Mutant("10.1", "how=method.aggregation)", 'how="sequence_mean")', "law_methods"),
-    Mutant("10.1", "how=method.aggregation)", 'how="token_mean")', "law_methods_treat_prompts_apart"),
+    Mutant("10.1", "surrogate + beta * penalty", "surrogate + penalty", "law_methods"),
+    Mutant("10.1", "target, form=method.kl.form)", 'target, form="k2")', "law_method_loss_adds_the_penalty", where="penalty"),
+    Mutant("10.1", "feature), target, form", "feature).detach(), target, form", "law_methods", where="penalty"),
+    Mutant("10.1", "adv.to(ll.dtype)[..., None]", "-adv.to(ll.dtype)[..., None]", "law_methods", where="surrogate"),
+    Mutant("10.1", '"how": method.aggregation', '"how": "sequence_mean"', "law_methods", where="method_loss"),
+    Mutant("10.1", '"how": method.aggregation', '"how": "token_mean"', "law_methods_treat_prompts_apart", where="method_loss"),
     Mutant(
         "10.1",
         "anchor, adv, rollout.num_generations, **extra)",
         "anchor, adv, adv.shape[1], **extra)",
         "law_methods_treat_prompts_apart",
+        where="surrogate",
     ),
     Mutant(
         "10.1",
@@ -615,59 +615,49 @@ MUTANTS = [
     ),
     Mutant(
         "10.1",
-        "_Z_SCORE = partial(group_z_score, ddof=1",
-        "_Z_SCORE = partial(group_z_score, ddof=0",
+        "P(group_z_score, ddof=1",
+        "P(group_z_score, ddof=0",
         "law_methods",
-        where="_Z_SCORE",
+        where="row.grpo",
     ),
     Mutant(
         "10.1",
-        'epsilon_low=0.5, epsilon_high=0.5), reduction="token"',
-        'epsilon_low=0.5, epsilon_high=0.2), reduction="token"',
-        "law_method_properties",
-        where="_DIFFU_GRPO",
+        "epsilon_low=0.5, epsilon_high=0.5",
+        "epsilon_low=0.5, epsilon_high=0.2",
+        "law_clips_of_the_rows",
+        where="row.diffu-grpo",
     ),
-    Mutant("10.1", '"paired", kl=KL("k3", 0.04)', '"paired", kl=KL("k2", 0.04)', "law_methods", where="_DIFFU_GRPO"),
-    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="_GRPO"),
-    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="_STABLEDRL_RELEASED"),
-    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="_STABLEDRL_ELBO"),
-    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="_TOKEN_ROWS"),
+    Mutant("10.1", 'KL("k3", 0.04)', 'KL("k2", 0.04)', "law_methods", where="row.diffu-grpo"),
+    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="row.grpo"),
+    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="row.stabledrl-released"),
+    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="row.stabledrl-elbo"),
+    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="padded_length"', "law_methods", where="row.gspo"),
     Mutant(
         "10.1",
-        "partial(self_normalized_clip, cap=6.0)",
-        "partial(self_normalized_clip, cap=5.0)",
-        "law_method_properties",
-        where="_STABLEDRL",
+        "P(self_normalized_clip, cap=6.0)",
+        "P(self_normalized_clip, cap=5.0)",
+        "law_clips_of_the_rows",
+        where="row.stabledrl",
     ),
     Mutant(
         "10.1",
-        "self.objective.func is reinforce and self.kl is None",
+        "self.objective.func.linear and self.kl is None",
         "self.kl is None",
-        "law_method_properties",
+        "law_rows_are_what_their_parts_declare",
         where="Method.linear",
     ),
     # ---------------------------------------------------------------------------------------------------------- diagnostics
     Mutant(
-        "", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_high", 1.0), 1 +', "law_diagnostics", where="clip_bounds"
-    ),
-    Mutant(
-        "", 'words.get("epsilon_low", 1.0), 1 +', 'words.get("epsilon_low", 0.2), 1 +', "law_clip_bounds", where="clip_bounds"
-    ),
-    Mutant(
-        "", 'words.get("epsilon_high", math.inf)', 'words.get("epsilon_low", math.inf)', "law_clip_bounds", where="clip_bounds"
-    ),
-    Mutant("", 'float(words.get("floor", 0.0))', "0.0", "law_clip_bounds", where="clip_bounds"),
-    Mutant(
         "",
-        "present = entries(plan, method.reduction)[0].expand_as(ll)",
+        "present = alg.entries(plan, method.reduction)[0].expand_as(ll)",
         "present = torch.ones_like(ll, dtype=torch.bool)",
         "law_diagnostics",
         where="ratio_diagnostics",
     ),
     Mutant(
         "",
-        '"bypass_fraction": ((adv[present] < 0) &',
-        '"bypass_fraction": ((adv[present] > 0) &',
+        '"bypass_fraction": bypass[present]',
+        '"bypass_fraction": cut[present]',
         "law_diagnostics",
         where="ratio_diagnostics",
     ),
@@ -675,13 +665,12 @@ MUTANTS = [
         "", "torch.exp(2 * logs.logsumexp(0) -", "torch.exp(logs.logsumexp(0) -", "law_diagnostics", where="ratio_diagnostics"
     ),
     Mutant(
-        "",
-        "((adv > 0) & (ratio > high)) | ((adv < 0) & beyond)",
-        "(ratio > high) | beyond",
+        "8.2",
+        "((adv > 0) & above) | ((adv < 0) & below)",
+        "above | below",
         "law_diagnostics",
-        where="_clipped",
     ),
-    Mutant("10.1", "adv.to(ll.dtype)[..., None]", "adv[..., None]", "law_single_precision_stays_single"),
+    Mutant("10.1", "adv.to(ll.dtype)[..., None]", "adv[..., None]", "law_single_precision_stays_single", where="surrogate"),
     Mutant(
         "2.2",
         "weight.to(rollout.logp.dtype), masked",
@@ -695,10 +684,12 @@ MUTANTS = [
 
 MUTANTS += (
     mutants_block.MUTANTS
+    + mutants_declared.MUTANTS
     + mutants_gdpo.MUTANTS
     + mutants_stabledrl.MUTANTS
     + mutants_steps.MUTANTS
     + mutants_trust.MUTANTS
+    + mutants_papers.MUTANTS
     + mutants_zoo.MUTANTS
 )
 

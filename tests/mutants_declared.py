@@ -1,0 +1,155 @@
+"""Wrong versions of what is said about the methods: what an objective cuts, what it and its row declare; the backward."""
+
+from mutant import Mutant
+
+CUT = "law_cut_is_what_the_clip_does"
+CLIPS = "law_clips_of_the_rows"
+DECLARED = "law_objectives_are_what_they_declare"
+PARTS = "law_rows_are_what_their_parts_declare"
+BACKWARD = "law_two_pass_backward"
+ON_POLICY = "@declares(reinforce_on_policy=True)"
+TRUNCATED = "(ratio > cap) | (ratio < floor)"
+
+MUTANTS: list[Mutant] = [
+    # ------------------------------------------------------------------------------------------------------ what is cut
+    Mutant("8.1", "score is None else score))", "score is None else score), adv < 0)", CUT),
+    Mutant("8.2", "((adv > 0) & above)", "((adv < 0) & above)", CUT),
+    Mutant("8.2", "((adv < 0) & below)", "((adv > 0) & below)", CUT),
+    Mutant("8.2", " | ((adv < 0) & below)", "", CUT),
+    Mutant("8.2", "((adv > 0) & above) | ((adv < 0) & below)", "above | below", CUT),
+    Mutant("8.2", "above, below = ratio > 1 + epsilon_high", "above, below = ratio > 1 + epsilon_low", CLIPS),
+    Mutant(
+        "8.2",
+        "below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low",
+        "below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_high",
+        CLIPS,
+    ),
+    Mutant(
+        "8.2",
+        "below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low",
+        "below = ratio > 1 + epsilon_high, 1 / ratio > 1 + epsilon_low",
+        CUT,
+    ),
+    Mutant("8.4", "log_ratios > log_cap)", "log_ratios < log_cap)", CUT),
+    Mutant("8.4", "log_ratios > log_cap)", "log_ratios > 0)", CUT),
+    Mutant("8.4", "log_ratios > log_cap)", "(log_ratios > log_cap) & (adv > 0))", CLIPS),
+    Mutant("8.5", TRUNCATED, "ratio > cap", CUT),
+    Mutant("8.5", TRUNCATED, TRUNCATED.replace("ratio > cap", "ratio > 1 + cap"), CLIPS),
+    Mutant("8.5", TRUNCATED, "ratio < floor", CUT),
+    Mutant("8.6", "beyond = (adv < 0) &", "beyond = (adv > 0) &", CUT),
+    Mutant("8.6", ".exp() > bound)", ".exp() > 1 + bound)", CUT),
+    Mutant("8.6", "cut | beyond", "cut", CUT),
+    Mutant("8.10", "inside, ~inside)", "inside, inside)", CUT),
+    Mutant("8.10", "inside, ~inside)", "inside, divergence > delta)", CUT),
+    Mutant("8.11", "~inside | (u.exp() > cap)", "~inside", CLIPS),
+    Mutant("8.11", "~inside | (u.exp() > cap)", "u.exp() > cap", CUT),
+    Mutant("8.11", "~inside | (u.exp() > cap)", "inside | (u.exp() > cap)", CUT),
+    Mutant("8.12", "torch.sign(adv) * (ratio - 1) > epsilon", "(ratio - 1).abs() > epsilon", CUT),
+    Mutant("8.12", "torch.sign(adv) * (ratio - 1) > epsilon", "torch.sign(adv) * (ratio - 1) > 2 * epsilon", CLIPS),
+    Mutant("8.13", "torch.sign(adv) * (pi - mu) > delta", "torch.sign(adv) * (ratio - 1) > delta", CUT),
+    Mutant("8.13", "torch.sign(adv) * (pi - mu) > delta", "pi - mu > delta", CUT),
+    Mutant("8.13", "torch.sign(adv) * (pi - mu) > delta", "torch.sign(adv) * (pi - mu) > 2 * delta", CUT),
+    Mutant("8.14", "* loss, cut, bypass)", "* loss, cut & (anchor > -1), bypass)", CUT),
+    Mutant("8.14", "* loss, cut, bypass)", "* loss, bypass, cut)", CLIPS),
+    Mutant("8.15", "(u < low) | (u > high)", "u > high", CUT),
+    Mutant("8.15", "(u < low) | (u > high)", "u.abs() > high", CLIPS),
+    Mutant("8.15", "(u < low) | (u > high)", "(adv > 0) & (u > high) | (adv < 0) & (u < low)", CUT),
+    # -------------------------------------------------------------------------------------------------- what is let through
+    Mutant("8.2", "cut, (adv < 0) & above", "cut, (adv > 0) & above", CUT),
+    Mutant("8.2", "cut, (adv < 0) & above", "cut, (adv < 0) & below", CUT),
+    Mutant("8.2", "cut, (adv < 0) & above", "cut", CUT),
+    Mutant("8.6", "bypass & ~beyond", "bypass", CUT),
+    Mutant("8.6", "bypass & ~beyond", "bypass & beyond", CUT),
+    Mutant("8.14", "* loss, cut, bypass)", "* loss, cut, bypass & ~bypass)", CUT),
+    Mutant(
+        "", "loss, never if cut is None else cut, never", "loss, ~never if cut is None else cut, never", CUT, where="_surrogate"
+    ),
+    Mutant("", "never if bypass is None", "~never if bypass is None", CUT, where="_surrogate"),
+    # ----------------------------------------------------------------------------------------------- what an objective declares
+    Mutant("8.1", "@declares(linear=True, reinforce_on_policy=True)", "@declares(linear=True)", DECLARED),
+    Mutant("8.1", "@declares(linear=True, reinforce_on_policy=True)", ON_POLICY, DECLARED),
+    Mutant("8.2", ON_POLICY, "@declares()", DECLARED),
+    Mutant("8.2", ON_POLICY, ON_POLICY.replace("(", "(linear=True, "), DECLARED),
+    Mutant("8.2", ON_POLICY, ON_POLICY.replace(")", ", needs_advantage=False)"), DECLARED),
+    Mutant("8.4", ON_POLICY, ON_POLICY.replace("(", "(linear=True, "), DECLARED),
+    Mutant("8.5", ON_POLICY, "@declares()", DECLARED),
+    Mutant("8.6", ON_POLICY, "@declares()", DECLARED),
+    Mutant("8.10", ON_POLICY, "@declares()", DECLARED),
+    Mutant("8.11", ON_POLICY, ON_POLICY.replace("(", "(linear=True, "), DECLARED),
+    Mutant("8.12", ON_POLICY, ON_POLICY.replace(")", ", needs_advantage=False)"), DECLARED),
+    Mutant("8.13", ON_POLICY, "@declares()", DECLARED),
+    Mutant("8.14", "@declares()", ON_POLICY, DECLARED),
+    Mutant("8.15", ", needs_advantage=False", "", DECLARED),
+    Mutant("8.15", "reinforce_on_policy=True, ", "", DECLARED),
+    Mutant("", "function.linear = linear", "function.linear = reinforce_on_policy", DECLARED, where="declares"),
+    Mutant("", "= needs_advantage", "= not needs_advantage", DECLARED, where="declares"),
+    # ----------------------------------------------------------------------------------------------------- what a row declares
+    Mutant("5.3", "@declares()", "@declares(linear=True)", PARTS),
+    Mutant("8.4", ON_POLICY, "@declares()", PARTS),
+    Mutant("", "@declares(linear=True)", "@declares()", PARTS, where="response_length"),
+    Mutant("10.1", "and self.kl is None and extra", "and extra", PARTS, where="Method.linear"),
+    Mutant("10.1", "and self.kl is None and extra", "and self.kl is None", PARTS, where="Method.linear"),
+    Mutant("10.1", "self.objective.func.linear", "self.objective.func.reinforce_on_policy", PARTS, where="Method.linear"),
+    Mutant("10.1", "and penalty and extra", "and extra", PARTS, where="Method.linear_on_policy"),
+    Mutant("10.1", "and penalty and extra", "and penalty", PARTS, where="Method.linear_on_policy"),
+    Mutant("10.1", "self.kl is None or self.kl", "self.kl is not None and self.kl", PARTS, where="Method.linear_on_policy"),
+    Mutant("10.1", 'self.kl.target == "old"', 'self.kl.target != "old"', PARTS, where="Method.linear_on_policy"),
+    Mutant(
+        "10.1", "self.objective.func.reinforce_on_policy", "self.objective.func.linear", PARTS, where="Method.linear_on_policy"
+    ),
+    Mutant(
+        "10.1",
+        "asked = (self.step_value, *self.features)",
+        "asked = self.features",
+        "law_needs_of_the_rows",
+        where="Method.needs",
+    ),
+    Mutant(
+        "10.1",
+        "asked = (self.step_value, *self.features)",
+        "asked = (self.step_value,)",
+        "law_needs_of_the_rows",
+        where="Method.needs",
+    ),
+    Mutant(
+        "10.1",
+        '"sampled": ("one_step", "one_step_sampled")',
+        '"sampled": ("one_step_sampled",)',
+        "law_needs_of_the_rows",
+        where="RECORDS",
+    ),
+    # -------------------------------------------------------------------------------------------------- the two-pass backward
+    Mutant("", ".any(2) for c in", ".all(2) for c in", BACKWARD, where="second_pass"),
+    Mutant("", ".values()]).any(0)", ".values()]).all(0)", BACKWARD, where="second_pass"),
+    Mutant("", "(c != 0)", "(c > 0)", BACKWARD, where="second_pass"),
+    Mutant("", "(c != 0)", "(c.abs() > 0)", BACKWARD, where="second_pass"),
+    Mutant("", "plan.valid & needed", "plan.valid", BACKWARD, where="second_pass"),
+    Mutant("", "plan.valid & needed", "plan.valid & ~needed", "law_second_pass_skips_whole_forwards", where="second_pass"),
+    Mutant("", "= value[name].detach()", "= flat[name][states]", BACKWARD, where="second_pass"),
+    Mutant("", "(flat[name][states] * value[name])", "value[name]", BACKWARD, where="second_pass"),
+    Mutant(
+        "",
+        "flat[name][states] * value[name]",
+        "flat[name][: len(states)] * value[name]",
+        "law_two_passes_of_a_staircase_are_the_joint_graph",
+        where="second_pass",
+    ),
+    Mutant("", "zip(leaves, grads, strict", "zip(leaves, grads[::-1], strict", BACKWARD, where="cotangents"),
+    Mutant(
+        "",
+        "zip(leaves, grads, strict",
+        "zip(leaves, grads[::-1], strict",
+        "law_two_passes_of_a_staircase_are_the_joint_graph",
+        where="cotangents",
+    ),
+    Mutant("", "value.detach().requires_grad_()", "value.detach().square().requires_grad_()", BACKWARD, where="cotangents"),
+    Mutant("", "return loss.detach(), found", "return loss, found", BACKWARD, where="cotangents"),
+    Mutant("", "if feature is None:", "if True:", BACKWARD, where="two_pass_backward"),
+    Mutant("", "if not torch.isfinite(loss):", "if False:", BACKWARD, where="two_pass_backward"),
+    Mutant("", "if not torch.isfinite(loss):", "if torch.isnan(loss):", BACKWARD, where="two_pass_backward"),
+    Mutant("", "Backward(loss, seen,", "Backward(loss_of(seen), seen,", BACKWARD, where="two_pass_backward"),
+    Mutant("", '(2 if "kl_ref" in cotangent else 1)', "1", BACKWARD, where="two_pass_backward"),
+    Mutant("", '(2 if "kl_ref" in cotangent else 1)', "2", BACKWARD, where="two_pass_backward"),
+    Mutant("", "    refuse_random_modules(model)\n", "", BACKWARD, where="two_pass_backward"),
+    Mutant("", "if module.training and p:", "if p:", BACKWARD, where="refuse_random_modules"),
+]
