@@ -26,7 +26,7 @@ import torch
 from minidrl import algorithms as alg
 from minidrl import checkpoints, config, denoiser, sampler, tables
 from minidrl import features as feat
-from minidrl.tasks import text
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -70,14 +70,14 @@ def kl_row(order: str, cache: str) -> dict:
     model, tok = checkpoints.load(s.model)
     settings = sampler.Sampler(order=order, temperature=1.0, length=12, block_length=4, tokens_per_step=1, cache=cache)
     puzzles = s.task.problems(32, np.random.default_rng(0))
-    prompt = text.encode_prompts(tok, puzzles, s.task.prompt_length)
+    prompt = texts.encode_prompts(tok, puzzles, s.task.prompt_length)
     words = {"eos_token_id": tok.eos_token_id, "num_generations": 32, "generator": torch.Generator().manual_seed(1)}
     rollout = sampler.generate(model.eval(), *prompt, settings, **words)
     plan = alg.replay_plan(rollout, torch.Generator(), num_states=None, min_entropy=0.0)
     exact = feat.features(model, rollout, plan, temperature=1.0)["logp"].sum(0)
     kl = alg.kl_term(rollout.logp, exact, form="k3")[rollout.keep].double()
-    texts = text.decode(tok, rollout.response)
-    solved = np.mean([s.task.score(puzzles[i // 32], text) == 1 for i, text in enumerate(texts)])
+    replies = texts.decode(tok, rollout.response)
+    solved = np.mean([s.task.score(puzzles[i // 32], text) == 1 for i, text in enumerate(replies)])
     error = float(kl.std() / len(kl) ** 0.5)
     return {"order": order, "cache": cache, "KL, nats a token": float(kl.mean()), "+-": error, "solved": float(solved)}
 

@@ -317,7 +317,7 @@ def ratio_of_shared_masks() -> Found:
 def coefficients(objective: Callable, log_ratio: Tensor, adv: Tensor) -> Tensor:
     """What multiplies adv grad ll in the ascent direction, for the responses of one group."""
     ll = log_ratio.clone().requires_grad_()
-    loss = objective(ll[None, :, None], torch.zeros_like(ll)[None, :, None], adv[None, :, None], len(ll)).sum()
+    loss = objective(ll[None, :, None], torch.zeros_like(ll)[None, :, None], adv[None, :, None], len(ll)).loss.sum()
     return -torch.autograd.grad(loss, ll)[0] / adv
 
 
@@ -472,7 +472,7 @@ def last_step_values() -> Found:
 def weights(name: str, pi: Tensor, mu: Tensor, adv: Tensor) -> Tensor:
     """w in -grad loss = adv (pi / mu) w grad log pi, of a row's objective."""
     ll = pi.log().requires_grad_()
-    loss = methods.METHODS[name].objective(ll, mu.log(), adv, 1).sum()
+    loss = methods.METHODS[name].objective(ll, mu.log(), adv, 1).loss.sum()
     return torch.autograd.grad(loss, ll)[0] / (-adv * pi / mu)
 
 
@@ -509,7 +509,7 @@ def settle(name: str, mu: float, sign: float, rate: float = 0.05, momentum: floa
     for _ in range(400):
         z.requires_grad_()
         ll = z.log_softmax(0)[0]
-        loss = methods.METHODS[name].objective(ll, torch.tensor(start).double(), torch.tensor(sign).double(), 1)
+        loss = methods.METHODS[name].objective(ll, torch.tensor(start).double(), torch.tensor(sign).double(), 1).loss
         velocity = momentum * velocity - torch.autograd.grad(loss, z)[0]
         z = z.detach() + rate * velocity
     return abs(float(z.softmax(0)[0]) - (mu + sign * 0.15))
@@ -768,10 +768,10 @@ def document(results: Results) -> str:
     every = [verdict(found, claim.criterion) for rows in results.values() for claim, found in rows]
     words = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not distinguishable", NOT_RUN: "were not run here"}
     count = ", ".join(f"{every.count(name)} {word}" for name, word in words.items())
-    tables = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
+    found = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
     commands = "\n".join(f"{i}. {recorded(words)}" for i, words in enumerate(RECORDED.values(), 1))
     head = INTRODUCTION.format(total=len(every), count=count, commands=commands)
-    return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in tables.items())]) + "\n"
+    return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in found.items())]) + "\n"
 
 
 INTRODUCTION = """# Claims

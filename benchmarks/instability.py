@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from minidrl.diagnostics import ratio_diagnostics
 from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import config, denoiser, methods, runs, sampler, trainer
 from minidrl import features as feat
+from minidrl.launch import RunError
 
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -108,7 +108,7 @@ def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout
 
 
 def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int):
-    """Yield ll, anchor, adv and gradient norm of each of the updates on a rollout; plans as the row's ``refresh`` says."""
+    """Yield plan, features, anchor, adv and gradient norm of each of the updates on a rollout; plans as the row's ``refresh`` says."""
     draw = lambda purpose: method.plan(rollout, runs.keyed_generator(seed, step, purpose))  # noqa: E731
     score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731
     plans = [draw(f"plan {i}") for i in range(REUSE)]
@@ -118,7 +118,7 @@ def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor,
         adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
         methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
         norm = trainer.optimizer_step(model, optimizer, OPTIMIZER, OPTIMIZER.learning_rate)
-        yield plan, methods.reduced(method, plan, rollout, feature).detach(), anchor, adv, norm
+        yield plan, {name: value.detach() for name, value in feature.items()}, anchor, adv, norm
 
 
 def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) -> dict:
@@ -129,12 +129,12 @@ def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) 
     for step in range(count // REUSE):
         rollout, reward = collect(model, seed, step)
         try:
-            for plan, ll, anchor, adv, norm in updates(model, method, rollout, reward, optimizer, seed, step):
-                seen = ratio_diagnostics(judge, plan, rollout, ll, anchor, adv)
+            for plan, feature, anchor, adv, norm in updates(model, method, rollout, reward, optimizer, seed, step):
+                seen = methods.ratio_diagnostics(judge, plan, rollout, feature, anchor, adv)
                 values = (float(reward.mean()), seen["log_ratio_std"], seen["bypass_fraction"], norm)
                 for key, value in zip(curves, (*values, seen["effective_sample_size"]), strict=True):
                     curves[key].append(value)
-        except (runs.RunError, FloatingPointError):
+        except (RunError, FloatingPointError):
             stopped = len(curves["norm"])
             break
     facts = {"method": name, "scale": scale, "seed": seed, "updates": len(curves["norm"]), "stopped": stopped}

@@ -110,7 +110,7 @@ def learner_of(settings: config.Train) -> trainer.Learner:
     """The shipped Learner, which finds a network of random weights where it would load a checkpoint."""
     model = network(settings.model, settings.device)
     tok = words_tokenizer(model.vocab_size, model.mask_token_id)
-    with mock.patch.object(denoiser, "load", lambda *_, **__: (model, tok)):
+    with mock.patch.object(checkpoints, "load", lambda *_, **__: (model, tok)):
         return trainer.Learner(settings)
 
 

@@ -552,8 +552,8 @@ def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
 def record(rollout: Rollout, name: str) -> Tensor:
     """What the sampler recorded under a name; ValueError where it did not."""
     if name not in rollout.records:
-        allowed = "those that the method asks the sampler for (needs)"
-        raise _refused("records", name, allowed)
+        wanted = "the method must ask the sampler for it (needs)"
+        raise ValueError(f"records: the rollout holds no record {name!r}; {wanted}")
     return rollout.records[name]
 
 

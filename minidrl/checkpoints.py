@@ -36,14 +36,8 @@ from transformers.utils import logging
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
 INDEX = "model.safetensors.index.json"
-
-
 FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
     "config.json",
     "generation_config.json",
@@ -63,12 +57,16 @@ class Family:
     """How the checkpoints of one ``model_type`` become one of transformers' own classes.
 
     config, network   these classes
-    tokenizer         the class that reads vocab.json and merges.txt, where there is no tokenizer.json
-    fields            fields of ``config`` -> keys of config.json, the first that has a value; empty: the file is ``config``'s
+    tokenizer         the class that reads vocab.json and merges.txt, where there is no
+                      tokenizer.json
+    fields            fields of ``config`` -> keys of config.json, the first that has a value;
+                      empty: the file is ``config``'s
     must              settings that ``network`` has no word for -> the only value that it computes
-    keys              parts of weight names, the checkpoint's -> transformers'; every one that occurs is replaced, in order
+    keys              parts of weight names, the checkpoint's -> transformers'; every one that
+                      occurs is replaced, in order
     shift             True: the network's output at position i - 1 predicts token i
-    block_key         key of config.json that holds the block length of block-causal attention; None: bidirectional
+    block_key         key of config.json that holds the block length of block-causal attention;
+                      None: bidirectional
     mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
     """
 
@@ -95,8 +93,6 @@ LLADA_FIELDS = {
     "max_position_embeddings": ("max_sequence_length",),
     "tie_word_embeddings": ("weight_tying",),
 }
-
-
 LLADA_MUST = {
     "architectures": ["LLaDAModelLM"],
     "block_type": "llama",
@@ -109,10 +105,9 @@ LLADA_MUST = {
     **dict.fromkeys(("include_bias", "include_qkv_bias", "bias_for_layer_norm"), False),
     **dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0),
 }
-
-
 LLADA_KEYS = {
-    "model.transformer.ff_out.": "lm_head.",  # the vocabulary head comes first: the blocks have an ff_out of their own
+    # The vocabulary head comes first: the blocks have an ff_out of their own.
+    "model.transformer.ff_out.": "lm_head.",
     "model.transformer.wte.": "model.embed_tokens.",
     "model.transformer.ln_f.": "model.norm.",
     "model.transformer.blocks.": "model.layers.",
@@ -126,21 +121,13 @@ LLADA_KEYS = {
     ".up_proj.": ".mlp.up_proj.",
     ".ff_out.": ".mlp.down_proj.",
 }
-
-
+_SAME = ("vocab_size", *SIZES, "hidden_act", "rms_norm_eps", "max_position_embeddings")
 QWEN_FIELDS = {
-    **{
-        key: (key,)
-        for key in ("vocab_size", *SIZES, "hidden_act", "rms_norm_eps", "max_position_embeddings")
-    },
+    **{key: (key,) for key in _SAME},
     "num_key_value_heads": ("num_key_value_heads", "num_attention_heads"),
     "tie_word_embeddings": ("tie_word_embeddings",),
 }
-
-
 QWEN_MUST = {"rope_scaling": None, "use_sliding_window": False, "attention_dropout": 0.0}
-
-
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         # minidrl's own checkpoints, in transformers' own format; is_causal false is the
@@ -204,24 +191,29 @@ _PREFIX = "base_model.model."  # which peft writes before the name of a weight
 
 
 def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A folder that ``peft.PeftModel.from_pretrained(base, folder)`` opens, base being
-    ``denoiser.model`` without adapters."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    # ``peft.PeftModel.from_pretrained(base, folder)`` opens it, base being ``denoiser.model``
+    # without adapters.
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     (config,) = denoiser.model.peft_config.values()
     config.save_pretrained(folder)
     weights = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
-    save_file(
-        {_PREFIX + name: value.contiguous() for name, value in weights.items()},
-        Path(folder) / ADAPTER_WEIGHTS,
-    )
+    weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS)
     if not denoiser.files:
         tokenizer.save_pretrained(folder)
-    for name, content in denoiser.files.items():
-        if name not in (
-            "config.json",
-            "generation_config.json",
-        ):  # those of the base; with them, this would seem to be one
-            (Path(folder) / name).write_bytes(content)
+    # The base's configuration stays away: with it, this would seem to be a base.
+    of_base = ("config.json", "generation_config.json")
+    _write({name: words for name, words in denoiser.files.items() if name not in of_base}, folder)
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _refused(folder: Path, found: str) -> ValueError:
+    return ValueError(f"model: got {str(folder)!r}{found}")
 
 
 def _load_adapters(
@@ -233,15 +225,12 @@ def _load_adapters(
         base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
         config = peft().LoraConfig.from_pretrained(folder) if kind == "LORA" else None
     if config is None or (Path(base) / ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"model: got {str(folder)!r}, adapters of type {kind} for {base!r}; allowed LORA for a plain base"
-        )
+        allowed = "LORA for a plain base"
+        raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
     try:
         denoiser, tokenizer = load(base, device, dtype)
     except ValueError as error:
-        raise ValueError(
-            f"model: got {str(folder)!r}, adapters of a base that cannot be loaded: {error}"
-        ) from None
+        raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
     with _reading(folder):
         inject_adapters(denoiser, config, 0)
     read_adapters(denoiser, folder)
@@ -249,24 +238,19 @@ def _load_adapters(
 
 
 def read_adapters(denoiser: Denoiser, folder: Path) -> None:
-    """The saved values into a network's adapters; ValueError unless they are the same weights in
-    the same shapes."""
+    """The saved values into a network's adapters; ValueError unless names and shapes agree."""
     with _reading(folder):
-        weights = {
-            name.removeprefix(_PREFIX): value
-            for name, value in load_file(Path(folder) / ADAPTER_WEIGHTS).items()
-        }
+        stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
+        weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
         own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
-    wrong = {
-        name: tuple(w.shape)
-        for name, w in weights.items()
-        if name not in own or own[name].shape != w.shape
-    }
+    wrong = {}
+    for name, value in weights.items():
+        if name not in own or own[name].shape != value.shape:
+            wrong[name] = tuple(value.shape)
     wrong |= {name: "missing" for name in own if name not in weights}
     if wrong:
-        raise ValueError(
-            f"model: got {str(folder)!r}, whose adapters do not fit the network: {dict(list(wrong.items())[:2])}"
-        )
+        first = dict(list(wrong.items())[:2])
+        raise _refused(folder, f", whose adapters do not fit the network: {first}")
     with torch.no_grad():
         for name, value in weights.items():
             own[name].copy_(value)
@@ -289,40 +273,38 @@ def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -
             denoiser.model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     weights = denoiser.model.state_dict()
     if denoiser.model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
     weights = {_theirs(name, denoiser.family): value for name, value in weights.items()}
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    for name, content in denoiser.files.items():
-        (Path(folder) / name).write_bytes(content)
+    _write(denoiser.files, folder)
 
 
-def save_as_llada(model: Denoiser, tok: Any, folder: str | Path) -> None:
+def save_as_llada(
+    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
     """A checkpoint of minidrl's own under LLaDA's names and keys, to rehearse what is done with it.
 
     Both are the same Llama: only the words of config.json and the names of the weights differ.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    tok.save_pretrained(folder)
-    files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name in FILES}
-    ours, family = model.model.config, FAMILIES["llada"]
-    sizes = {keys[0]: getattr(ours, name) for name, keys in family.fields.items()} | {
-        "vocab_size": ours.vocab_size
-    }
-    ids = {
-        "mask_token_id": ours.mask_token_id,
-        "eos_token_id": ours.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-    }
-    words = {
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
+    ours, family = denoiser.model.config, FAMILIES["llada"]
+    words = dict(PUBLISHED["GSAI-ML/LLaDA-8B-Base"])
+    words |= {keys[0]: getattr(ours, name) for name, keys in family.fields.items()}
+    words |= {name: getattr(ours, name) for name in ("vocab_size", "mask_token_id", "eos_token_id")}
+    words |= {
+        "pad_token_id": tokenizer.pad_token_id,
         "rope_theta": ours.rope_parameters["rope_theta"],
         "torch_dtype": str(ours.dtype).removeprefix("torch."),
     }
-    words = PUBLISHED["GSAI-ML/LLaDA-8B-Base"] | sizes | ids | words
     files["config.json"] = json.dumps(words, indent=2).encode()
-    save(Denoiser(model.model, family, None, files), tok, folder)
+    save(Denoiser(denoiser.model, family, None, files), tokenizer, folder)
 
 
 def load(
@@ -333,16 +315,18 @@ def load(
     block_length: int | None = None,
     quantize: bool = False,
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
-    """(denoiser in eval mode, tokenizer) of a folder written by ``save``, or of a LLaDA, Dream or
-    SDAR checkpoint.
+    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream or SDAR.
 
-    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its weights as safetensors,
-                   its configuration and tokenizer files are downloaded once; its code is not. A
-                   folder of adapters is loaded with the base that it names.
-    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the weights are stored in.
+    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
+                   weights as safetensors, its configuration and tokenizer files are downloaded
+                   once; its code is not. A folder of adapters is loaded with the base that it
+                   names.
+    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
+                   weights are stored in.
     block_length   SDAR only: tokens of a block; None: what config.json says.
-    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by bitsandbytes), to be used and not to be
-                   trained; embedding, head and norms in ``dtype``.
+    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
+                   bitsandbytes), to be used and not to be trained; embedding, head and norms in
+                   ``dtype``.
 
     The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
     them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,
@@ -362,49 +346,35 @@ def load(
         config = _network_config(folder, raw, family, tokenizer.mask_token_id)
     _check_vocabulary(folder, config, tokenizer)
     model = _read_network(folder, config, family, dtype, device if quantize else None)
-    files = {
-        name: (folder / name).read_bytes()
-        for name in FILES
-        if family.fields and (folder / name).is_file()
-    }
-    return Denoiser(
-        model if quantize else model.to(device), family, block_length, files
-    ).eval(), tokenizer
+    names = [name for name in FILES if family.fields and (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in names}
+    model = model if quantize else model.to(device)
+    return Denoiser(model, family, block_length, files).eval(), tokenizer
 
 
 # The keys of config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct
 # and LLaDA-1.5 on the Hub.
-_LLADA_8B = {**LLADA_MUST, "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32}
-
-
-_LLADA_8B |= {
+_SIZES = {
+    "d_model": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
     "n_kv_heads": 32,
     "mlp_hidden_size": 12288,
-    "embedding_size": 126464,
-    "vocab_size": 126464,
-    "rms_norm_eps": 1e-5,
 }
-
-
-_LLADA_8B |= {
+_SIZES |= {"embedding_size": 126464, "vocab_size": 126464, "max_sequence_length": 4096}
+_WORDS = {
+    "model_type": "llada",
+    "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "max_sequence_length": 4096,
-    "activation_type": "silu",
     "weight_tying": False,
 }
-
-
-_LLADA_8B |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
-
-
-PUBLISHED = dict.fromkeys(
-    ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), _LLADA_8B
-)
+_WORDS |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
+_NAMES = ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5")
+PUBLISHED = dict.fromkeys(_NAMES, LLADA_MUST | _SIZES | _WORDS)
 
 
 def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
-    """(configuration, family, dtype of the stored weights) of a checkpoint, from its config.json
-    alone: no weight is read.
+    """(configuration, family, dtype of the stored weights) by config.json alone: no weight is read.
 
     The published LLaDA-8B are known without a file. Raises ValueError for a folder or a name
     without a config.json.
@@ -416,78 +386,63 @@ def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]
     with _reading(folder):
         shape = _network_config(folder, raw, family, raw.get("mask_token_id") or 0)
         shape._attn_implementation = "sdpa"
-        return (
-            shape,
-            family,
-            getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        )
+        stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        return shape, family, getattr(torch, stored)
 
 
 def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
-    """A folder here as it is, or the download of what can only be the name of a model on the
-    Hub."""
+    """A folder here as it is, or the download of what can only be a model on the Hub."""
     folder = Path(source)
     if folder.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return folder
     try:
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: got {source!r}, no folder here, and the Hub does not give it: {one_line(error)}"
-        ) from None
+        got = f"{source!r}, no folder here, and the Hub does not give it"
+        raise ValueError(f"model: got {got}: {one_line(error)}") from None
 
 
 def _read_config(folder: Path) -> dict:
     """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model: got {str(folder)!r}, which holds no config.json; "
-            "allowed a folder written by pretrain or train, or a checkpoint of LLaDA, Dream or SDAR"
-        )
+        allowed = "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream or SDAR"
+        raise _refused(folder, f", which holds no config.json; allowed {allowed}")
     try:
         raw = json.loads((folder / "config.json").read_text())
     except ValueError as error:
-        raise ValueError(
-            f"model: got {str(folder)!r}, whose config.json is no JSON: {error}"
-        ) from None
+        raise _refused(folder, f", whose config.json is no JSON: {error}") from None
     raw = {"is_causal": True, **raw} if isinstance(raw, dict) else {}
     name = raw.get("model_type")
     if name not in FAMILIES:
-        allowed = f"a bidirectional llama (is_causal false), {', '.join(key for key in FAMILIES if key != 'llama')}"
-        raise ValueError(f"model: got {str(folder)!r} with model_type {name!r}; allowed {allowed}")
+        others = ", ".join(key for key in FAMILIES if key != "llama")
+        allowed = f"a bidirectional llama (is_causal false), {others}"
+        raise _refused(folder, f" with model_type {name!r}; allowed {allowed}")
     for key, value in FAMILIES[name].must.items():
         if (raw.get(key) or False) != (value or False):
             allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
-            raise ValueError(
-                f"model: got {str(folder)!r} with {key} {raw.get(key)!r}; allowed for {name} is {allowed}"
-            )
+            raise _refused(folder, f" with {key} {raw.get(key)!r}; allowed for {name} is {allowed}")
     return raw
 
 
 def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
     own = not family.fields  # minidrl's own checkpoint: block-causal where it says so
     if asked is not None and (family.block_key is None or own):
-        allowed = (
-            "None, its config.json says what its attention is"
-            if own
-            else "None, its attention has no blocks"
-        )
-        raise ValueError(f"block_length: got {asked} for a {raw['model_type']}; allowed {allowed}")
+        why = "its config.json says what its attention is" if own else "its attention has no blocks"
+        got = f"{asked} for a {raw['model_type']}"
+        raise ValueError(f"block_length: got {got}; allowed None, {why}")
     if family.block_key is None or (own and raw.get(family.block_key) is None):
         return None
     length = raw.get(family.block_key) if asked is None else asked
     if not isinstance(length, int) or length < 1:
-        raise ValueError(
-            f"block_length: got {length!r} for {str(folder)!r}; allowed integers from 1 ({family.block_key})"
-        )
+        allowed = f"integers from 1 ({family.block_key})"
+        raise ValueError(f"block_length: got {length!r} for {str(folder)!r}; allowed {allowed}")
     return length
 
 
 def _network_config(
     folder: Path, raw: dict, family: Family, mask_token_id: int
 ) -> PreTrainedConfig:
-    """The network's configuration, spelled out: what config.json says beside it cannot switch
-    anything on.
+    """The network's configuration, spelled out: nothing else in config.json has an effect.
 
     ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row, in
     LLaDA that of the end token.
@@ -496,13 +451,11 @@ def _network_config(
         config = family.config.from_pretrained(folder)
         config.mask_token_id = mask_token_id
         return config
-    values = {
-        ours: next((raw[key] for key in keys if raw.get(key) is not None), None)
-        for ours, keys in family.fields.items()
-    }
-    for ours in values:
+    values = {}
+    for ours, keys in family.fields.items():
+        values[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
         if values[ours] is None:
-            raise ValueError(f"config.json gives no {family.fields[ours][0]}")
+            raise ValueError(f"config.json gives no {keys[0]}")
     if raw.get("rope_theta") is None:
         raise ValueError("config.json gives no rope_theta")
     return family.config(
@@ -518,8 +471,7 @@ def _network_config(
 
 
 def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
-    """The tokenizer, padding on the left, with the tokens that only the other files of the
-    checkpoint name."""
+    """The tokenizer, padding on the left, with the tokens that only other files name."""
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else family.tokenizer
     with _reading(folder):
         tokenizer = kind.from_pretrained(folder, padding_side="left")
@@ -537,37 +489,28 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
 def _mask_token_id(
     folder: Path, raw: dict, tokenizer: PreTrainedTokenizerBase, family: Family
 ) -> int:
-    """As config.json has it, else as the tokenizer has it, else the id of the family's mask
-    token."""
+    """config.json's, else the tokenizer's, else the id of the family's mask token."""
     config, told = raw.get("mask_token_id"), tokenizer.mask_token_id
     if config is not None and told not in (None, config):
-        raise ValueError(
-            f"model: got {str(folder)!r} with mask_token_id {config}; allowed {told}, as its tokenizer says"
-        )
-    index = next(
-        (i for i in (config, told, tokenizer.get_vocab().get(family.mask_token)) if i is not None),
-        None,
-    )
+        allowed = f"{told}, as its tokenizer says"
+        raise _refused(folder, f" with mask_token_id {config}; allowed {allowed}")
+    known = (config, told, tokenizer.get_vocab().get(family.mask_token))
+    index = next((i for i in known if i is not None), None)
     if not isinstance(index, int) or not 0 <= index < len(tokenizer):
         allowed = f"the id of one of its tokenizer's {len(tokenizer)} tokens"
-        raise ValueError(
-            f"model: got {str(folder)!r} with mask_token_id {index}; allowed {allowed}"
-        )
+        raise _refused(folder, f" with mask_token_id {index}; allowed {allowed}")
     return index
 
 
 def _check_vocabulary(
     folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    size, mask = config.vocab_size, tokenizer.mask_token_id
+    size, mask, tokens = config.vocab_size, tokenizer.mask_token_id, len(tokenizer)
     if mask >= size:
-        raise ValueError(
-            f"model: got {str(folder)!r} with mask_token_id {mask}; allowed from 0 to {size - 1}, its vocabulary"
-        )
-    if len(tokenizer) > size:
-        raise ValueError(
-            f"model: got {str(folder)!r} with {len(tokenizer)} tokens in its tokenizer; allowed up to {size}"
-        )
+        allowed = f"from 0 to {size - 1}, its vocabulary"
+        raise _refused(folder, f" with mask_token_id {mask}; allowed {allowed}")
+    if tokens > size:
+        raise _refused(folder, f" with {tokens} tokens in its tokenizer; allowed up to {size}")
 
 
 def _read_network(
@@ -577,14 +520,10 @@ def _read_network(
     dtype: torch.dtype | None,
     quantize_on: Any = None,
 ) -> PreTrainedModel:
-    """The network with every weight of the files and no other; in 4 bits on the device
-    ``quantize_on``."""
-    shards = _shards(folder)
-    how = (
-        {}
-        if quantize_on is None
-        else {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
-    )
+    """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
+    shards, how = _shards(folder), {}
+    if quantize_on is not None:
+        how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
         model, info = family.network.from_pretrained(
             folder,
@@ -597,36 +536,29 @@ def _read_network(
             ignore_mismatched_sizes=True,
             **how,
         )
-    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    wrong = {
-        kind: sorted(_theirs(str(key), family) for key in info[kind])[:3]
-        for kind in kinds
-        if info[kind]
-    }
+    wrong = {}
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            wrong[kind] = sorted(_theirs(str(key), family) for key in info[kind])[:3]
     if wrong:
-        raise ValueError(
-            f"model: got {str(folder)!r}, whose weights do not match its config: {wrong}"
-        )
+        raise _refused(folder, f", whose weights do not match its config: {wrong}")
     with _reading(folder):
         other = [name for path in shards for name in _misread(model, path, family)]
     if other:
-        raise ValueError(
-            f"model: got {str(folder)!r}, of which transformers did not read {', '.join(other[:3])}"
-        )
+        raise _refused(folder, f", of which transformers did not read {', '.join(other[:3])}")
     return model
 
 
 def _four_bits() -> BitsAndBytesConfig:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "quantize: 4 bits need the package bitsandbytes, which is missing; pip install 'minidrl[quantized]'"
-        )
-    words = {
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    }
-    return BitsAndBytesConfig(load_in_4bit=True, **words)
+        missing = "4 bits need the package bitsandbytes, which is missing"
+        raise ValueError(f"quantize: {missing}; pip install 'minidrl[quantized]'")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -637,15 +569,12 @@ def _shards(folder: Path) -> list[Path]:
         names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(
-            f"model: got {str(folder)!r}, which lacks {', '.join(missing)}, named by its {INDEX}"
-        )
+        raise _refused(folder, f", which lacks {', '.join(missing)}, named by its {INDEX}")
     return [folder / name for name in names]
 
 
 def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
-    """Weights of a file whose first row is not in the network: loading reports what it thinks it
-    did, this looks."""
+    """Weights of a file whose first row is not in the network: loading reports, this looks."""
     state, wrong = model.state_dict(), []
     with safe_open(path, framework="pt") as file:
         for name in file.keys():
@@ -660,20 +589,12 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
 @contextlib.contextmanager
 def _reading(folder: Path):
     """What a library has to say about a file becomes one line."""
+    refused = (OSError, RuntimeError, ValueError, KeyError, SafetensorError, StrictDataclassError)
     try:
         with _quiet():
             yield
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        SafetensorError,
-        StrictDataclassError,
-    ) as error:
-        raise ValueError(
-            f"model: got {str(folder)!r}, which cannot be read: {one_line(error)}"
-        ) from None
+    except refused as error:
+        raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
 
 
 def one_line(error: Exception) -> str:
@@ -683,10 +604,8 @@ def one_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Without transformers' progress bars and reports: what they say is either of no interest or
-    raised as one line."""
-    level = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
+    """Without transformers' bars and reports: of no interest, or raised as one line."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:

@@ -1,11 +1,14 @@
-"""What a rise of the solved rate is to be compared with: the controls of an RL run, on the same
-held-out puzzles.
+"""What a rise of the solved rate is to be compared with: the controls of an RL run.
 
-base, best temperature    the policy may only have become sharper: does it beat the base at its best temperature?
+All on the same held-out puzzles:
+
+base, best temperature    the policy may only have become sharper: does it beat the base at its best
+                          temperature?
 greedy before and after   what the network knows, without the luck of sampling
 pass@8 before and after   what it can reach at all
 base, other orders        the same network may know more than the order of this run lets it say
-self-training             supervised fine-tuning on the base's own correct samples, with as many rollouts and updates
+self-training             supervised fine-tuning on the base's own correct samples, with as many
+                          rollouts and updates
 """
 
 from __future__ import annotations
@@ -13,28 +16,35 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from minidrl import checkpoints, config, report, sampler, trainer
+from minidrl.denoiser import Denoiser
 
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
 def solved(
-    model, tok, settings: config.Train, temperature: float, samples: int = 1, **changes
+    model: Denoiser,
+    tok: Any,
+    settings: config.Train,
+    temperature: float,
+    samples: int = 1,
+    **changes: Any,
 ) -> dict:
-    """Held-out scores at a temperature; with samples > 1 also pass@samples. ``changes``: other
-    sampler settings."""
+    """Held-out scores at a temperature; with samples > 1 also pass@samples.
+
+    ``changes``: other sampler settings.
+    """
     decoding = dataclasses.replace(settings.sampler, temperature=temperature, **changes)
-    return trainer.evaluate(
-        model, tok, settings.task, decoding, n=settings.evaluate.n, samples=samples
-    )
+    how = {"n": settings.evaluate.n, "samples": samples}
+    return trainer.evaluate(model, tok, settings.task, decoding, **how)
 
 
 def self_training(settings: config.Train) -> trainer.Learner:
-    """Supervised fine-tuning on correct samples of the frozen base: same puzzles, rollouts, updates
-    and optimiser as the run.
+    """Supervised fine-tuning on correct samples of the frozen base, with the run's other settings.
 
     Each update maximises the log-probability of the solved rollouts of one step. That is REINFORCE
     with reward 1 for solved, no baseline, and a sampler that never learns: the difference to the RL
@@ -57,22 +67,23 @@ def measure(run: Path) -> dict:
     settings = config.of_run(config.Train, run)
     before, tok = checkpoints.load(settings.model)
     after, _ = checkpoints.load(run / f"checkpoint-{settings.steps}")
-    rows = {
-        f"base, temperature {t:g}": solved(before, tok, settings, t)["solved"] for t in TEMPERATURES
-    }
+
+    def rate(model: Denoiser, t: float, samples: int = 1, **changes: Any) -> float:
+        key = "solved" if samples == 1 else f"pass@{samples}"
+        return solved(model, tok, settings, t, samples, **changes)[key]
+
+    rows = {f"base, temperature {t:g}": rate(before, t) for t in TEMPERATURES}
     for order in (order for order in sampler.ORDERS if order != settings.sampler.order):
         for t in (0.0, 1.0):
-            rows[f"base, {order}, temperature {t:g}"] = solved(
-                before, tok, settings, t, order=order
-            )["solved"]
+            rows[f"base, {order}, temperature {t:g}"] = rate(before, t, order=order)
     trained = self_training(settings).model
     rows |= {
-        "after RL, temperature 1": solved(after, tok, settings, 1.0)["solved"],
-        "after RL, greedy": solved(after, tok, settings, 0.0)["solved"],
-        "base, pass@8": solved(before, tok, settings, 1.0, 8)["pass@8"],
-        "after RL, pass@8": solved(after, tok, settings, 1.0, 8)["pass@8"],
-        "self-training, temperature 1": solved(trained, tok, settings, 1.0)["solved"],
-        "self-training, greedy": solved(trained, tok, settings, 0.0)["solved"],
+        "after RL, temperature 1": rate(after, 1.0),
+        "after RL, greedy": rate(after, 0.0),
+        "base, pass@8": rate(before, 1.0, 8),
+        "after RL, pass@8": rate(after, 1.0, 8),
+        "self-training, temperature 1": rate(trained, 1.0),
+        "self-training, greedy": rate(trained, 0.0),
     }
     (run / "controls.json").write_text(json.dumps(rows, indent=2) + "\n")
     return rows

@@ -1,5 +1,4 @@
-"""The network: transformers' own classes made bidirectional, from 0.3 M parameters on a laptop to
-LLaDA-8B.
+"""The network: transformers' own classes made bidirectional, from 0.3 M parameters to LLaDA-8B.
 
 A masked diffusion language model needs no architecture of its own. It is a Llama without the causal
 mask that predicts, at every [MASK], the token that belongs there (in place: the logit at position i
@@ -34,7 +33,7 @@ from minidrl.algorithms import block_causal, staircase_mask, staircase_positions
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-# --------------------------------------------------------------------------------------------------------- the network
+# -------------------------------------------------------------------------------------- the network
 class Denoiser(nn.Module):
     """A bidirectional transformer in the two calls that sampler, estimators and pre-training share.
 
@@ -43,10 +42,12 @@ class Denoiser(nn.Module):
     logits, not the body, that fill a GPU. In every family the hidden state of position i is the one
     that predicts token i.
 
-    block_length   tokens of a block where attention is block-causal (SDAR); None: every token sees every other. The last token
-                   of a text ends a block, and its first block is the one that may be shorter: after
-                   a prompt of any length, the blocks are those of the response.
-    files          the files of the checkpoint beside its weights, for ``save``; empty for minidrl's own format.
+    block_length   tokens of a block where attention is block-causal (SDAR); None: every token sees
+                   every other. The last token of a text ends a block, and its first block is the
+                   one that may be shorter: after a prompt of any length, the blocks are those of
+                   the response.
+    files          the files of the checkpoint beside its weights, for ``save``; empty for
+                   minidrl's own format.
     """
 
     def __init__(
@@ -69,29 +70,25 @@ class Denoiser(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.model.device
 
     def encode(
         self, tokens: Int[Tensor, "N T"], attention_mask: Bool[Tensor, "N T"] | None
     ) -> Float[Tensor, "N T D"]:
-        """Hidden states of every position; ``attention_mask`` False marks padding, None says that
-        there is none.
+        """Hidden states of every position; ``attention_mask``: False at padding, None: no padding.
 
         Positions count real tokens only. Attention depends on their differences, so this changes
         nothing in exact arithmetic; but the rotary tables are float32, and a shift by the padding
         would be visible in the digits of a ratio.
         """
         _refuse_attention(self.model.config)
-        position = (
-            None if attention_mask is None else (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        )
-        visible = attention_mask
+        position, visible = None, attention_mask
+        if attention_mask is not None:
+            position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         if self.block_length is not None:
-            place = (
-                torch.arange(tokens.shape[1], device=self.device)[None]
-                if position is None
-                else position
-            )
+            column = torch.arange(tokens.shape[1], device=self.device)[None]
+            place = column if position is None else position
             visible = block_causal(self._blocks(place), attention_mask)
         h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
         return shifted(h, attention_mask) if self.shift else h
@@ -103,38 +100,34 @@ class Denoiser(nn.Module):
         cache: DynamicCache,
         order: Int[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "N W D"]:
-        """Hidden states of W of T tokens, the others being in ``cache``; the W are added to it
-        (``crop`` undoes that).
+        """Hidden states of W of T tokens, the others being in ``cache``; the W are added to it.
 
-        A forward with a KV cache. ``order`` lists the T places in a text: first those in the cache,
-        as they came there, then those of ``tokens``; None: as they stand. Exact for block-causal
-        attention over whole blocks: no token sees a later block, so the past never changes, and the
-        result is that of ``encode`` on all T tokens. Under bidirectional attention it is that where
-        all T are computed (W = T); otherwise the cache holds keys and values of the texts from
-        which it was computed, not of this one. In a family that shifts its predictions, token i is
-        predicted at position i - 1, which must be among the W: the first position of a stretch of
-        them is of no use, unless it is the text's. Block-causal models of that kind are refused.
+        A forward with a KV cache; ``crop`` undoes that. ``order`` lists the T places in a text:
+        first those in the cache, as they came there, then those of ``tokens``; None: as they stand.
+
+        Exact for block-causal attention over whole blocks: no token sees a later block, so the past
+        never changes, and the result is that of ``encode`` on all T tokens. Under bidirectional
+        attention it is that where all T are computed (W = T); otherwise the cache holds keys and
+        values of the texts from which it was computed, not of this one. In a family that shifts its
+        predictions, token i is predicted at position i - 1, which must be among the W: the first
+        position of a stretch of them is of no use, unless it is the text's. Block-causal models of
+        that kind are refused.
         """
         _refuse_attention(self.model.config)
         if self.shift and self.block_length is not None:
-            raise ValueError(
-                "cache: got a block-causal model whose predictions are shifted by one position; allowed none"
-            )
+            got = "a block-causal model whose predictions are shifted by one position"
+            raise ValueError(f"cache: got {got}; allowed none")
+        length = attention_mask.shape[1]
         position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        visible = attention_mask[:, None, None].expand(-1, -1, attention_mask.shape[1], -1)
-        if self.block_length is not None:
+        if self.block_length is None:
+            visible = attention_mask[:, None, None].expand(-1, -1, length, -1)
+        else:
             visible = block_causal(self._blocks(position), attention_mask)
-        order = (
-            torch.arange(attention_mask.shape[1], device=self.device) if order is None else order
-        )
+        order = torch.arange(length, device=self.device) if order is None else order
         now = order[-tokens.shape[1] :]
-        h = self.model.model(
-            input_ids=tokens,
-            attention_mask=visible[:, :, now][..., order],
-            position_ids=position[:, now],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        where = {"attention_mask": visible[:, :, now][..., order], "position_ids": position[:, now]}
+        kept = {"past_key_values": cache, "use_cache": True}
+        h = self.model.model(input_ids=tokens, **where, **kept).last_hidden_state
         return shifted(h, attention_mask, now) if self.shift else h
 
     def encode_staircase(
@@ -147,8 +140,7 @@ class Denoiser(nn.Module):
         block_length: int,
         clean_stream: str,
     ) -> Float[Tensor, "N L D"]:
-        """Hidden states of ``noisy``, each block of it after the prompt and the blocks of ``clean``
-        before its own.
+        """Hidden states of ``noisy``, each block after the prompt and the earlier ``clean`` blocks.
 
         One forward of P + 2 L tokens that equals L / block_length forwards of [prompt, clean blocks
         before k, noisy block k], in which prompt and clean tokens see what ``staircase_mask`` says
@@ -160,29 +152,24 @@ class Denoiser(nn.Module):
         attention implementation but sdpa.
         """
         _refuse_attention(self.model.config)
-        start, length = prompt.shape[1], clean.shape[1]
+        start, length, own = prompt.shape[1], clean.shape[1], self.block_length
         visible = staircase_mask(prompt_mask, length, block_length, clean=clean_stream)
         position = staircase_positions(prompt_mask, length)
         if self.shift:
-            raise ValueError(
-                "shift: got True; allowed False, the row before a noisy block belongs to the clean stream"
-            )
-        if self.block_length is not None:
-            if block_length != (own := self.block_length):
-                raise ValueError(
-                    f"block_length: got {block_length}; allowed {own}, that of the model's attention"
-                )
+            allowed = "False, the row before a noisy block belongs to the clean stream"
+            raise ValueError(f"shift: got True; allowed {allowed}")
+        if own is not None:
+            if block_length != own:
+                allowed = f"{own}, that of the model's attention"
+                raise ValueError(f"block_length: got {block_length}; allowed {allowed}")
             if clean_stream != "block":
-                raise ValueError(
-                    f"clean stream: got {clean_stream!r}; allowed 'block', as the model's attention"
-                )
-            visible[..., :start, :start] &= block_causal(
-                self._blocks(position[:, :start]), prompt_mask
-            )
+                allowed = "'block', as the model's attention"
+                raise ValueError(f"clean stream: got {clean_stream!r}; allowed {allowed}")
+            blocks = self._blocks(position[:, :start])
+            visible[..., :start, :start] &= block_causal(blocks, prompt_mask)
         tokens = torch.cat([prompt, clean, noisy], 1)
-        return self._body(input_ids=tokens, attention_mask=visible, position_ids=position)[
-            :, start + length :
-        ]
+        h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
+        return h[:, start + length :]
 
     def _body(self, **inputs: Tensor) -> Float[Tensor, "N T D"]:
         with _recomputing(self.model.model):
@@ -193,28 +180,25 @@ class Denoiser(nn.Module):
         return (position - position[:, -1:] - 1).div(self.block_length, rounding_mode="floor")
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        """Logits in float32 at least. [MASK] gets -inf: a denoiser never answers with the
-        question."""
+        """Logits, float32 at least. [MASK] has -inf: no denoiser answers with the question."""
         logits = self.model.lm_head(h)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
         return logits.masked_fill(banned, -torch.inf)
 
     def num_parameters(self) -> int:
+        """The number of weights."""
         return sum(p.numel() for p in self.parameters())
 
 
 def _refuse_attention(config: PreTrainedConfig) -> None:
-    """Only what is known to honour every mask: eager attention adds a boolean mask as 0 and 1,
-    without a word."""
+    # Eager attention adds a boolean mask as 0 and 1, without a word.
     if config._attn_implementation != "sdpa":
-        raise ValueError(
-            f"attn_implementation: got {config._attn_implementation!r}; allowed 'sdpa', which honours every mask"
-        )
+        got = f"{config._attn_implementation!r}; allowed 'sdpa', which honours every mask"
+        raise ValueError(f"attn_implementation: got {got}")
     if getattr(config, "is_causal", True):
-        raise ValueError(
-            "is_causal: got True; allowed False, a denoiser sees both sides of a [MASK]"
-        )
+        allowed = "False, a denoiser sees both sides of a [MASK]"
+        raise ValueError(f"is_causal: got True; allowed {allowed}")
 
 
 def shifted(
@@ -222,8 +206,7 @@ def shifted(
     attention_mask: Bool[Tensor, "N T"] | None,
     column: Int[Tensor, " W"] | None = None,
 ) -> Float[Tensor, "N W D"]:
-    """Shift by one: the state of position i - 1 at position i; the first token keeps its own, as in
-    Dream's released code.
+    """Shift by one: the state of i - 1 at position i; the first token keeps its own, as in Dream.
 
     That code takes the first column for the first token. Here it is the first real token, so that a
     padded row equals the row alone; on rows without padding both are the same, and elsewhere they
@@ -242,8 +225,7 @@ def shifted(
 
 
 def compiled(denoiser: Denoiser) -> Denoiser:
-    """The same network (shared weights) whose body runs through torch.compile; the first call of a
-    shape takes seconds."""
+    """The same network (shared weights) through torch.compile; a new shape takes seconds."""
     other = copy.copy(denoiser)
     for name in ("encode", "encode_staircase"):
         other.__dict__[name] = torch.compile(getattr(denoiser, name))
@@ -251,8 +233,7 @@ def compiled(denoiser: Denoiser) -> Denoiser:
 
 
 def rounded(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
-    """A copy with weights and activations of another dtype. Buffers (the frequencies of the
-    positions) keep theirs."""
+    """A copy in another dtype. Buffers (the frequencies of the positions) keep theirs."""
     other = copy.deepcopy(denoiser)
     for p in other.parameters():
         p.data = p.data.to(dtype)
@@ -262,8 +243,7 @@ def rounded(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
 def build(
     sizes: dict, tokenizer: PreTrainedTokenizerBase, seed: int, block_length: int | None = None
 ) -> Denoiser:
-    """A freshly initialised network. ``sizes``: hidden_size, num_hidden_layers,
-    num_attention_heads, intermediate_size.
+    """A freshly initialised network of ``sizes``, which has the keys ``SIZES``.
 
     ``block_length``: tokens of a block, for block-causal attention; None: bidirectional.
 
@@ -271,15 +251,14 @@ def build(
     Initialisation draws from a forked generator, so that the caller's global random state is
     untouched.
     """
-    if sizes["hidden_size"] % (2 * sizes["num_attention_heads"]):
-        raise ValueError(
-            f"network.hidden_size: got {sizes['hidden_size']}; "
-            f"allowed multiples of 2 x num_attention_heads ({sizes['num_attention_heads']})"
-        )
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    if hidden % (2 * heads):
+        allowed = f"multiples of 2 x num_attention_heads ({heads})"
+        raise ValueError(f"network.hidden_size: got {hidden}; allowed {allowed}")
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         **{key: sizes[key] for key in SIZES},
-        num_key_value_heads=sizes["num_attention_heads"],
+        num_key_value_heads=heads,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         pad_token_id=None,
@@ -291,9 +270,8 @@ def build(
         **({} if block_length is None else {"block_length": block_length}),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed would reseed every GPU as well
+        # torch.manual_seed would reseed every GPU as well.
+        torch.default_generator.manual_seed(seed)
         return Denoiser(LlamaForCausalLM(config), block_length=block_length)
 
 
@@ -301,8 +279,7 @@ def build(
 def probe_loss(
     denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, text: str, prompt: str = ""
 ) -> float:
-    """Mean -log p in nats of the tokens of ``text``, every fourth of them hidden at a time: were
-    the weights really read?
+    """Mean -log p (nats) of the tokens of ``text``, every fourth hidden: were the weights read?
 
     A network that was silently left at its initialisation scores about ln V whatever it is asked;
     one that was trained on text like ``text`` is far below. ``prompt`` stands before it and is
@@ -316,25 +293,19 @@ def probe_loss(
     place = torch.arange(ids.shape[1], device=ids.device) - len(before)
     hidden = (place >= 0) & (place % 4 == torch.arange(4, device=ids.device)[:, None])
     h = denoiser.encode(ids.masked_fill(hidden, denoiser.mask_token_id), None)
-    loss, bound = (
-        float(F.cross_entropy(denoiser.head(h[hidden]), ids[hidden])),
-        math.log(denoiser.vocab_size) / 2,
-    )
+    loss = float(F.cross_entropy(denoiser.head(h[hidden]), ids[hidden]))
+    bound = math.log(denoiser.vocab_size) / 2
     if not loss < bound:
-        raise ValueError(
-            f"model: masked-token loss {loss:.2f} nats; allowed below {bound:.2f}, half of ln V: is it trained?"
-        )
+        allowed = f"below {bound:.2f}, half of ln V: is it trained?"
+        raise ValueError(f"model: masked-token loss {loss:.2f} nats; allowed {allowed}")
     return loss
 
 
-# ------------------------------------------------------------------------------- adapters, and memory traded for time
-
-
+# ------------------------------------------------------------- adapters, and memory traded for time
 def add_adapters(
     denoiser: Denoiser, *, rank: int, alpha: float, target_modules: list[str], seed: int, base: str
 ) -> None:
-    """LoRA into the network, in place: W x becomes W x + (alpha / rank) B A x, and only A and B are
-    trained from here on.
+    """LoRA, in place: W x becomes W x + (alpha / rank) B A x; only A and B are trained then.
 
     A is drawn from a generator of its own, B is 0: nothing has changed yet. Both are float32
     whatever the base is stored in: in bfloat16 an update of 1e-6 would vanish. No dropout: the
@@ -343,17 +314,16 @@ def add_adapters(
     it. Raises ValueError for a target that matches no layer.
     """
     refuse_targets(denoiser.model, target_modules)
-    words = {
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": target_modules,
-        "base_model_name_or_path": str(base),
-    }
-    inject_adapters(
-        denoiser,
-        peft().LoraConfig(**words, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"),
-        seed,
+    config = peft().LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=target_modules,
+        base_model_name_or_path=str(base),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
     )
+    inject_adapters(denoiser, config, seed)
 
 
 def inject_adapters(denoiser: Denoiser, config: Any, seed: int) -> None:
@@ -367,15 +337,13 @@ def inject_adapters(denoiser: Denoiser, config: Any, seed: int) -> None:
 
 
 def refuse_targets(model: nn.Module, target_modules: list[str]) -> None:
-    """ValueError for a target that is the name of no linear layer of the network; peft minds only
-    if none of them is."""
+    """ValueError for a target that names no linear layer; peft minds only if none of them does."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-            raise ValueError(
-                f"lora.target_modules: got {target!r}, which matches no module; allowed {allowed}"
-            )
+            got = f"{target!r}, which matches no module"
+            raise ValueError(f"lora.target_modules: got {got}; allowed {allowed}")
 
 
 def has_adapters(denoiser: nn.Module) -> bool:
@@ -384,8 +352,7 @@ def has_adapters(denoiser: nn.Module) -> bool:
 
 
 def without_adapters(denoiser: Denoiser) -> Denoiser:
-    """The same network (shared weights) with its adapters switched off for the time of each call:
-    the base, to the bit.
+    """The same network (shared weights) with its adapters off during a call: the base, to the bit.
 
     It is the reference policy of a run with adapters, which therefore needs no second copy of 8
     billion weights.
@@ -398,11 +365,8 @@ def without_adapters(denoiser: Denoiser) -> Denoiser:
 
 @torch.no_grad()
 def _switched_off(denoiser: Denoiser, name: str, *args: Any, **words: Any) -> Tensor:
-    layers = [
-        module
-        for module in denoiser.model.modules()
-        if isinstance(module, peft().tuners.tuners_utils.BaseTunerLayer)
-    ]
+    adapted = peft().tuners.tuners_utils.BaseTunerLayer
+    layers = [module for module in denoiser.model.modules() if isinstance(module, adapted)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -413,8 +377,7 @@ def _switched_off(denoiser: Denoiser, name: str, *args: Any, **words: Any) -> Te
 
 
 def checkpoint_activations(denoiser: Denoiser) -> None:
-    """Keep one hidden state a layer for the backward pass and compute the rest of the layer again:
-    the same gradient.
+    """Keep a hidden state a layer, and compute the rest again on the way back: the same gradient.
 
     Gradient checkpointing by transformers' own switch. It costs one more forward; ``Denoiser`` sees
     to it that only a forward with a graph pays.
@@ -428,17 +391,13 @@ def checkpoint_activations(denoiser: Denoiser) -> None:
 
 @contextlib.contextmanager
 def _recomputing(body: nn.Module):
-    """transformers checkpoints a layer that is in training mode. The layers are, for a forward that
-    builds a graph.
+    """transformers checkpoints a layer in training mode: they are, for a forward with a graph.
 
     What is in them stays in its mode, and so do sampling and scoring, where checkpointing would
     drop the cache.
     """
-    layers = (
-        [layer for layer in body.layers if layer.gradient_checkpointing]
-        if torch.is_grad_enabled()
-        else []
-    )
+    graph = torch.is_grad_enabled()
+    layers = [layer for layer in body.layers if graph and layer.gradient_checkpointing]
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.training = True
@@ -454,13 +413,9 @@ def peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ValueError(
-            "lora: adapters need the package peft, which is missing; pip install 'minidrl[lora]'"
-        ) from None
+        missing = "adapters need the package peft, which is missing; pip install 'minidrl[lora]'"
+        raise ValueError(f"lora: {missing}") from None
     return peft
-
-
-# ------------------------------------------------------------------------------------------------------ save and load
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,15 +1,16 @@
-"""Several processes, usually one a GPU: each keeps a share of every weight (FSDP2) and runs a share
-of every batch of forwards.
+"""Several processes, usually one a GPU: each keeps a share of every weight (FSDP2).
 
     torchrun --nproc-per-node 2 -m minidrl train CONFIG
 
 All randomness is keyed by (seed, step, purpose) and drawn for the global batch, so that puzzles,
 noise, plans, advantages and the loss on given features come out the same in every process: each
-works them out for itself. Shared out are the forwards:
+works them out for itself. Each runs a share of every batch of forwards:
 
-    rollout     rows of the batch              then every process gets every row
-    features    forwards of a plan             then a sum: they are 0 where another process computed them
-    pass 2      forwards with a cotangent      then a sum, not a mean: the cotangents are those of the global loss
+    rollout     rows of the batch (``generate``); then every process gets every row
+    features    forwards of a plan (``share_plan``); then a sum (``sum_shares``): they are 0 where
+                another process computed them
+    pass 2      forwards with a cotangent; then a sum, not a mean: the cotangents are those of the
+                global loss
 
 A forward of a sharded network needs all processes at once. So the shares have the same size: the
 last ones are filled up with forwards that another process does as well, and these count with weight
@@ -37,36 +38,34 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minidrl import sampler
 from minidrl.algorithms import Plan, Rollout
+from minidrl.denoiser import Denoiser
+from minidrl.features import Network
 from minidrl.launch import LocalError, launched_processes, launched_rank
 
-# ----------------------------------------------------------------------------------------------------------- processes
 
-
+# ---------------------------------------------------------------------------------------- processes
 @contextlib.contextmanager
 def process_group(device: str):
-    """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs; ``device`` cuda is
-    then the process's own."""
-    if launched_processes() == 1:
+    """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs.
+
+    ``device`` cuda is then the process's own.
+    """
+    count = launched_processes()
+    if count == 1:
         yield
         return
-    cuda, here = (
-        torch.device(device).type == "cuda",
-        int(os.environ.get("LOCAL_WORLD_SIZE", launched_processes())),
-    )
+    cuda, here = torch.device(device).type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", count))
     if cuda and here > torch.cuda.device_count():
-        raise ValueError(
-            f"nproc-per-node: got {here}; allowed up to {torch.cuda.device_count()}, the GPUs here"
-        )
+        allowed = f"up to {torch.cuda.device_count()}, the GPUs here"
+        raise ValueError(f"nproc-per-node: got {here}; allowed {allowed}")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     agreed_end = True
     try:
         yield
-    except (
-        LocalError,
-        RuntimeError,
-    ):  # the others may be anywhere: leaving must not wait for them, and torchrun ends them
+    except (LocalError, RuntimeError):
+        # The others may be anywhere: leaving must not wait for them, and torchrun ends them.
         agreed_end = False
         raise
     finally:
@@ -91,23 +90,21 @@ def is_main() -> bool:
 
 def check_settings(settings: Any) -> None:
     """ValueError where the settings of a run do not go with the number of processes."""
-    if settings.num_prompts % num_processes():
-        raise ValueError(
-            f"num_prompts: got {settings.num_prompts}; allowed multiples of the {num_processes()} processes"
-        )
+    count, prompts = num_processes(), settings.num_prompts
+    if prompts % count:
+        raise ValueError(f"num_prompts: got {prompts}; allowed multiples of the {count} processes")
     for key in ("compile", "quantize"):
-        if getattr(settings, key) and num_processes() > 1:
-            raise ValueError(
-                f"{key}: got True with {num_processes()} processes; allowed False, or one process"
-            )
+        if getattr(settings, key) and count > 1:
+            got = f"True with {count} processes"
+            raise ValueError(f"{key}: got {got}; allowed False, or one process")
 
 
 def collectively(call: Callable[[], Any]) -> Any:
-    """``call()`` in every process. If one of them refuses or finds a number that is not finite, all
-    raise what it raised.
+    """``call()`` in every process; if one of them refuses, all raise what it raised.
 
-    Nobody then waits for a process that has left. Other errors are not agreed on: they end the
-    process, and torchrun the rest.
+    To refuse is to raise ValueError or OSError, or to find a number that is not finite. Nobody then
+    waits for a process that has left. Other errors are not agreed on: they end the process, and
+    torchrun the rest.
     """
     if num_processes() == 1:
         return call()
@@ -132,15 +129,12 @@ def on_main(call: Callable[[], Any]) -> Any:
     return result[0]
 
 
-# ---------------------------------------------------------------------------------------------------------- shared work
-
-
+# -------------------------------------------------------------------------------------- shared work
 def share_of(total: int, process: int) -> tuple[int, int]:
-    """(start, stop) of a process's share of ``total`` pieces of work: as many for each, so that the
-    last may overlap.
+    """(start, stop) of a process's share of ``total`` pieces of work: as many for each.
 
-    Its own are those from ``process`` x size on; the ones before them are another's, and only fill
-    the share up.
+    The last may therefore overlap: its own are those from ``process`` x size on; the ones before
+    them are another's, and only fill the share up.
     """
     size = -(-total // num_processes())
     start = min(process * size, total - size)
@@ -148,8 +142,7 @@ def share_of(total: int, process: int) -> tuple[int, int]:
 
 
 def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
-    """(the plan of this process's forwards, the states among them that are its own); (plan, None)
-    in a single process.
+    """(the plan of this process's forwards, its own states among them); (plan, None) if alone.
 
     The M states of a staircase stay together: they are one forward.
     """
@@ -167,19 +160,18 @@ def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
 
 
 def keep_own(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
-    """``values`` (K, B, ...) with weight 0 at all states but ``own``; a value there that is not
-    finite is gone, too."""
+    """``values`` (K, B, ...) with 0 at all states but ``own``, whatever stood there, NaN too."""
     if own is None:
         return values
-    return {
-        name: value.masked_fill(~own.view(*own.shape, *[1] * (value.ndim - 2)), 0)
-        for name, value in values.items()
-    }
+
+    def kept(value: Tensor) -> Tensor:
+        return value.masked_fill(~own.view(*own.shape, *[1] * (value.ndim - 2)), 0)
+
+    return {name: kept(value) for name, value in values.items()}
 
 
 def sum_shares(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
-    """``values`` (K, B, ...), at every state from the process whose own it is; 0 at states of
-    nobody."""
+    """``values`` (K, B, ...), each state's from the process whose own it is; nobody's are 0."""
     if own is None:
         return values
     values = keep_own(values, own)
@@ -189,8 +181,10 @@ def sum_shares(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> di
 
 
 def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values of process 0: elsewhere a sum may have another last digit, and what is 0 decides
-    who runs what."""
+    """The values of process 0.
+
+    Elsewhere a sum may have another last digit, and what is 0 decides who runs what.
+    """
     if num_processes() == 1:
         return values
     values = {name: value.contiguous() for name, value in values.items()}
@@ -200,7 +194,7 @@ def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generate(
-    model: Any,
+    model: Network,
     prompt: Tensor,
     prompt_mask: Tensor,
     settings: sampler.Sampler,
@@ -208,34 +202,25 @@ def generate(
     num_generations: int = 1,
     **more,
 ) -> Rollout:
-    """``sampler.generate``, each process for its share of the rows: the Rollout does not depend on
-    the number of processes."""
+    """``sampler.generate``, each process for its rows: the Rollout knows no number of processes."""
+    more["num_generations"] = num_generations
 
     def made() -> Rollout:
-        return sampler.generate(
-            model, prompt, prompt_mask, settings, num_generations=num_generations, **more
-        )
+        return sampler.generate(model, prompt, prompt_mask, settings, **more)
 
     if num_processes() == 1:
         return made()
-    total = len(prompt) * num_generations
-    start, stop = share_of(total, rank())
+    start, stop = share_of(len(prompt) * num_generations, rank())
     more |= {"rows": torch.arange(start, stop, device=prompt.device), "agree": even_out}
     rollout = collectively(made)
-    found = {
-        name: gather_rows(getattr(rollout, name))
-        for name in ("response", "keep", "unmask_step", "logp")
-    }
-    return dataclasses.replace(
-        rollout,
-        **found,
-        records={name: gather_rows(value) for name, value in rollout.records.items()},
-    )
+    names = ("response", "keep", "unmask_step", "logp")
+    found: dict[str, Any] = {name: gather_rows(getattr(rollout, name)) for name in names}
+    found["records"] = {name: gather_rows(value) for name, value in rollout.records.items()}
+    return dataclasses.replace(rollout, **found)
 
 
 def even_out(rows: Int[Tensor, " R"], left: Int[Tensor, " S"]) -> Int[Tensor, " N"]:
-    """``left``, and as many of the other ``rows`` as it takes to be as many as in the process that
-    has the most."""
+    """``left`` and some of the other ``rows``: as many as in the process that has the most left."""
     most = torch.tensor(len(left), device=rows.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     others = rows[~torch.isin(rows, left)]
@@ -253,30 +238,25 @@ def gather_rows(value: Tensor) -> Tensor:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------ sharded weights
+# ---------------------------------------------------------------------------------- sharded weights
+def shard(*denoisers: Denoiser | None) -> None:
+    """In place, each process keeps a share of each weight (FSDP2); None is passed over.
 
-
-def shard(*denoisers: Any) -> None:
-    """In place, each process keeps a share of each weight (FSDP2); None, and networks that are
-    others' twins, are passed over.
-
-    What is gathered for one forward or backward at a time: a layer, the rest of the body, or the
-    head. Gradients are summed.
+    So are networks that are others' twins. What is gathered for one forward or backward at a time:
+    a layer, the rest of the body, or the head. Gradients are summed.
     """
     for denoiser in denoisers if num_processes() > 1 else ():
         if denoiser is not None and not isinstance(denoiser.model.model, FSDPModule):
             _shard(denoiser)
 
 
-def _shard(denoiser: Any) -> None:
+def _shard(denoiser: Denoiser) -> None:
     network = denoiser.model
     if network.config.tie_word_embeddings:
-        raise ValueError(
-            f"model: got tied embeddings with {num_processes()} processes; allowed one process"
-        )
-    plain = with_parameters(
-        denoiser, {name: p.to("meta") for name, p in denoiser.named_parameters()}
-    )
+        got = f"tied embeddings with {num_processes()} processes"
+        raise ValueError(f"model: got {got}; allowed one process")
+    empty = {name: p.to("meta") for name, p in denoiser.named_parameters()}
+    plain = with_parameters(denoiser, empty)
     mesh = init_device_mesh(denoiser.device.type, (num_processes(),))
     for module in (*network.model.layers, network.model, network.lm_head):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -287,13 +267,10 @@ def _shard(denoiser: Any) -> None:
     denoiser.__dict__["plain"] = plain  # the same network before it was cut up, without weights
 
 
-def with_parameters(denoiser: Any, values: dict[str, Tensor]) -> Any:
-    """A copy of a network that has these parameters; nothing of its own is copied but the
-    buffers."""
-    new = {
-        id(p): nn.Parameter(values[name], p.requires_grad)
-        for name, p in denoiser.named_parameters()
-    }
+def with_parameters(denoiser: Denoiser, values: dict[str, Tensor]) -> Denoiser:
+    """A copy of a network with these parameters; of its own only the buffers are copied."""
+    own = denoiser.named_parameters()
+    new = {id(p): nn.Parameter(values[name], p.requires_grad) for name, p in own}
     return copy.deepcopy(denoiser, new)
 
 
@@ -310,33 +287,32 @@ def gather_to_main(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in pairs if is_main()}
 
 
-def unsharded_copy(denoiser: Any) -> Any:
-    """For ``checkpoints.save``: a plain copy of a sharded network, with all that is trained in process
-    0 and nothing elsewhere."""
+def unsharded_copy(denoiser: Denoiser) -> Denoiser:
+    """A plain copy of a sharded network, for ``checkpoints.save``.
+
+    All that is trained is in process 0, and nothing elsewhere.
+    """
     if num_processes() == 1:
         return denoiser
     trained = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
-    return with_parameters(
-        denoiser.plain, dict(denoiser.plain.named_parameters()) | gather_to_main(trained)
-    )
+    values = dict(denoiser.plain.named_parameters())
+    return with_parameters(denoiser.plain, values | gather_to_main(trained))
 
 
-def empty_copy(denoiser: Any) -> Any:
-    """The network itself; of a sharded one a plain copy on the CPU, whose trained weights wait to
-    be read."""
+def empty_copy(denoiser: Denoiser) -> Denoiser:
+    """The network itself; of a sharded one a plain copy on the CPU, its trained weights unread."""
     if num_processes() == 1:
         return denoiser
     values = dict(denoiser.plain.named_parameters())
-    read = {
-        name: torch.empty_like(p, device="cpu") for name, p in values.items() if p.requires_grad
-    }
-    return with_parameters(denoiser.plain, values | read)
+    for name, p in values.items():
+        if p.requires_grad:
+            values[name] = torch.empty_like(p, device="cpu")
+    return with_parameters(denoiser.plain, values)
 
 
 @torch.no_grad()
-def load_weights(denoiser: Any, stored: Any) -> None:
-    """The weights of ``stored``, a plain network, into ``denoiser``: of a sharded one those that
-    are trained."""
+def load_weights(denoiser: Denoiser, stored: Denoiser) -> None:
+    """The weights of a plain network into ``denoiser``: all; of a sharded one the trained ones."""
     if num_processes() == 1:
         if stored is not denoiser:
             denoiser.load_state_dict(stored.state_dict())
@@ -351,6 +327,5 @@ def sharded_like(value: Tensor, present: Tensor) -> Tensor:
     """``value``, sharded as ``present`` is; as it is where that is not sharded."""
     if not isinstance(present, DTensor) or value.shape != present.shape:
         return value
-    return distribute_tensor(
-        value.to(present.device), present.device_mesh, present.placements, src_data_rank=None
-    )
+    value, mesh = value.to(present.device), present.device_mesh
+    return distribute_tensor(value, mesh, present.placements, src_data_rank=None)

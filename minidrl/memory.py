@@ -1,12 +1,11 @@
-"""How many bytes a run will need, part by part, from its settings and a config.json: before
-anything is loaded.
+"""How many bytes a run will need, part by part, before anything is loaded.
 
-Resident during the whole run, for n weights of which m are trained (adapters only, where there are
-any):
+Known are its settings and a config.json. Resident during the whole run, for n weights of which m
+are trained (adapters only, where there are any):
 
-    weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 + 1/4096 bytes a weight:
-                     two in a byte, an 8-bit scale for 64, a float32 for 256 scales. Embedding and
-                     head stay as they are
+    weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 +
+                     1/4096 bytes a weight: two in a byte, an 8-bit scale for 64, a float32 for 256
+                     scales. Embedding and head stay as they are
     adapters         r (inputs + outputs) for each linear layer, in float32 over whatever base
     optimizer        2 m, AdamW's two moments in the element size of what is trained
     reference        n, only if a method compares with one and there are no adapters to switch off
@@ -17,30 +16,36 @@ F, V the widths of hidden state, attention, MLP and vocabulary; e the element si
 are sums of the tensors that transformers' layers keep for a backward pass:
 
     activations      what autograd keeps of the body. A layer keeps N times
-                         norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the scale]
-                         attention  4 e A + 4 heads + e T, queries, keys, values, result; log of the
-                         normaliser; mask
+                         norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the
+                                    scale]
+                         attention  4 e A + 4 heads + e T, queries, keys, values, result; log of
+                                    the normaliser; mask
                          MLP        3 e F [+ e F]
-                         adapters   4 r + their input in float32, each (one tensor for several where it is float32 already)
+                         adapters   4 r + their input in float32, each (one tensor for several
+                                    where it is float32 already)
                      ([...]: only where the base is trained.) With gradient checkpointing a layer
                      keeps its input, e D, instead
-    layer            one layer on its way back: two gradients of width F, and with checkpointing what it had not kept; over 4
-                     bits, D F unpacked weights. Or a layer of the reference on its way there, with
-                     an exact penalty
-    logits           float32 arrays of R x V, R the rows to which the head is applied at a time: logits, log-probabilities, a
-                     gradient; more for more features. The hidden states of all rows of the
-                     micro-batch and their gradient. Where the head is trained, its gradient e D V;
-                     with more than one part three, while two are added up
-    rollout          the larger of one layer's forward and the sampler's arrays of V, in float64 where it sums; the cache
-    gradients        m times the element size; they grow in an update's first backward pass, and the update removes them
-    earlier          gradients of the micro-batches before this one: all, or none where an update is one micro-batch
+    layer            one layer on its way back: two gradients of width F, and with checkpointing
+                     what it had not kept; over 4 bits, D F unpacked weights. Or a layer of the
+                     reference on its way there, with an exact penalty
+    logits           float32 arrays of R x V, R the rows to which the head is applied at a time:
+                     logits, log-probabilities, a gradient; more for more features. The hidden
+                     states of all rows of the micro-batch and their gradient. Where the head is
+                     trained, its gradient e D V; with more than one part three, while two are
+                     added up
+    rollout          the larger of one layer's forward and the sampler's arrays of V, in float64
+                     where it sums; the cache
+    gradients        m times the element size; they grow in an update's first backward pass, and
+                     the update removes them
+    earlier          gradients of the micro-batches before this one: all, or none where an update is
+                     one micro-batch
     step             the optimiser's temporary copy of what it updates, on a GPU
 
 The peak is what is resident + the most of
 
-    rollout                                         without gradients, as is the scoring, which needs less than an update
-    earlier + activations + max(layer, logits)      the way back begins
-    gradients + layer                               it ends. In between, a layer's activations go and its gradients come
+    rollout                                     without gradients; scoring needs less than an update
+    earlier + activations + max(layer, logits)  the way back begins
+    gradients + layer                           it ends: activations went, gradients came
     gradients + step
 
 The vocabulary head is applied to R rows at a time, R x V at most about feat.HEAD_NUMBERS. The
@@ -58,8 +63,10 @@ import contextlib
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig
@@ -79,7 +86,9 @@ FLOAT = 4  # bytes
 ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0, "order_logp": 0.0}
 PASSED = 5.25  # and where R are the positions that a step passed over, of which order_logp is made
 ADDED = 3  # gradients of a trained head while two are added up: both and their sum
-DRAW = 20  # bytes a token of the vocabulary while the sampler draws: logits, log-probs, probs in float32, their sums in float64
+# Bytes a token of the vocabulary while the sampler draws: logits, log-probs and probs in float32,
+# their sums in float64.
+DRAW = 20
 
 
 def predict(
@@ -100,11 +109,8 @@ def predict(
     plan = draw(method, rollout, torch.Generator().manual_seed(settings.seed))
     parts = _resident(settings, method, network, dtype, gpus)
     parts |= _transient(settings, method, rollout, plan, network, dtype, gpus)
-    grown, several = (
-        parts["optimizer"] // 2,
-        _share(plan.network_calls, gpus) > settings.micro_batch,
-    )
-    copied = torch.device(settings.device).type == "cuda"
+    grown, copied = parts["optimizer"] // 2, torch.device(settings.device).type == "cuda"
+    several = _share(plan.network_calls, gpus) > settings.micro_batch
     return parts | {"gradients": grown, "earlier": grown * several, "step": grown * copied}
 
 
@@ -122,12 +128,11 @@ def table(parts: dict[str, int]) -> str:
 
 
 def measured(device: torch.device) -> int | None:
-    """The most bytes that were allocated on a GPU since the run began; None on a CPU, where nobody
-    counts them."""
+    """The most bytes allocated on a GPU since the run began; None on a CPU: nobody counts them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-# ------------------------------------------------------------------------------------------------------------- resident
+# ----------------------------------------------------------------------------------------- resident
 def _count(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
@@ -139,14 +144,9 @@ def adapter_count(network: nn.Module, lora: config.Lora) -> int:
 
 
 def _targeted(network: nn.Module, lora: config.Lora) -> list[nn.Linear]:
-    linear = [
-        (name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)
-    ]
-    return [
-        m
-        for name, m in linear
-        if any(f".{name}".endswith(f".{target}") for target in lora.target_modules)
-    ]
+    ends = tuple(f".{target}" for target in lora.target_modules)
+    named = [(f".{name}", m) for name, m in network.named_modules() if isinstance(m, nn.Linear)]
+    return [module for name, module in named if name.endswith(ends)]
 
 
 def _resident(
@@ -156,87 +156,77 @@ def _resident(
     adapters = adapter_count(network, settings.lora) if settings.lora.rank else 0
     trained = FLOAT * adapters if adapters else size * count
     compared = method.kl is not None and method.kl.target == "reference" and not adapters
-    rounded = (
-        torch.finfo(getattr(torch, settings.rollout_dtype)).bits // 8
-        if settings.rollout_dtype != "float32"
-        else 0
-    )
+    own = settings.rollout_dtype != "float32"  # the sampler's dtype
     parts = {
         "weights": _quantized(network, size) if settings.quantize else size * count,
         "adapters": FLOAT * adapters,
         "optimizer": 2 * trained,
         "reference": size * count * compared,
-        "rollout_weights": rounded * (count + adapters),
+        "rollout_weights": own
+        * getattr(torch, settings.rollout_dtype).itemsize
+        * (count + adapters),
     }
     return {name: math.ceil(value / gpus) for name, value in parts.items()}
 
 
 def _quantized(network: nn.Module, size: int) -> float:
+    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
     head = network.get_output_embeddings()
-    small = sum(
-        m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear) and m is not head
-    )
+    small = sum(module.weight.numel() for module in linear if module is not head)
     return small * (1 / 2 + 1 / 64 + 1 / 4096) + size * (_count(network) - small)
 
 
-# ------------------------------------------------------------------------------------------------------------ transient
+# ---------------------------------------------------------------------------------------- transient
 def _transient(
-    settings: config.Train, method: Method, rollout, plan, network: nn.Module, dtype, gpus: int
-) -> dict:
-    shape, lora, size, length = (
-        network.config,
-        settings.lora,
-        dtype.itemsize,
-        settings.sampler.length,
-    )
-    width = settings.task.prompt_length + (length if plan.block_length is None else 2 * length)
+    settings: config.Train,
+    method: Method,
+    rollout: Rollout,
+    plan: Plan,
+    network: nn.Module,
+    dtype: torch.dtype,
+    gpus: int,
+) -> dict[str, int]:
+    shape, lora, size = network.config, settings.lora, dtype.itemsize
+    asked = settings.task.prompt_length + settings.sampler.length  # tokens of a sequence
+    width = asked if plan.block_length is None else asked + settings.sampler.length
     tokens = min(settings.micro_batch, _share(plan.network_calls, gpus)) * width
-    drawn = min(settings.micro_batch, _share(max(len(rollout.response), settings.evaluate.n), gpus))
-    layer, again = layer_bytes(shape, size, lora, width), settings.gradient_checkpointing
-    kept, aside = (
-        size * shape.hidden_size if again else layer,
-        _forward(shape, size, lora) * ("kl_ref" in method.features),
-    )
-    whole = (
-        _gathered(network, size, gpus)
-        + settings.quantize * size * shape.hidden_size * shape.intermediate_size
-    )
-    read = drawn * _candidates(settings, method) * DRAW * shape.vocab_size
-    asked = drawn * (settings.task.prompt_length + length)
-    parts = {
+    responses = max(len(rollout.response), settings.evaluate.n)
+    drawn = min(settings.micro_batch, _share(responses, gpus))  # sequences of a rollout's call
+
+    # One layer, a token: what it keeps, what its way back makes, what a reference's way there does.
+    whole, forward = layer_bytes(shape, size, lora, width), _forward(shape, size, lora)
+    kept, back, aside = whole, _gradients(shape, size, lora), 0
+    if settings.gradient_checkpointing:
+        kept, back = size * shape.hidden_size, back + whole
+    if "kl_ref" in method.features:
+        aside = forward
+
+    unpacked = settings.quantize * size * shape.hidden_size * shape.intermediate_size
+    weights = _gathered(network, size, gpus) + unpacked
+    body = drawn * asked * forward
+    drawing = drawn * _candidates(settings, method) * DRAW * shape.vocab_size
+    cache = drawn * asked * _cache(settings, shape, size)
+    return {
         "activations": tokens * (shape.num_hidden_layers * kept + _norm(shape, size, lora)),
-        "layer": tokens * max(_gradients(shape, size, lora) + layer * again, aside) + whole,
+        "layer": tokens * max(back, aside) + weights,
         "logits": _logits(settings, method, plan, shape, size, gpus),
-        "rollout": max(asked * _forward(shape, size, lora), read)
-        + whole
-        + asked * _cache(settings, shape, size),
+        "rollout": max(body, drawing) + weights + cache,
     }
-    return {name: math.ceil(value) for name, value in parts.items()}
 
 
 def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: int) -> int:
-    """Bytes a token that one layer keeps for its backward pass, in sequences of ``width``
-    tokens."""
+    """Bytes a token that a layer keeps for its backward pass, in sequences of ``width`` tokens."""
     hidden, mlp, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
-    attention = heads * (getattr(shape, "head_dim", None) or hidden // heads)
-    kept = (
-        2 * _norm(shape, size, lora)
-        + 4 * size * attention
-        + FLOAT * heads
-        + size * width
-        + 3 * size * mlp
-    )
+    attention = heads * _head_dim(shape)
+    kept = 2 * _norm(shape, size, lora) + 4 * size * attention + FLOAT * heads + size * width
+    kept += 3 * size * mlp
     if not lora.rank:
         return kept + size * mlp
     # What goes into the adapters, in float32: a copy for each where the network is not. Where it
     # is, one tensor goes into several of them; that of o_proj is the result of the attention, which
     # has been counted.
-    into = {
-        ("q_proj", "k_proj", "v_proj"): hidden,
-        ("gate_proj", "up_proj"): hidden,
-        ("down_proj",): mlp,
-    }
-    into |= {("o_proj",): attention} if size < FLOAT else {}
+    into = {("q_proj", "k_proj", "v_proj"): hidden, ("gate_proj", "up_proj"): hidden}
+    into |= {("down_proj",): mlp} | ({("o_proj",): attention} if size < FLOAT else {})
     for names, inputs in into.items():
         hits = sum(target.endswith(names) for target in lora.target_modules)
         kept += FLOAT * inputs * (hits if size < FLOAT else min(hits, 1))
@@ -259,12 +249,14 @@ def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
     return shape.intermediate_size * wide + 2 * size * shape.hidden_size
 
 
+def _head_dim(shape: PreTrainedConfig) -> int:
+    own = getattr(shape, "head_dim", None)
+    return own or shape.hidden_size // shape.num_attention_heads
+
+
 def _cache(settings: config.Train, shape: PreTrainedConfig, size: int) -> int:
     # Keys and values of every layer.
-    heads = shape.num_attention_heads
-    width = shape.num_key_value_heads * (
-        getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    )
+    width = shape.num_key_value_heads * _head_dim(shape)
     return 0 if settings.sampler.cache == "none" else 2 * size * shape.num_hidden_layers * width
 
 
@@ -275,10 +267,9 @@ def _gathered(network: nn.Module, size: int, gpus: int) -> int:
 
 
 def _candidates(settings: config.Train, method: Method) -> int:
-    """Positions of a sequence at which a step of the sampler applies the head."""
-    block = settings.sampler.order == "low_confidence" or any(
-        name.startswith("one_step") for name in method.needs
-    )
+    # Positions of a sequence at which a step of the sampler applies the head.
+    completes = any(name.startswith("one_step") for name in method.needs)
+    block = completes or settings.sampler.order == "low_confidence"
     return settings.sampler.block_length if block else settings.sampler.tokens_per_step
 
 
@@ -287,19 +278,28 @@ def _share(total: int, gpus: int) -> int:
     return -(-total // gpus)
 
 
-def _rows(settings: config.Train, method: Method, plan: Plan) -> list[tuple[Tensor, int, float]]:
-    """Of the head's calls, for the scored positions and for those passed over: rows of each state,
-    the most of any, arrays."""
-    scored, block = plan.scored.flatten(0, 1), settings.sampler.block_length
-    kinds = [
-        (scored.sum(-1), int(scored.sum(-1).max()), sum(ARRAYS[name] for name in method.features))
-    ]
+class _Call(NamedTuple):
+    """A use of the head: on which rows of a state's (at most ``most``), and what is made of them.
+
+    ``arrays``: float32 arrays of V a row, counted in ``ARRAYS`` and ``PASSED``.
+    """
+
+    rows: Int[Tensor, " S"]
+    most: int
+    arrays: float
+
+
+def _calls(settings: config.Train, method: Method, plan: Plan) -> list[_Call]:
+    scored = plan.scored.flatten(0, 1)
+    rows = scored.sum(-1)
+    calls = [_Call(rows, int(rows.max()), sum(ARRAYS[name] for name in method.features))]
     if "order_logp" in method.features:
+        block, chooses = settings.sampler.block_length, settings.sampler.order == "low_confidence"
         left = plan.hidden.flatten(0, 1)[:, -settings.sampler.length :] & ~scored
-        left, current = (x.unflatten(1, (-1, block)) for x in (left, scored))
-        looks = settings.sampler.order == "low_confidence"
-        kinds.append(((left.sum(-1) * current.any(-1)).sum(-1) * looks, block, PASSED))
-    return kinds
+        current = scored.unflatten(1, (-1, block)).any(-1)
+        passed = left.unflatten(1, (-1, block)).sum(-1) * current
+        calls.append(_Call(passed.sum(-1) * chooses, block, PASSED))
+    return calls
 
 
 def _logits(
@@ -310,34 +310,30 @@ def _logits(
     size: int,
     gpus: int,
 ) -> int:
-    """Of the micro-batch that needs the most: what the head makes of its rows, and its gradient
-    where it is trained."""
-    array, head, most = FLOAT * shape.vocab_size, size * shape.vocab_size * shape.hidden_size, 0
-    kinds, grown = _rows(settings, method, plan), 0 if settings.lora.rank else head
+    # Of the micro-batch that needs the most: what the head makes of its rows, and its gradient
+    # where it is trained.
+    array, head = FLOAT * shape.vocab_size, size * shape.vocab_size * shape.hidden_size
+    calls, gradient = _calls(settings, method, plan), 0 if settings.lora.rank else head
+    most = 0
     for states in feat.state_chunks(plan, settings.micro_batch):
-        rows = [int(count[states].sum()) for count, _, _ in kinds]
-        calls = [
-            max(1, math.ceil(len(states) * limit * shape.vocab_size / feat.HEAD_NUMBERS))
-            for _, limit, _ in kinds
-        ]
-        part = [math.ceil(number / into) for number, into in zip(rows, calls, strict=True)]
-        read = array * max(
-            number * arrays for number, (_, _, arrays) in zip(part, kinds, strict=True)
-        )
-        kept = (
-            array * rows[0] * (len(kinds) > 1 and calls[0] == 1)
-        )  # log-probabilities, while the other call is made
-        made = kept + max(
-            read + grown * (max(calls) > 1),
-            array * max(part) + grown * (ADDED if sum(calls) > 1 else 1),
-        )
-        most = max(most, math.ceil(made) + sum(rows) * 2 * size * shape.hidden_size)
+        rows = [int(call.rows[states].sum()) for call in calls]
+        numbers = [len(states) * call.most * shape.vocab_size for call in calls]
+        parts = [max(1, math.ceil(number / feat.HEAD_NUMBERS)) for number in numbers]
+        at_once = [math.ceil(count / part) for count, part in zip(rows, parts, strict=True)]
+
+        # A part as it is read, beside the gradient that earlier parts have left.
+        read = max(count * call.arrays for count, call in zip(at_once, calls, strict=True)) * array
+        reading = read + (gradient if max(parts) > 1 else 0)
+        # The head's own way back: a gradient of the logits, and two of its weights being added up.
+        adding = array * max(at_once) + gradient * (ADDED if sum(parts) > 1 else 1)
+        # Log-probabilities of the first call stay while the second is made.
+        kept = array * rows[0] if len(calls) > 1 and parts[0] == 1 else 0
+        hidden = sum(rows) * 2 * size * shape.hidden_size
+        most = max(most, math.ceil(kept + max(reading, adding)) + hidden)
     return most + head * (gpus > 1)
 
 
-# ----------------------------------------------------------------------------------- of a run
-
-
+# ----------------------------------------------------------------------------------------- of a run
 def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     """Bytes by part that the run will need on each GPU."""
     method = method_of(settings)

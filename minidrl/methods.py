@@ -101,7 +101,7 @@ CHOICES = {
 RECORDS = {
     "none": (),
     "greedy": ("one_step",),
-    "sampled": ("one_step", "one_step_sampled"),
+    "sampled": ("one_step_sampled",),
     "topk_logp": ("topk",),
 }
 

@@ -1,17 +1,18 @@
-"""The judge: exact likelihoods, ELBOs, sampler distributions and policy gradients of models small
-enough to enumerate.
+"""The judge: exact values for models small enough to enumerate.
 
-Everything here is a finite sum written as a plain loop over Python tuples. There are no estimators,
-no batches and no shortcuts, and nothing of the package is imported, so that this module and the
-fast code cannot share a mistake. Autograd flows from every result to the model's table of logits;
-`table_gradient` reads it off.
+Likelihoods, ELBOs, sampler distributions, policy gradients: each is a finite sum written as a plain
+loop over Python tuples. There are no estimators, no batches and no shortcuts, and nothing of the
+package is imported, so that this module and the fast code cannot share a mistake. Autograd flows
+from every result to the model's table of logits; `table_gradient` reads it off.
 
 Conventions
-    L, V       number of response positions; number of ordinary tokens 0 .. V-1. The mask token [MASK] has id V.
+    L, V       number of response positions; number of ordinary tokens 0 .. V-1. The mask token
+               [MASK] has id V.
     state      a tuple of L tokens; [MASK] where a position is hidden from the model.
     response   a tuple of L ordinary tokens.
     hidden     a frozenset of positions that show [MASK].
-    ll_i(M)    log p(response_i | response outside M), the log-probability of token i when exactly the set M is hidden.
+    ll_i(M)    log p(response_i | response outside M), the log-probability of token i when exactly
+               the set M is hidden.
     S(M)       the sum of ll_i(M) over i in M.
     units      log-likelihoods are natural logarithms (nats) per sequence; probabilities are plain.
     dtype      float64, whatever the dtype of the table.
@@ -34,11 +35,7 @@ State = tuple[int, ...]
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model: a table that holds one row of logits for every state
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ---------------------------------- The model: a table that holds one row of logits for every state
 def state_index(digits: Iterable[int], base: int) -> int:
     """Row of a state in the table: sum_i digits_i * base**i, so position 0 is the fastest digit."""
     return sum(int(digit) * base**i for i, digit in enumerate(digits))
@@ -47,7 +44,8 @@ def state_index(digits: Iterable[int], base: int) -> int:
 class TabularDenoiser(torch.nn.Module):
     """A masked denoiser with arbitrary conditionals: the logits of every state are free parameters.
 
-        p(x_i = v | state) = softmax(table[row(state), i])[v],      row(state) = sum_i state_i (V+1)^i,   [MASK] = V
+        p(x_i = v | state) = softmax(table[row(state), i])[v]
+        row(state) = sum_i state_i (V+1)^i,   [MASK] = V
 
     Nothing forces the conditionals of different states to come from one joint distribution, and
     those of a trained network do not. `consistent_denoiser` builds the special case in which they
@@ -55,10 +53,9 @@ class TabularDenoiser(torch.nn.Module):
 
     Args:
         table: logits, shape ((V+1)**L, L, V). With `hidden_only`, shape (2**L, L, V): the logits
-        depend on which
-            positions are hidden but not on the visible tokens, row = sum_i hidden_i 2^i. An
-            `nn.Parameter` is kept as it is; another tensor is copied into a new parameter. Logits
-            of visible positions exist but are never read.
+            depend on which positions are hidden but not on the visible tokens, row = sum_i hidden_i
+            2^i. An `nn.Parameter` is kept as it is; another tensor is copied into a new parameter.
+            Logits of visible positions exist but are never read.
         hidden_only: which of the two shapes `table` has.
 
     Attributes: `table`; `length` = L; `mask_token_id` = V; `vocab_size` = V+1; `base`, the number
@@ -66,28 +63,24 @@ class TabularDenoiser(torch.nn.Module):
 
     Raises:
         ValueError: wrong shape or a dtype that is not floating; a tensor that requires grad and is
-        not a parameter,
-            because the copy would cut its graph.
+            not a parameter, because the copy would cut its graph.
     """
 
     def __init__(self, table: Tensor, hidden_only: bool = False):
         super().__init__()
+        kept = isinstance(table, torch.nn.Parameter)
         if table.dim() != 3 or not table.is_floating_point():
-            raise ValueError(
-                f"table: got {table.dtype} of shape {tuple(table.shape)}; allowed floating (rows, L, V)"
-            )
-        if table.requires_grad and not isinstance(table, torch.nn.Parameter):
-            raise ValueError(
-                "table: got a tensor that requires grad; allowed an nn.Parameter or a tensor without grad"
-            )
+            got = f"{table.dtype} of shape {tuple(table.shape)}"
+            raise ValueError(f"table: got {got}; allowed floating (rows, L, V)")
+        if table.requires_grad and not kept:
+            allowed = "an nn.Parameter or a tensor without grad"
+            raise ValueError(f"table: got a tensor that requires grad; allowed {allowed}")
         rows, self.length, self.mask_token_id = table.shape
         self.vocab_size = self.mask_token_id + 1
         self.base = 2 if hidden_only else self.vocab_size
         if rows != self.base**self.length:
-            raise ValueError(
-                f"table: got {rows} rows; allowed {self.base}**{self.length} = {self.base**self.length}"
-            )
-        kept = isinstance(table, torch.nn.Parameter)
+            allowed = f"{self.base}**{self.length} = {self.base**self.length}"
+            raise ValueError(f"table: got {rows} rows; allowed {allowed}")
         self.table = table if kept else torch.nn.Parameter(table.clone())
 
     @classmethod
@@ -99,35 +92,26 @@ class TabularDenoiser(torch.nn.Module):
         scale: float = 1.0,
         dtype: torch.dtype = torch.float64,
     ) -> "TabularDenoiser":
-        """Independent N(0, scale^2) logits for `vocab_size` ordinary tokens; the mask token comes
-        on top of these."""
+        """Independent N(0, scale^2) logits for `vocab_size` ordinary tokens, beside the mask."""
         shape = ((vocab_size + 1) ** length, length, vocab_size)
         return cls(scale * torch.randn(shape, generator=generator, dtype=dtype))
 
     @classmethod
     def from_hidden_table(cls, table: Tensor) -> "TabularDenoiser":
-        """Logits of shape (2**L, L, V) that depend on the hidden pattern only; row = sum_i hidden_i
-        2^i."""
+        """Logits (2**L, L, V) of the hidden pattern alone; row = sum_i hidden_i 2^i."""
         return cls(table, hidden_only=True)
 
     def logits_at(self, state: State) -> Tensor:
-        """Logits in one state by plain look-up, shape (L, V), float64. The only access the judge
-        itself uses.
+        """Logits (L, V) of one state, float64, by look-up: the only access of the judge itself.
 
         Raises:
             ValueError: the state has another length, or a token outside 0 .. V.
         """
-        if len(state) != self.length or not all(
-            0 <= token <= self.mask_token_id for token in state
-        ):
-            raise ValueError(
-                f"state: got {state}; allowed {self.length} tokens in 0..{self.mask_token_id}"
-            )
-        digits = (
-            state
-            if self.base == self.vocab_size
-            else [token == self.mask_token_id for token in state]
-        )
+        mask = self.mask_token_id
+        if len(state) != self.length or not all(0 <= token <= mask for token in state):
+            raise ValueError(f"state: got {state}; allowed {self.length} tokens in 0..{mask}")
+        full = self.base == self.vocab_size
+        digits = state if full else [token == mask for token in state]
         return self.table[state_index(digits, self.base)].double()
 
     def encode(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
@@ -135,7 +119,8 @@ class TabularDenoiser(torch.nn.Module):
 
         Args:
             tokens: (N, T) integers; the last L columns are the state, the first T - L are a prompt
-            and are ignored. attention_mask: (N, T), ignored: the prompt plays no role.
+                and are ignored.
+            attention_mask: (N, T), ignored: the prompt plays no role.
 
         Returns:
             (N, T, V) features in the dtype of the table: zeros at prompt positions, logits at
@@ -144,20 +129,17 @@ class TabularDenoiser(torch.nn.Module):
         Raises:
             ValueError: fewer than L columns, or a response token outside 0 .. V.
         """
-        prompt_length = tokens.shape[1] - self.length
-        if prompt_length < 0:
-            raise ValueError(
-                f"tokens: got {tokens.shape[1]} columns; allowed at least {self.length}"
-            )
-        state = tokens[:, prompt_length:].long()
-        if ((state < 0) | (state > self.mask_token_id)).any():
-            raise ValueError(
-                f"tokens: got a response token outside the table; allowed 0..{self.mask_token_id}"
-            )
-        digits = state if self.base == self.vocab_size else (state == self.mask_token_id).long()
+        columns, mask = tokens.shape[1], self.mask_token_id
+        if columns < self.length:
+            raise ValueError(f"tokens: got {columns} columns; allowed at least {self.length}")
+        state = tokens[:, columns - self.length :].long()
+        if ((state < 0) | (state > mask)).any():
+            got = "a response token outside the table"
+            raise ValueError(f"tokens: got {got}; allowed 0..{mask}")
+        digits = state if self.base == self.vocab_size else (state == mask).long()
         places = self.base ** torch.arange(self.length, device=state.device)
         response = self.table[(digits * places).sum(-1)]
-        prompt = response.new_zeros(len(tokens), prompt_length, self.mask_token_id)
+        prompt = response.new_zeros(len(tokens), columns - self.length, mask)
         return torch.cat([prompt, response], dim=1)
 
     def encode_staircase(
@@ -170,8 +152,7 @@ class TabularDenoiser(torch.nn.Module):
         block_length: int,
         clean_stream: str,
     ) -> Tensor:
-        """What one staircase forward of a block-causal network stands for, as the forwards of its
-        blocks: (N, L, V).
+        """What a block-causal network's staircase stands for, block by block: (N, L, V).
 
         Block m of the result comes from the state [clean blocks before m, noisy block m, [MASK]
         after it]. ``prompt``, ``prompt_mask`` and ``clean_stream`` play no role.
@@ -181,14 +162,12 @@ class TabularDenoiser(torch.nn.Module):
             stop = start + block_length
             hidden = torch.full_like(noisy[:, stop:], self.mask_token_id)
             state = torch.cat([clean[:, :start], noisy[:, start:stop], hidden], dim=1)
-            blocks.append(
-                self.encode(state, torch.ones_like(state, dtype=torch.bool))[:, start:stop]
-            )
+            seen = torch.ones_like(state, dtype=torch.bool)
+            blocks.append(self.encode(state, seen)[:, start:stop])
         return torch.cat(blocks, dim=1)
 
     def head(self, h: Tensor) -> Tensor:
-        """Features (..., V) to logits (..., V+1): the last column, [MASK], is -inf. At least
-        float32."""
+        """Features (..., V) to logits (..., V+1), float32 at least: the last, [MASK], is -inf."""
         logits = h if h.dtype == torch.float64 else h.float()
         return torch.cat([logits, torch.full_like(logits[..., :1], -math.inf)], dim=-1)
 
@@ -203,8 +182,8 @@ def consistent_denoiser(joint: Tensor) -> TabularDenoiser:
 
     Args:
         joint: P up to a constant factor, shape (V,) * L, entries >= 0. Zeros are allowed: they
-        become logits of -inf.
-            States of probability zero, and visible positions, get uniform logits.
+            become logits of -inf. States of probability zero, and visible positions, get uniform
+            logits.
 
     Returns:
         A float64 model. The joint is data: no gradient reaches it. Cost (V+1)^L marginals.
@@ -217,9 +196,8 @@ def consistent_denoiser(joint: Tensor) -> TabularDenoiser:
     if size == 0 or joint.shape != (size,) * length:
         raise ValueError(f"joint: got shape {tuple(joint.shape)}; allowed (V,) * L")
     if joint.requires_grad or not joint.isfinite().all() or (joint < 0).any() or joint.sum() <= 0:
-        raise ValueError(
-            "joint: got invalid weights; allowed finite, >= 0, positive total, without grad"
-        )
+        allowed = "finite, >= 0, positive total, without grad"
+        raise ValueError(f"joint: got invalid weights; allowed {allowed}")
     table = torch.zeros((size + 1) ** length, length, size, dtype=torch.float64)
     for state in itertools.product(range(size + 1), repeat=length):
         evidence = joint.double()[tuple(slice(None) if token == size else token for token in state)]
@@ -232,11 +210,7 @@ def consistent_denoiser(joint: Tensor) -> TabularDenoiser:
     return TabularDenoiser(table)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Likelihoods and their bounds, by enumeration of the masks or of the orders
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# ----------------------- Likelihoods and their bounds, by enumeration of the masks or of the orders
 def subsets_of_size(n: int, k: int) -> list[frozenset[int]]:
     """All C(n, k) subsets of {0, .., n-1} that have k elements, in lexicographic order."""
     return [frozenset(chosen) for chosen in itertools.combinations(range(n), k)]
@@ -269,20 +243,16 @@ def token_logp(
 
     Raises:
         ValueError: temperature <= 0; a hidden position outside 0 .. L-1; a response with another
-        length or with a token
-            that is not ordinary.
+            length or with a token that is not ordinary.
     """
+    length, mask = model.length, model.mask_token_id
     if not temperature > 0:
         raise ValueError(f"temperature: got {temperature}; allowed > 0 for a log-probability")
-    if not hidden <= set(range(model.length)):
-        raise ValueError(f"hidden: got {sorted(hidden)}; allowed positions 0..{model.length - 1}")
-    if len(response) != model.length or not all(
-        0 <= token < model.mask_token_id for token in response
-    ):
-        raise ValueError(
-            f"response: got {response}; allowed {model.length} tokens in 0..{model.mask_token_id - 1}"
-        )
-    state = tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response))
+    if not hidden <= set(range(length)):
+        raise ValueError(f"hidden: got {sorted(hidden)}; allowed positions 0..{length - 1}")
+    if len(response) != length or not all(0 <= token < mask for token in response):
+        raise ValueError(f"response: got {response}; allowed {length} tokens in 0..{mask - 1}")
+    state = tuple(mask if i in hidden else token for i, token in enumerate(response))
     logp = log_softmax(model.logits_at(state) / temperature)
     return {i: logp[i, response[i]] for i in sorted(hidden)}
 
@@ -312,21 +282,24 @@ def elbo(model: TabularDenoiser, response: State) -> Tensor:
     the mean over orders `permutation_elbo`. Equality with the log-likelihood holds iff all orders
     give the response the same probability.
 
-    Source: LLaDA, arXiv 2502.09992, eq. 6; LLaDA 1.5, arXiv 2505.19223, eqs. 14-15. Nats. Cost 2^L
-    L.
+    Source: LLaDA, arXiv 2502.09992, eq. 6; LLaDA 1.5, arXiv 2505.19223, eqs. 14-15. Nats.
+    Cost 2^L L.
     """
     return sum(mean_logp_by_count(model, response))
 
 
 def elbo_integrand(model: TabularDenoiser, response: State, t: float) -> Tensor:
-    """Expected integrand of the 1/t form of the ELBO, where each token is hidden independently with
-    probability t:
+    """Expected integrand of the 1/t form of the ELBO, each token hidden with probability t:
 
-        g(t) = E[ S(M) / t ] = sum over non-empty M of t^(|M|-1) (1-t)^(L-|M|) S(M),      B = integral of g over [0, 1]
+        g(t) = E[ S(M) / t ] = sum over non-empty M of t^(|M|-1) (1-t)^(L-|M|) S(M)
+        B = integral of g over [0, 1]
 
     The 1/t cancels against the probability that anything is hidden, so g is a polynomial of degree
-    L-1, finite at 0. Its Bernstein coefficients are L a(l):  g(t) = L sum_j C(L-1, j) t^j
-    (1-t)^(L-1-j) a(j+1), hence g(0) = L a(1) and g(1) = L a(L), the one-step mean-field score.
+    L-1, finite at 0. Its Bernstein coefficients are L a(l):
+
+        g(t) = L sum_j C(L-1, j) t^j (1-t)^(L-1-j) a(j+1)
+
+    hence g(0) = L a(1) and g(1) = L a(L), the one-step mean-field score.
 
     Args:
         t: probability that a token is hidden, in [0, 1].
@@ -350,8 +323,7 @@ def elbo_integrand(model: TabularDenoiser, response: State, t: float) -> Tensor:
 def any_order_log_likelihood(
     model: TabularDenoiser, response: State, temperature: float = 1.0
 ) -> Tensor:
-    """Exact log-likelihood under the sampler that reveals one uniformly random hidden position at a
-    time:
+    """Exact log-likelihood under the sampler that reveals one random hidden position at a time:
 
         p_AO(y) = mean over orders s of prod_j p(y_s(j) | y_s(1), .., y_s(j-1))
 
@@ -378,14 +350,12 @@ def order_log_likelihoods(
     model: TabularDenoiser, response: State, temperature: float = 1.0
 ) -> list[Tensor]:
     """log prod_j p(y_s(j) | y_s(1), .., y_s(j-1)) for each of the L! orders s. Nats. Cost L! L."""
-    scores = []
-    for order in itertools.permutations(range(model.length)):
-        steps = range(model.length)
-        logp = [
-            token_logp(model, response, frozenset(order[j:]), temperature)[order[j]] for j in steps
-        ]
-        scores.append(sum(logp))
-    return scores
+
+    def logp(order: tuple[int, ...], j: int) -> Tensor:
+        return token_logp(model, response, frozenset(order[j:]), temperature)[order[j]]
+
+    orders = itertools.permutations(range(model.length))
+    return [sum(logp(order, j) for j in range(model.length)) for order in orders]
 
 
 def permutation_elbo(model: TabularDenoiser, response: State) -> Tensor:
@@ -401,17 +371,19 @@ def permutation_elbo(model: TabularDenoiser, response: State) -> Tensor:
 def permutation_log_likelihood(
     model: TabularDenoiser, response: State, temperature: float = 1.0
 ) -> Tensor:
-    """log p_AO as a sum over the L! orders, a second opinion on `any_order_log_likelihood`. Nats.
-    Cost L! L."""
+    """log p_AO (nats) as a sum over the L! orders, a second opinion on `any_order_log_likelihood`.
+
+    Cost L! L.
+    """
     scores = torch.stack(order_log_likelihoods(model, response, temperature))
     return torch.logsumexp(scores, dim=0) - math.log(len(scores))
 
 
 def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Tensor:
-    """ELBO of a model that writes block after block: the sum over blocks m of `elbo` of block m
-    given the earlier ones,
+    """ELBO of a model that writes block after block: that of each block given the earlier ones,
 
-        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l  <=  block_log_likelihood,    W = block_length
+        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l
+          <= block_log_likelihood,    W = block_length
 
     where S_m(M) adds up ll_i(M and all later blocks) over i in M: later blocks are hidden and not
     scored. One block is `elbo`, blocks of one token are the exact likelihood from left to right.
@@ -431,8 +403,7 @@ def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Te
 def block_log_likelihood(
     model: TabularDenoiser, response: State, block_length: int, temperature: float = 1.0
 ) -> Tensor:
-    """Exact log-likelihood under the sampler that finishes block after block, one random position
-    of the block at a time.
+    """Exact log-likelihood where block after block is finished, a random position at a time.
 
     The sum over blocks of the dynamic programme of `any_order_log_likelihood`, which runs over the
     hidden sets of one block while the earlier blocks are clean and the later ones hidden. It is the
@@ -459,26 +430,20 @@ def _blocks_and_rest(
 ) -> list[tuple[range, frozenset[int]]]:
     """The positions of each block, and all positions after it."""
     _check_blocks(model, block_length, 1, None)
-    starts = range(0, model.length, block_length)
-    return [
-        (range(i, i + block_length), frozenset(range(i + block_length, model.length)))
-        for i in starts
-    ]
+    stops = range(block_length, model.length + 1, block_length)
+    return [(range(i - block_length, i), frozenset(range(i, model.length))) for i in stops]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The sampler: its exact distribution over trajectories
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# -------------------------------------------- The sampler: its exact distribution over trajectories
 @dataclass(frozen=True)
 class Trajectory:
     """One outcome of the sampler.
 
     Attributes:
-        prob: its probability, a float64 scalar that is differentiable in the table. response: the L
-        tokens. unmask_step: the step, counted from 0 through all blocks, at which each token was
-        revealed; -1 = never revealed.
+        prob: its probability, a float64 scalar that is differentiable in the table.
+        response: the L tokens.
+        unmask_step: the step, counted from 0 through all blocks, at which each token was revealed;
+            -1 = never revealed.
     """
 
     prob: Tensor
@@ -489,28 +454,23 @@ class Trajectory:
 def proposals(
     model: TabularDenoiser, state: State, positions: Iterable[int], temperature: float
 ) -> list[tuple[dict[int, int], Tensor]]:
-    """All joint draws of tokens at `positions`, each position independently from softmax(logits /
-    temperature).
+    """All joint draws of tokens at `positions`, each from its softmax(logits / temperature).
 
     Returns:
         [({position: token}, probability)]. At temperature 0 the one greedy draw with probability 1,
         ties to the lower token. Draws of probability exactly 0 are left out. Cost V^len(positions).
     """
     positions, logits = list(positions), model.logits_at(state)
+    tokens, one = range(model.mask_token_id), torch.ones((), dtype=torch.float64)
     if temperature == 0:
-        greedy = {
-            i: max(range(model.mask_token_id), key=lambda v: (logits[i, v].item(), -v))
-            for i in positions
-        }
-        return [(greedy, torch.ones((), dtype=torch.float64))]
-    probs = log_softmax(logits / temperature).exp()
-    draws = []
-    for tokens in itertools.product(range(model.mask_token_id), repeat=len(positions)):
-        prob = math.prod(
-            (probs[i, v] for i, v in zip(positions, tokens, strict=True)), start=probs.new_ones(())
-        )
+        greedy = {i: max(tokens, key=lambda v: (logits[i, v].item(), -v)) for i in positions}
+        return [(greedy, one)]
+    probs, draws = log_softmax(logits / temperature).exp(), []
+    for drawn in itertools.product(tokens, repeat=len(positions)):
+        pairs = dict(zip(positions, drawn, strict=True))
+        prob = math.prod((probs[i, v] for i, v in pairs.items()), start=one)
         if prob.item() > 0:
-            draws.append((dict(zip(positions, tokens, strict=True)), prob))
+            draws.append((pairs, prob))
     return draws
 
 
@@ -526,9 +486,8 @@ def most_confident(logits: Tensor, proposed: dict[int, int], n: int) -> list[int
         proposed: {position: proposed token}.
     """
     logp = log_softmax(logits.detach()).float()
-    return sorted(sorted(proposed), key=lambda i: -logp[i, proposed[i]].item())[
-        :n
-    ]  # sorted() is stable
+    ranked = sorted(sorted(proposed), key=lambda i: -logp[i, proposed[i]].item())  # stable
+    return ranked[:n]
 
 
 def transition(
@@ -539,22 +498,22 @@ def transition(
     temperature: float,
     tokens_per_step: int,
 ) -> dict[State, Tensor]:
-    """Exact distribution over next states when `tokens_per_step` = n of the m hidden positions of
-    `block` are revealed.
+    """Exact distribution of the next state: `tokens_per_step` = n of m hidden tokens are revealed.
 
-    With p = softmax(logits / temperature), p1 = softmax(logits), x the new tokens and U the
-    positions they go to:
+    The m are the hidden positions of `block`. With p = softmax(logits / temperature), p1 =
+    softmax(logits), x the new tokens and U the positions they go to:
 
         random           P(next) = 1 / C(m, n) prod_{j in U} p_j(x_j)
         left_to_right    P(next) = prod_{j in U} p_j(x_j),  U the n lowest hidden positions
         right_to_left    the same with the n highest hidden positions
-        low_confidence   tokens are proposed at all m positions, each from p_j, and U are the n proposals of highest p1
+        low_confidence   tokens are proposed at all m positions, each from p_j, and U are the n
+                         proposals of highest p1
 
     For low_confidence this function adds up all V^m proposals and merges those that reveal the same
     tokens at the same positions. Where no two confidences are equal, the sum has the closed form
 
-        P(next) = prod_{j in U} p_j(x_j) prod_{j hidden, not in U} sum_v p_j(v) [ p1_j(v) < min_{i
-        in U} p1_i(x_i) ]
+        P(next) = prod_{j in U} p_j(x_j) prod_{j hidden, not in U} sum_v p_j(v) [ p1_j(v) < c ],
+        c = min_{i in U} p1_i(x_i)
 
     so the choice of positions depends on the model too. Its indicator is piecewise constant in the
     table: the gradient is that of the token probabilities, right almost everywhere, while the
@@ -585,9 +544,7 @@ def transition(
         return kernel
     choices = list(itertools.combinations(hidden, tokens_per_step))
     if order == "left_to_right":
-        choices = choices[
-            :1
-        ]  # combinations come in lexicographic order: the first holds the lowest positions
+        choices = choices[:1]  # in lexicographic order: the first holds the lowest positions
     if order == "right_to_left":
         choices = choices[-1:]
     for chosen in choices:
@@ -603,28 +560,23 @@ def _check_step(order: str, temperature: float, tokens_per_step: int, hidden_cou
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature: got {temperature}; allowed finite and >= 0")
     if not 1 <= tokens_per_step <= hidden_count:
-        raise ValueError(
-            f"tokens_per_step: got {tokens_per_step}; allowed 1..{hidden_count} hidden positions"
-        )
+        allowed = f"1..{hidden_count} hidden positions"
+        raise ValueError(f"tokens_per_step: got {tokens_per_step}; allowed {allowed}")
 
 
 def _check_blocks(
     model: TabularDenoiser, block_length: int, tokens_per_step: int, eos_token_id: int | None
 ) -> None:
-    """Raise a one-line ValueError for settings that do not cut the response into equal blocks and
-    steps."""
+    """Raise a one-line ValueError unless the response is cut into equal blocks and steps."""
     if block_length < 1 or model.length % block_length:
-        raise ValueError(
-            f"block_length: got {block_length}; allowed divisors of the length {model.length}"
-        )
+        allowed = f"divisors of the length {model.length}"
+        raise ValueError(f"block_length: got {block_length}; allowed {allowed}")
     if tokens_per_step < 1 or block_length % tokens_per_step:
-        raise ValueError(
-            f"tokens_per_step: got {tokens_per_step}; allowed divisors of block_length = {block_length}"
-        )
+        allowed = f"divisors of block_length = {block_length}"
+        raise ValueError(f"tokens_per_step: got {tokens_per_step}; allowed {allowed}")
     if eos_token_id is not None and not 0 <= eos_token_id < model.mask_token_id:
-        raise ValueError(
-            f"eos_token_id: got {eos_token_id}; allowed None or 0..{model.mask_token_id - 1}"
-        )
+        allowed = f"None or 0..{model.mask_token_id - 1}"
+        raise ValueError(f"eos_token_id: got {eos_token_id}; allowed {allowed}")
 
 
 def trajectories(
@@ -635,8 +587,7 @@ def trajectories(
     block_length: int | None = None,
     eos_token_id: int | None = None,
 ) -> list[Trajectory]:
-    """Every trajectory of the block-wise sampler with its exact probability: P(tau) = prod_s
-    transition_s.
+    """Every trajectory of the block-wise sampler, with P(tau) = prod_s transition_s.
 
     Blocks of `block_length` positions are completed from left to right, each in block_length /
     tokens_per_step steps of `transition`. All randomness is summed over, by brute-force
@@ -645,11 +596,12 @@ def trajectories(
     -1 or >= s.
 
     Args:
-        order: "random", "low_confidence", "left_to_right" or "right_to_left". temperature: sampling
-        temperature; 0 = greedy tokens. block_length: a divisor of L; None = L, a single block.
+        order: "random", "low_confidence", "left_to_right" or "right_to_left".
+        temperature: sampling temperature; 0 = greedy tokens.
+        block_length: a divisor of L; None = L, a single block.
         eos_token_id: None = no stopping rule. Otherwise, once a completed block holds this token,
-        later blocks are
-            never revealed: the response is filled with the token and unmask_step is -1 there.
+            later blocks are never revealed: the response is filled with the token and unmask_step
+            is -1 there.
 
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
@@ -657,13 +609,14 @@ def trajectories(
 
     Raises:
         ValueError: unknown order, negative temperature, sizes that do not divide, or an EOS that is
-        not ordinary.
+            not ordinary.
     """
     block_length = model.length if block_length is None else block_length
     _check_blocks(model, block_length, tokens_per_step, eos_token_id)
     _check_step(order, temperature, tokens_per_step, block_length)
-    masked, never = (model.mask_token_id,) * model.length, (-1,) * model.length
-    paths = [(masked, never, torch.ones((), dtype=torch.float64))]
+    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step)
+    one = torch.ones((), dtype=torch.float64)
+    paths = [((mask,) * model.length, (-1,) * model.length, one)]
     for step in range(model.length // tokens_per_step):
         start = step * tokens_per_step // block_length * block_length
         block, kernels, longer = range(start, start + block_length), {}, []
@@ -672,19 +625,13 @@ def trajectories(
                 longer.append((state, unmask_step, prob))
                 continue
             if state not in kernels:  # many paths meet in one state
-                kernels[state] = transition(
-                    model, state, block, order, temperature, tokens_per_step
-                )
+                kernels[state] = transition(model, state, block, *step_words)
             for shown, factor in kernels[state].items():
-                steps = tuple(
-                    step if a != b else s for a, b, s in zip(state, shown, unmask_step, strict=True)
-                )
+                changes = zip(state, shown, unmask_step, strict=True)
+                steps = tuple(step if a != b else s for a, b, s in changes)
                 longer.append((shown, steps, prob * factor))
         paths = longer
-    return [
-        Trajectory(prob, _fill(state, model.mask_token_id, eos_token_id), steps)
-        for state, steps, prob in paths
-    ]
+    return [Trajectory(p, _fill(state, mask, eos_token_id), steps) for state, steps, p in paths]
 
 
 def _fill(state: State, mask_token_id: int, eos_token_id: int | None) -> State:
@@ -693,36 +640,26 @@ def _fill(state: State, mask_token_id: int, eos_token_id: int | None) -> State:
 
 
 def response_distribution(trajectories: Iterable[Trajectory]) -> dict[State, Tensor]:
-    """P(response) = sum of P(tau) over the trajectories that end in it; {response: probability},
-    differentiable."""
+    """{response: sum of P(tau) over the trajectories that end in it}, differentiable."""
     total: dict[State, Tensor] = {}
     for trajectory in trajectories:
         total[trajectory.response] = total.get(trajectory.response, 0.0) + trajectory.prob
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Policy gradients
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------- Policy gradients
 def expected_reward(trajectories: Iterable[Trajectory], reward: Callable[[State], float]) -> Tensor:
     """J = sum_tau P(tau) reward(response), a scalar that is differentiable in the table."""
-    return sum(
-        (tau.prob * reward(tau.response) for tau in trajectories),
-        start=torch.zeros((), dtype=torch.float64),
-    )
+    terms = (tau.prob * reward(tau.response) for tau in trajectories)
+    return sum(terms, start=torch.zeros((), dtype=torch.float64))
 
 
 def table_gradient(model: TabularDenoiser, value: Tensor) -> Tensor:
-    """d value / d table, with the shape and dtype of the table; zeros when the value does not
-    depend on it."""
+    """d value / d table, in its shape and dtype; zeros where the value does not depend on it."""
     if not value.requires_grad:
         return torch.zeros_like(model.table)
-    (gradient,) = torch.autograd.grad(
-        value, model.table, allow_unused=True, materialize_grads=True, retain_graph=True
-    )
-    return gradient
+    how = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+    return torch.autograd.grad(value, model.table, **how)[0]
 
 
 def policy_gradient(
@@ -734,8 +671,7 @@ def policy_gradient(
     block_length: int | None = None,
     eos_token_id: int | None = None,
 ) -> Tensor:
-    """The exact policy gradient dJ/dtable of a sampler: the derivative of a finite sum, no score
-    function involved.
+    """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
     For low_confidence, J is discontinuous where two confidences cross; between the crossings this
     is its derivative. Greedy decoding has a constant J and therefore zero gradient.
@@ -780,7 +716,8 @@ def score_expectation(
 ) -> Tensor:
     """The surrogate whose gradient is an expected score-function estimate, exactly:
 
-        sum_tau sg[P(tau)] reward(response) score_fn(tau),       gradient = E[ reward * d score_fn / d table ]
+        sum_tau sg[P(tau)] reward(response) score_fn(tau)
+        gradient = E[ reward * d score_fn / d table ]
 
     Its value has no meaning; take `table_gradient` of it. Equals the policy gradient when score_fn
     is log P(tau), or differs from it by a constant. With reward = 1 the gradient is the mean score,
@@ -790,11 +727,7 @@ def score_expectation(
     return sum(terms, start=torch.zeros((), dtype=torch.float64))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Estimators
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+# --------------------------------------------------------------------------------------- Estimators
 def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean and variance of an estimator by enumeration of its plan:
 
@@ -802,14 +735,13 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
 
     Args:
         draws: (probability, value) of every outcome. Values may be tensors of one shape, such as
-        gradients.
+            gradients.
 
     Returns:
         (mean, variance), elementwise, float64, the variance being that of one draw. Differentiable.
 
     Raises:
-        ValueError: the probabilities do not sum to 1 within 1e-6, so the enumeration is not
-        complete.
+        ValueError: the probabilities do not sum to 1 within 1e-6: the enumeration is not complete.
     """
     pairs = [(_double(prob), _double(value)) for prob, value in draws]
     total = sum(prob.item() for prob, _ in pairs)
@@ -820,6 +752,5 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
 
 
 def _double(x: float | Tensor) -> Tensor:
-    """A float64 tensor that keeps the graph of its argument; a Python float must not pass through
-    float32."""
+    """A float64 tensor on the graph of ``x``; a float must not pass through float32."""
     return torch.as_tensor(x, dtype=torch.float64)

@@ -1,10 +1,11 @@
-"""Figures and tables: of what a run writes (metrics.jsonl, summary.json), and of the module's own
-estimators and methods.
+"""Figures and tables of what a run writes.
 
-    metrics.jsonl   one JSON object a line. An update has {"step", "solved", "reward", "seconds", ...}, a held-out
-                    evaluation {"step", "eval/solved", "eval/temperature"}; both may share a line.
-                    `solved` is a fraction, `seconds` the time since the start of the run.
-    summary.json    one JSON object: method, seed, steps, seconds, solved_before, solved_after (fractions), ...
+    metrics.jsonl   one JSON object a line. An update has {"step", "solved", "reward", "seconds",
+                    ...}, a held-out evaluation {"step", "eval/solved", "eval/temperature"}; both
+                    may share a line. `solved` is a fraction, `seconds` the time since the start of
+                    the run.
+    summary.json    one JSON object: method, seed, steps, seconds, solved_before, solved_after
+                    (fractions), ...
 
 Nothing here needs a display, and matplotlib's global state is not touched.
 """
@@ -27,11 +28,8 @@ from minidrl.tables import markdown_table
 BLUE, ORANGE, INK, GRID = "#0072B2", "#D55E00", "#333333", "#E4E4E4"
 STEPS = (1, 2, 5, 10)  # distances between ticks, times a power of ten
 MARKERS = "oD^sv"  # one for each evaluation temperature, lowest first
-UNITS = (
-    (2 * 3600, 3600, "hours"),
-    (10 * 60, 60, "minutes"),
-    (0, 1, "seconds"),
-)  # from this many seconds on
+# From so many seconds on: the seconds of a unit, and its name.
+UNITS = ((2 * 3600, 3600, "hours"), (10 * 60, 60, "minutes"), (0, 1, "seconds"))
 
 STYLE = {
     "font.size": 11,
@@ -46,20 +44,11 @@ STYLE = {
 }
 
 SUMMARY_KEYS = ("method", "seed", "steps", "seconds", "solved_before", "solved_after")
-COMPARE_COLUMNS = (
-    "method",
-    "seed",
-    "steps",
-    "seconds",
-    "solved before (%)",
-    "solved after (%)",
-    "delta (points)",
-)
+COMPARED = ("steps", "seconds", "solved before (%)", "solved after (%)", "delta (points)")
+COMPARE_COLUMNS = ("method", "seed", *COMPARED)
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
+# ------------------------------------------------------------------------------------------ reading
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of run/metrics.jsonl in order of writing.
 
@@ -68,32 +57,29 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(
-            f"run: got {str(run)!r}, which holds no metrics.jsonl; allowed are folders written by train"
-        )
-    rows, lines = [], path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(
-        lines[:-1], 1
-    ):  # what follows the last newline is empty or unfinished
+        got = f"{str(run)!r}, which holds no metrics.jsonl"
+        raise ValueError(f"run: got {got}; allowed are folders written by train")
+    # What follows the last newline is empty or unfinished.
+    rows, lines = [], path.read_text(encoding="utf-8").split("\n")[:-1]
+    for number, line in enumerate(lines, 1):
         if line.strip():
             rows.append(_json_object(line, f"{path} line {number}"))
     return rows
 
 
 def read_summary(run: str | Path) -> dict[str, Any]:
-    """run/summary.json. Raises: ValueError when it is missing, is not a JSON object, or lacks a
-    required key."""
+    """run/summary.json.
+
+    Raises: ValueError when it is missing, is not a JSON object, or lacks a required key.
+    """
     path = Path(run) / "summary.json"
     if not path.is_file():
-        raise ValueError(
-            f"run: got {str(run)!r}, which holds no summary.json; allowed are folders of finished runs"
-        )
+        got = f"{str(run)!r}, which holds no summary.json"
+        raise ValueError(f"run: got {got}; allowed are folders of finished runs")
     summary = _json_object(path.read_text(encoding="utf-8"), str(path))
-    missing = [key for key in SUMMARY_KEYS if key not in summary]
+    missing = ", ".join(key for key in SUMMARY_KEYS if key not in summary)
     if missing:
-        raise ValueError(
-            f"{path}: got no {', '.join(missing)}; required are {', '.join(SUMMARY_KEYS)}"
-        )
+        raise ValueError(f"{path}: got no {missing}; required are {', '.join(SUMMARY_KEYS)}")
     return summary
 
 
@@ -109,8 +95,7 @@ def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], li
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean over the `width` values (an odd number) centred on each one; at the ends, over those
-    that exist."""
+    """Mean over the `width` values (an odd number) around each one; at the ends, of what exists."""
     if width < 1 or width % 2 == 0:
         raise ValueError(f"width: got {width}; allowed are odd numbers >= 1")
     half = width // 2
@@ -118,12 +103,9 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(window) / len(window) for window in windows]
 
 
-# -------------------------------------------------------------------------------------------------------------- figure
-
-
+# ------------------------------------------------------------------------------------------- figure
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
-    """Draw the solved rate of a run, as `draw_curve` does, to `path` (default run/curve.png);
-    returns the path.
+    """Draw the solved rate of a run to `path` (default run/curve.png), which is returned.
 
     The PNG has 800 x 600 pixels and letters large enough to be read at 400 x 300.
     Raises: ValueError when metrics.jsonl is missing, is malformed, or has no solved rate.
@@ -147,9 +129,8 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
         axes = figure.add_subplot()
         drawn = _draw_training(axes, rows) + _draw_evaluations(axes, rows)
         if not drawn:
-            raise ValueError(
-                'metrics.jsonl: got no line with a solved rate; allowed are "solved" and "eval/solved"'
-            )
+            got, allowed = "no line with a solved rate", '"solved" and "eval/solved"'
+            raise ValueError(f"metrics.jsonl: got {got}; allowed are {allowed}")
         _finish(axes, rows, drawn)
     return figure
 
@@ -171,44 +152,28 @@ def _draw_training(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[tuple[
     percent = [100 * value for value in solved]
     width = 2 * (len(steps) // 24) + 1  # about a twelfth of the run
     alpha = min(0.5, max(0.08, 75 / len(steps)))  # many dots overlap and must not hide the line
-    dots = {"s": 14, "color": BLUE, "alpha": alpha, "linewidths": 0}
-    axes.scatter(
-        steps, percent, label="training rollouts" if width == 1 else None, zorder=2, **dots
-    )
+    name, dots = "training rollouts", {"s": 14, "color": BLUE, "alpha": alpha, "linewidths": 0}
+    axes.scatter(steps, percent, label=name if width == 1 else None, zorder=2, **dots)
     if width > 1:
-        axes.plot(
-            steps,
-            running_mean(percent, width),
-            color=BLUE,
-            linewidth=2.2,
-            label="training rollouts",
-            zorder=3,
-        )
+        line = {"color": BLUE, "linewidth": 2.2, "zorder": 3}
+        axes.plot(steps, running_mean(percent, width), label=name, **line)
     return list(zip(steps, percent, strict=True))
 
 
 def _draw_evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """A marker for each held-out evaluation; returns the points (step, percent)."""
     rows = [row for row in rows if _finite(row.get("eval/solved"))]
-    temperatures = sorted(
-        {row.get("eval/temperature") for row in rows}, key=lambda t: -1.0 if t is None else t
-    )
-    line = {
-        "color": ORANGE,
-        "linewidth": 1.2,
-        "linestyle": (0, (1, 1.5)),
-        "zorder": 4,
-        "clip_on": False,
-    }
+    known = {row.get("eval/temperature") for row in rows}
+    line = {"color": ORANGE, "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
+    line |= {"zorder": 4, "clip_on": False}
     filled = {"markersize": 9, "markeredgecolor": "white"}
     hollow = {"markersize": 8, "markerfacecolor": "white", "markeredgewidth": 1.8}
     points = []
-    for number, temperature in enumerate(temperatures):
-        steps, solved = series(
-            [row for row in rows if row.get("eval/temperature") == temperature], "eval/solved"
-        )
+    for number, t in enumerate(sorted(known, key=lambda t: -1.0 if t is None else t)):
+        own = [row for row in rows if row.get("eval/temperature") == t]
+        steps, solved = series(own, "eval/solved")
         percent = [100 * value for value in solved]
-        label = "held-out" if temperature is None else f"held-out, T = {temperature:g}"
+        label = "held-out" if t is None else f"held-out, T = {t:g}"
         marker = {"marker": MARKERS[number % len(MARKERS)], **(hollow if number else filled)}
         axes.plot(steps, percent, label=label, **line, **marker)
         points += zip(steps, percent, strict=True)
@@ -239,22 +204,17 @@ def _finish(
 
 
 def _time_axis(axes: Axes, steps: list[float], seconds: list[float]) -> bool:
-    """Ticks at round times along the top, placed where they fall on the axis of updates; False if
-    time is not there."""
-    if steps and steps[0] > 0 and seconds[0] > 0:
-        steps, seconds = (
-            [0, *steps],
-            [0.0, *seconds],
-        )  # no update had been made when the clock started
+    """Ticks at round times along the top, where updates reach them; False without times."""
+    if steps and steps[0] > 0 and seconds[0] > 0:  # the clock started before any update
+        steps, seconds = [0, *steps], [0.0, *seconds]
     if len(steps) < 2 or any(b <= a for a, b in zip(seconds, seconds[1:], strict=False)):
         return False
     unit, name = next((unit, name) for start, unit, name in UNITS if seconds[-1] >= start)
     ticks = MaxNLocator(5, steps=STEPS).tick_values(0, seconds[-1] / unit)
     ticks = [t for t in ticks if seconds[0] <= t * unit <= seconds[-1]]
     top = axes.twiny()
-    top.set_xticks(
-        [_interpolate(t * unit, seconds, steps) for t in ticks], labels=[f"{t:g}" for t in ticks]
-    )
+    places = [_interpolate(t * unit, seconds, steps) for t in ticks]
+    top.set_xticks(places, labels=[f"{t:g}" for t in ticks])
     top.set_xlim(axes.get_xlim())  # last: ticks may widen the limits
     top.set_xlabel(name)
     top.tick_params(length=3)
@@ -268,46 +228,35 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
-
-
+# ------------------------------------------------------------------------------------------- tables
 def compare_table(runs: Sequence[str | Path]) -> str:
-    """A Markdown table of finished runs: a row for each, and for a method with several the mean
-    [lowest, highest].
+    """A Markdown table of finished runs: a row for each, and their mean [lowest, highest].
 
-    Methods keep the order of `runs`, seeds are sorted. Rates in percent; delta, the rate after
-    minus the rate before of the same run, in percentage points. The bracket is the range over runs,
-    not a confidence interval. Raises: ValueError as `read_summary` does, or when there are no runs.
+    The mean is that of a method with several runs. Methods keep the order of `runs`, seeds are
+    sorted. Rates in percent; delta, the rate after minus the rate before of the same run, in
+    percentage points. The bracket is the range over runs, not a confidence interval.
+    Raises: ValueError as `read_summary` does, or when there are no runs.
     """
     if not runs:
         raise ValueError("runs: got none; allowed is one folder or more")
-    summaries, rows = [read_summary(run) for run in runs], []
+    rows, summaries = [], [read_summary(run) for run in runs]
     for method in dict.fromkeys(summary["method"] for summary in summaries):
-        group = sorted(
-            (s for s in summaries if s["method"] == method), key=lambda s: str(s["seed"]).zfill(20)
-        )
+        group = [summary for summary in summaries if summary["method"] == method]
+        group.sort(key=lambda summary: str(summary["seed"]).zfill(20))
         values = [_compare_values(summary) for summary in group]
-        rows += [
-            {"method": method, "seed": s["seed"], **_written(v)}
-            for s, v in zip(group, values, strict=True)
-        ]
+        for summary, value in zip(group, values, strict=True):
+            rows.append({"method": method, "seed": summary["seed"], **_written(value)})
         if len(group) > 1:
-            rows.append(
-                {"method": method, "seed": f"mean of {len(group)}", **_mean_and_range(values)}
-            )
+            name = {"method": method, "seed": f"mean of {len(group)}"}
+            rows.append({**name, **_mean_and_range(values)})
     return markdown_table(rows, COMPARE_COLUMNS)
 
 
 def _compare_values(summary: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of one run in the units of the table."""
     before, after = 100 * summary["solved_before"], 100 * summary["solved_after"]
-    return dict(
-        zip(
-            COMPARE_COLUMNS[2:],
-            (summary["steps"], summary["seconds"], before, after, after - before),
-            strict=True,
-        )
-    )
+    values = (summary["steps"], summary["seconds"], before, after, after - before)
+    return dict(zip(COMPARED, values, strict=True))
 
 
 def _written(values: Mapping[str, float]) -> dict[str, str]:
@@ -319,17 +268,15 @@ def _mean_and_range(group: Sequence[Mapping[str, float]]) -> dict[str, str]:
     written = {}
     for column in group[0]:
         values, form = [row[column] for row in group], _format(column)
-        mean, low, high = (
-            form.format(v) for v in (math.fsum(values) / len(values), min(values), max(values))
-        )
-        written[column] = mean if min(values) == max(values) else f"{mean} [{low}, {high}]"
+        mean, low, high = math.fsum(values) / len(values), min(values), max(values)
+        spread = "" if low == high else f" [{form.format(low)}, {form.format(high)}]"
+        written[column] = form.format(mean) + spread
     return written
 
 
 def _format(column: str) -> str:
-    return {"steps": "{:.0f}", "seconds": "{:.0f}", "delta (points)": "{:+.1f}"}.get(
-        column, "{:.1f}"
-    )
+    forms = {"steps": "{:.0f}", "seconds": "{:.0f}", "delta (points)": "{:+.1f}"}
+    return forms.get(column, "{:.1f}")
 
 
 def _finite(value: Any) -> bool:

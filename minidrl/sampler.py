@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from minidrl.algorithms import Rollout
+from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
@@ -46,10 +47,10 @@ COMPLETIONS = ("one_step", "one_step_sampled")
 APPROXIMATE = ("prefix", "dual")
 CACHES = {"bidirectional": ("none", *APPROXIMATE), "block_causal": ("none", "exact")}
 CHUNK = 2**26  # the most logits that a completion makes at a time, 256 MiB in float32
-TOP_K = 20  # what inference servers return at most, so that a method that needs more could not be run on one
+TOP_K = 20  # what inference servers return at most: no method should need more
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
+# ----------------------------------------------------------------------------------------- settings
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """The settings of a decoding run; a Rollout carries the ones that produced it.
@@ -57,37 +58,36 @@ class Sampler:
     length           L, response positions.
     block_length     positions of a block; divides ``length``. ``block_length=length``: no blocks.
     tokens_per_step  tokens revealed per network call, n; divides ``block_length``.
-    temperature      T of softmax(z / T); 0 is greedy decoding (the argmax, lowest token id on ties).
+    temperature      T of softmax(z / T); 0 is greedy decoding (argmax, lowest token id on ties).
     order            which n hidden positions of the block a step reveals:
         "random"          the next n of a uniformly random permutation of the block;
         "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it
-        is said the other
-                          way round: propose a token at every hidden position of the block, leave
-                          the positions of lowest confidence masked, reveal the n of highest
-                          confidence. Confidence is the probability of the proposal at temperature 1
-                          whatever ``temperature`` is, compared as float32 logarithms; on ties the
-                          lower position goes first;
+                          is said the other way round: propose a token at every hidden position of
+                          the block, leave the positions of lowest confidence masked, reveal the n
+                          of highest confidence. Confidence is the probability of the proposal at
+                          temperature 1 whatever ``temperature`` is, compared as float32 logarithms;
+                          on ties the lower position goes first;
         "left_to_right"   the n lowest hidden positions;
         "right_to_left"   the n highest: working backwards from where the response ends.
 
-    attention        what the network must be: "bidirectional" (every token sees every other), or "block_causal" (no token
-                     sees a later block; trained that way, with this block_length).
+    attention        what the network must be: "bidirectional" (every token sees every other), or
+                     "block_causal" (no token sees a later block; trained that way, with this
+                     block_length).
     cache            keys and values that are kept, so that a step computes fewer positions:
         "none"            none;
-        "exact"           those of the prompt and of finished blocks: a step computes its own block alone. The same result up
-                          to rounding, with block_causal attention;
-        "prefix"          with bidirectional attention: a block's first step computes all positions, its other steps the block
-                          and what follows it, and take the keys and values before the block as they
-                          were at the first;
-        "dual"            the same, and those after the block too: the other steps compute the block alone.
-                     "prefix" and "dual" (Fast-dLLM, arXiv 2505.22618) are approximations. They make
-                     rollouts off-policy: the tokens, and the ``logp`` recorded for them, are those
-                     of another policy than the network's, and a trainer has to treat them so (an
-                     evaluation judges that policy, too). With one step a block they equal "none".
-                     Block k = 0, 1, ... of W positions computes all P + L once, and at each further
-                     step L - k W ("prefix") or W ("dual"); of a model whose predictions are shifted
-                     by one position (Dream), the position before these as well, which predicts the
-                     first of them.
+        "exact"           with block_causal attention, those of the prompt and of finished blocks: a
+                          step computes its own block alone. The same result up to rounding;
+        "prefix"          with bidirectional attention: a block's first step computes all positions,
+                          its other steps the block and what follows it, and take the keys and
+                          values before the block as they were at the first;
+        "dual"            the same, and those after the block too: these compute the block alone.
+
+    "prefix" and "dual" (Fast-dLLM, arXiv 2505.22618) are approximations. They make rollouts
+    off-policy: the tokens, and the ``logp`` recorded for them, are those of another policy than the
+    network's, and a trainer has to treat them so (an evaluation judges that policy, too). With one
+    step a block they equal "none". Block k = 0, 1, ... of W positions computes all P + L once, and
+    at each further step L - k W ("prefix") or W ("dual"); of a model whose predictions are shifted
+    by one position (Dream), the position before these as well, which predicts the first of them.
 
     Errors: ValueError naming the key, the value and what is allowed.
     """
@@ -106,14 +106,11 @@ class Sampler:
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention: got {self.attention!r}; allowed {', '.join(ATTENTIONS)}")
         if self.cache not in CACHES[self.attention]:
-            allowed = ", ".join(CACHES[self.attention])
-            raise ValueError(
-                f"cache: got {self.cache!r} with attention {self.attention}; allowed {allowed}"
-            )
+            got = f"{self.cache!r} with attention {self.attention}"
+            raise ValueError(f"cache: got {got}; allowed {', '.join(CACHES[self.attention])}")
         if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature: got {self.temperature!r}; allowed a finite number >= 0 (0 is greedy)"
-            )
+            allowed = "a finite number >= 0 (0 is greedy)"
+            raise ValueError(f"temperature: got {self.temperature!r}; allowed {allowed}")
         for key in ("length", "block_length", "tokens_per_step"):
             _check_count(key, getattr(self, key))
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
@@ -146,10 +143,10 @@ def _check_count(key: str, value: Any) -> None:
         raise ValueError(f"{key}: got {value!r}; allowed an integer >= 1")
 
 
-# ---------------------------------------------------------------------------------------------------------- generation
+# --------------------------------------------------------------------------------------- generation
 @torch.no_grad()
 def generate(
-    model: Any,
+    model: Network,
     prompt: Int[Tensor, "G P"],
     prompt_mask: Bool[Tensor, "G P"],
     settings: Sampler,
@@ -168,92 +165,81 @@ def generate(
     Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or
     low_confidence).
 
-    model            encode(tokens, attention_mask) -> h and head(h) -> logits; put it in eval mode first. It always
-                     sees the full length P + L; ``head`` is applied only where a token may be
-                     revealed. A block-causal model says so by its block_length, and sees no more
-                     than the blocks up to the current one. For a cache of any kind,
-                     ``Denoiser.extend`` and its family.
-    prompt           left-padded; ``prompt_mask`` is True at real tokens.
-    eos_token_id     the blocks after the one that holds a row's first EOS are not revealed: there ``response`` is EOS,
-                     ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends
-                     a response.
-    generator        source of all randomness, on any device; unused (None is accepted) when nothing is random, which is
-                     temperature 0 with an order other than "random".
-    records          "entropy" (B, L), nats: entropy of the distribution from which the token was drawn, at the sampling
-                     temperature and at the step that revealed it. "one_step" (B, T, L): per step
-                     the completion by argmax of every hidden token at once, the revealed ones kept;
-                     after a row's end its response. "one_step_sampled": the same with every hidden
-                     token drawn from softmax(z / T), by noise that has nothing to do with the
-                     trajectory's. These two apply ``head`` to the hidden blocks, the current one
-                     and those after it, at every step: (L + W) / 2 positions on average, where a
-                     step without them needs n or W. Of their logits at most CHUNK exist at a time
-                     (rows x V, if that is more), and none are kept. They need the rest of the
-                     response at every step: not with block_causal attention or cache "dual".
-                     "topk": the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest
-                     tokens of the distribution from which the token was drawn, likeliest first; 0
-                     where nothing was revealed. Not at temperature 0.
-    early_stop       finished rows leave the batch, asked once per block. Changes the cost, never the result.
-    micro_batch      rows per network call; None is all. Changes the memory, never the noise. With a cache, one micro-batch is
-                     finished before the next begins: only one cache exists at a time.
-    rows             the rows to generate, ascending; None: all. The others stay blank. Noise is drawn for all: a row does not
-                     depend on which others are generated here, and which by another process.
-    agree            (rows of a call, those without an end) -> the rows that go on: processes that must work in step add rows
-                     that have ended, so that all have as many. What becomes of these is wiped.
+    model         in eval mode. It always sees the full length P + L; ``head`` is applied only where
+                  a token may be revealed. A block-causal model says so by its block_length, and
+                  sees no more than the blocks up to the current one. A cache needs a ``Denoiser``.
+    prompt        left-padded; ``prompt_mask`` is True at real tokens.
+    eos_token_id  the blocks after the one that holds a row's first EOS are not revealed: there
+                  ``response`` is EOS, ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False.
+                  None: nothing ends a response.
+    generator     source of all randomness, on any device; unused (None is accepted) when nothing is
+                  random, which is temperature 0 with an order other than "random".
+    records       what else to keep, below.
+    early_stop    finished rows leave the batch, asked once per block. Changes the cost, never the
+                  result.
+    micro_batch   rows per network call; None is all. Changes the memory, never the noise. With a
+                  cache, one micro-batch is finished before the next begins: only one cache exists
+                  at a time.
+    rows          the rows to generate, ascending; None: all. The others stay blank. Noise is drawn
+                  for all: a row does not depend on which others are generated here, and which by
+                  another process.
+    agree         (rows of a call, those without an end) -> the rows that go on: processes that must
+                  work in step add rows that have ended, so that all have as many. What becomes of
+                  these is wiped.
+
+    Records:
+
+    entropy       (B, L), nats: entropy of the distribution from which the token was drawn, at the
+                  sampling temperature and at the step that revealed it.
+    one_step      (B, T, L): per step the completion by argmax of every hidden token at once, the
+                  revealed ones kept; after a row's end its response.
+    one_step_sampled  the same with every hidden token drawn from softmax(z / T), by noise that has
+                  nothing to do with the trajectory's. These two apply ``head`` to the hidden
+                  blocks, the current one and those after it, at every step: (L + W) / 2 positions
+                  on average, where a step without them needs n or W. Of their logits at most CHUNK
+                  exist at a time (rows x V, if that is more), and none are kept. They need the rest
+                  of the response at every step: not with block_causal attention or cache "dual".
+    topk          the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of
+                  the distribution from which the token was drawn, likeliest first; 0 where nothing
+                  was revealed. Not at temperature 0.
 
     Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for
     float64 logits). At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
     Errors: ValueError on arguments; FloatingPointError when the logits hold NaN or +inf.
     """
-    _check_request(
-        model,
-        prompt,
-        prompt_mask,
-        settings,
-        eos_token_id,
-        num_generations,
-        generator,
-        records,
-        micro_batch,
-    )
+    asked = (eos_token_id, num_generations, generator, records, micro_batch)
+    _check_request(model, prompt, prompt_mask, settings, *asked)
     prompts = prompt, prompt_mask
-    prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in (prompt, prompt_mask))
+    prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in prompts)
     trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
-    if "topk" in records:
-        add_topk(
-            trace, min(TOP_K, model.vocab_size - 1)
-        )  # [MASK], of probability 0, is not among them
-    noise = draw_noise(settings, prompt.shape[0], generator, prompt.device, records)
-    rows = torch.arange(prompt.shape[0], device=prompt.device) if rows is None else rows
+    if "topk" in records:  # [MASK], of probability 0, is not among them
+        add_topk(trace, min(TOP_K, model.vocab_size - 1))
+    noise = draw_noise(settings, len(prompt), generator, prompt.device, records)
+    rows = torch.arange(len(prompt), device=prompt.device) if rows is None else rows
     stop_at = eos_token_id if early_stop else None
-    size = micro_batch or max(len(rows), 1)
-    if settings.cache != "none":
-        for part in rows.split(size):
-            cache = (
-                prompt_cache(model, *prompts, part // num_generations)
-                if settings.cache == "exact"
-                else None
-            )
-            decode(model, settings, trace, noise, part, size, stop_at, agree, cache)
-    else:
-        decode(model, settings, trace, noise, rows, size, stop_at, agree)
+    size, cache = micro_batch or max(len(rows), 1), None
+    for part in [rows] if settings.cache == "none" else rows.split(size):
+        if settings.cache == "exact":
+            cache = prompt_cache(model, *prompts, part // num_generations)
+        decode(model, settings, trace, noise, part, size, stop_at, agree, cache)
     return finish(trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
 
 
 def decode(
-    model: Any,
+    model: Network,
     settings: Sampler,
     trace: Trace,
     noise: Noise,
-    rows,
+    rows: Int[Tensor, " R"],
     size: int,
     stop_at: int | None,
-    agree,
-    cache=None,
+    agree: Callable[[Tensor, Tensor], Tensor],
+    cache: DynamicCache | None = None,
 ) -> None:
-    """All steps of ``rows`` (R,), at most ``size`` of them a call; those that hold the token
-    ``stop_at`` leave after the block.
+    """All steps of ``rows``, ``size`` a call; after a block, those with token ``stop_at`` leave.
 
-    cache    that of the prompts of ``rows``, where it is exact. With a cache of any kind, ``rows`` are at most ``size``.
+    ``cache``: that of the prompts of ``rows``, where it is exact. With a cache of any kind,
+    ``rows`` are at most ``size``.
     """
     for step in range(settings.num_steps):
         if settings.cache in APPROXIMATE and step % settings.steps_per_block == 0:
@@ -261,41 +247,42 @@ def decode(
         for part in rows.split(size):
             reveal(model, settings, trace, noise, step, part, cache)
         if (step + 1) % settings.steps_per_block == 0 and stop_at is not None:
-            left = agree(
-                rows, unfinished(trace, rows, step // settings.steps_per_block, settings, stop_at)
-            )
+            block = step // settings.steps_per_block
+            left = agree(rows, unfinished(trace, rows, block, settings, stop_at))
             if len(left) == 0:
                 break
-            if settings.cache == "exact":
-                cache.batch_select_indices(
-                    torch.searchsorted(rows, left)
-                )  # their places among ``rows``, which ascend
+            if settings.cache == "exact":  # their places among ``rows``, which ascend
+                cache.batch_select_indices(torch.searchsorted(rows, left))
             rows = left
 
 
-def check_attention(model: Any, settings: Sampler) -> None:
-    """ValueError unless ``settings`` describe the model's own attention: its ``block_length``, or
-    that it has none.
+def check_attention(model: Network, settings: Sampler) -> None:
+    """ValueError unless ``settings`` describe the model's own attention: its blocks, or none.
 
     A network that was trained one way still runs the other way, and answers worse without a word.
     """
     own = getattr(model, "block_length", None)
     if own is None and settings.attention == "block_causal":
-        raise ValueError(
-            "attention: got 'block_causal' for a bidirectional model; allowed bidirectional"
-        )
+        got = "'block_causal' for a bidirectional model"
+        raise ValueError(f"attention: got {got}; allowed bidirectional")
     if own is not None and settings.attention == "bidirectional":
-        raise ValueError(
-            f"attention: got 'bidirectional' for a block-causal model; allowed block_causal, block_length {own}"
-        )
+        got = "'bidirectional' for a block-causal model"
+        raise ValueError(f"attention: got {got}; allowed block_causal, block_length {own}")
     if own is not None and settings.block_length != own:
-        raise ValueError(
-            f"block_length: got {settings.block_length}; allowed {own}, that of the model's attention"
-        )
+        allowed = f"{own}, that of the model's attention"
+        raise ValueError(f"block_length: got {settings.block_length}; allowed {allowed}")
 
 
 def _check_request(
-    model, prompt, prompt_mask, settings, eos, num_generations, generator, records, micro_batch
+    model: Network,
+    prompt: Tensor,
+    prompt_mask: Tensor,
+    settings: Sampler,
+    eos: int | None,
+    num_generations: int,
+    generator: torch.Generator | None,
+    records: Sequence[str],
+    micro_batch: int | None,
 ) -> None:
     if prompt.ndim != 2 or prompt.shape != prompt_mask.shape or prompt_mask.dtype != torch.bool:
         got = f"{tuple(prompt.shape)} and {prompt_mask.dtype} {tuple(prompt_mask.shape)}"
@@ -306,10 +293,8 @@ def _check_request(
         _check_count("micro_batch", micro_batch)
     check_records(records, settings)
     if eos is not None and (not 0 <= eos < model.vocab_size or eos == model.mask_token_id):
-        allowed = (
-            f"None or a token id below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
-        )
-        raise ValueError(f"eos_token_id: got {eos}; allowed {allowed}")
+        other = f"below {model.vocab_size} other than [MASK] = {model.mask_token_id}"
+        raise ValueError(f"eos_token_id: got {eos}; allowed None or a token id {other}")
     if generator is None and (settings.temperature > 0 or settings.order == "random"):
         needs = f"order {settings.order!r} at temperature {settings.temperature}"
         raise ValueError(f"generator: got None; allowed a torch.Generator ({needs} is random)")
@@ -320,24 +305,18 @@ def check_records(records: Sequence[str], settings: Sampler) -> None:
     for name in records:
         if name not in RECORDS:
             raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-        if name in COMPLETIONS and (
-            settings.attention == "block_causal" or settings.cache == "dual"
-        ):
+        if name in COMPLETIONS and settings.cache == "dual":
             allowed = ", ".join(other for other in RECORDS if other not in COMPLETIONS)
-            how = "attention block_causal" if settings.attention == "block_causal" else "cache dual"
-            raise ValueError(
-                f"records: got {name!r} with {how}; allowed {allowed}, which need no later block"
-            )
+            allowed += ", which need no later block"
+            raise ValueError(f"records: got {name!r} with cache dual; allowed {allowed}")
     if "topk" in records and settings.temperature == 0:
-        raise ValueError(
-            "records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability"
-        )
+        allowed = "above 0, where more than one token has a probability"
+        raise ValueError(f"records: got 'topk' at temperature 0; allowed {allowed}")
 
 
 @dataclass
 class Trace:
-    """What has happened so far to every row of the batch; written in place. float64 until
-    ``finish`` casts it."""
+    """What has happened to every row so far, written in place; float64 until ``finish``."""
 
     tokens: Int[Tensor, "B PL"]
     attention_mask: Bool[Tensor, "B PL"]
@@ -373,16 +352,16 @@ def add_topk(trace: Trace, count: int) -> None:
     trace.records["topk_logp"] = trace.logp.new_zeros(shape)
 
 
-# --------------------------------------------------------------------------------------------------------------- noise
+# -------------------------------------------------------------------------------------------- noise
 @dataclass(frozen=True)
 class Noise:
-    """All the randomness of a call. C = positions at which a step draws: the block for
-    low_confidence, else n.
+    """All the randomness of a call; C, where a step draws: the block for low_confidence, else n.
 
-    order       position, counted from the start of its block, in the order of revealing; None for low_confidence.
+    order       position, counted from the start of its block, in the order of revealing; None for
+                low_confidence.
     uniform     in [0, 1), one per step, row and drawn position; None at temperature 0.
     completion  in [0, 1), one per step, row and position, for the record one_step_sampled; None
-    without it.
+                without it.
     """
 
     order: Int[Tensor, "blocks B W"] | None
@@ -397,32 +376,28 @@ def draw_noise(
     device: torch.device,
     records: Sequence[str] = (),
 ) -> Noise:
-    """Draw it for the whole batch at once, on the generator's device (so a CPU generator gives the
-    same on a GPU).
+    """Draw it for the whole batch at once, on the generator's device: a CPU's serves a GPU as well.
 
     That of the records comes last: what is recorded does not change what is generated.
     """
 
     def uniform(*shape: int) -> Tensor:
-        return torch.rand(
-            shape, generator=generator, device=generator.device, dtype=torch.float64
-        ).to(device)
+        how = {"generator": generator, "device": generator.device, "dtype": torch.float64}
+        return torch.rand(shape, **how).to(device)
 
-    block = (settings.num_blocks, rows, settings.block_length)
-    order = None
+    block, order = (settings.num_blocks, rows, settings.block_length), None
     if settings.order == "random":
         order = permutations(uniform(*block))
     elif settings.order == "left_to_right":
         order = torch.arange(settings.block_length, device=device).expand(block)
     elif settings.order == "right_to_left":
         order = torch.arange(settings.block_length, device=device).flip(0).expand(block)
-    width = (
-        settings.block_length if settings.order == "low_confidence" else settings.tokens_per_step
-    )
-    drawn = uniform(settings.num_steps, rows, width) if settings.temperature > 0 else None
-    completion = None
-    if "one_step_sampled" in records and settings.temperature > 0:
-        completion = uniform(settings.num_steps, rows, settings.length)
+    width = settings.block_length if order is None else settings.tokens_per_step
+    drawn = completion = None
+    if settings.temperature > 0:
+        drawn = uniform(settings.num_steps, rows, width)
+        if "one_step_sampled" in records:
+            completion = uniform(settings.num_steps, rows, settings.length)
     return Noise(order, drawn, completion)
 
 
@@ -431,34 +406,33 @@ def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B
     return priority.argsort(-1)
 
 
-# ------------------------------------------------------------------------------------------------------------ one step
+# ----------------------------------------------------------------------------------------- one step
 def reveal(
-    model: Any,
+    model: Network,
     settings: Sampler,
     trace: Trace,
     noise: Noise,
     step: int,
     rows: Int[Tensor, " R"],
-    cache=None,
+    cache: DynamicCache | None = None,
 ) -> None:
-    """One network call on the state of ``rows`` before ``step``; n tokens of the current block are
-    revealed."""
+    """One network call on ``rows`` before ``step``; n tokens of the current block are revealed."""
     start = step // settings.steps_per_block * settings.block_length
     if settings.attention == "block_causal":
         h = encode_block(model, settings, trace, start, rows, cache)
+        if any(name in trace.records for name in COMPLETIONS):
+            rest = encode_rest(model, settings, trace, start, rows, None)
+            record_completions(model, settings, trace, noise, step, rows, rest)
     else:
         h = encode_rest(model, settings, trace, start, rows, cache)
         record_completions(model, settings, trace, noise, step, rows, h)
         h = h[:, : settings.block_length]
+    chooses = settings.order == "low_confidence"
     positions = candidates(settings, noise, step, rows)
+    logits = model.head(at(h, positions - start))
     u = None if noise.uniform is None else noise.uniform[step, rows]
-    proposal = propose(
-        model.head(at(h, positions - start)),
-        settings.temperature,
-        u,
-        settings.order == "low_confidence",
-    )
-    if settings.order == "low_confidence":
+    proposal = propose(logits, settings.temperature, u, chooses)
+    if chooses:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
         chosen = most_confident(proposal.confidence, hidden, settings.tokens_per_step)
         positions, proposal = positions.gather(1, chosen), proposal.pick(chosen)
@@ -466,15 +440,14 @@ def reveal(
 
 
 def encode_block(
-    model: Any,
+    model: Network,
     settings: Sampler,
     trace: Trace,
     start: int,
     rows: Int[Tensor, " R"],
     cache: DynamicCache | None,
 ) -> Float[Tensor, "R W D"]:
-    """Hidden states of the W positions from ``start`` of the response, the current block of a
-    block-causal model.
+    """Hidden states of the W positions from ``start``, the current block of a block-causal model.
 
     The exact KV cache of block diffusion: ``cache`` holds a past of ``rows`` that does not change
     any more: the prompt, and the finished blocks but the last, which is computed, and stays, with
@@ -491,15 +464,14 @@ def encode_block(
 
 
 def encode_rest(
-    model: Any,
+    model: Network,
     settings: Sampler,
     trace: Trace,
     start: int,
     rows: Int[Tensor, " R"],
     cache: DynamicCache | None,
 ) -> Float[Tensor, "R M D"]:
-    """Hidden states of the M response positions from ``start`` on, to the last one or, with the
-    cache "dual", the block's.
+    """Hidden states of the M response positions from ``start`` to the last (dual: the block's).
 
     The approximate KV caches of Fast-dLLM: prefix cache and dual cache. ``cache`` is empty before
     the first step of a block, which computes all positions, these M at the end. They are taken out
@@ -521,13 +493,12 @@ def encode_rest(
 
 
 def prompt_cache(
-    model: Any,
+    model: Network,
     prompt: Int[Tensor, "G P"],
     prompt_mask: Bool[Tensor, "G P"],
     owner: Int[Tensor, " R"],
 ) -> DynamicCache:
-    """Keys and values of the prompts of R rows, each prompt computed once; ``owner`` says which is
-    whose."""
+    """Keys and values of the prompts of R rows, each computed once; ``owner``: which is whose."""
     cache = DynamicCache()
     if prompt.shape[1]:
         own, place = owner.unique(return_inverse=True)
@@ -539,15 +510,12 @@ def prompt_cache(
 def candidates(
     settings: Sampler, noise: Noise, step: int, rows: Int[Tensor, " R"]
 ) -> Int[Tensor, "R C"]:
-    """Response positions at which this step needs logits: the block, or the n that the order gives
-    beforehand."""
+    """Response positions that need logits: the block, or the n that the order gives beforehand."""
     block, within = divmod(step, settings.steps_per_block)
-    start = block * settings.block_length
+    start, n = block * settings.block_length, settings.tokens_per_step
     if noise.order is None:
-        return torch.arange(start, start + settings.block_length, device=rows.device).expand(
-            len(rows), -1
-        )
-    n = settings.tokens_per_step
+        place = torch.arange(start, start + settings.block_length, device=rows.device)
+        return place.expand(len(rows), -1)
     return start + noise.order[block, rows, within * n : (within + 1) * n]
 
 
@@ -562,8 +530,7 @@ class Proposal:
 
     logp        log-prob of the token under the distribution from which it was drawn, nats.
     logq        that distribution, log-probs; None at temperature 0, where it is a point mass.
-    confidence  log-prob of the token at temperature 1, float32; None when the order does not ask
-    for it.
+    confidence  log-prob of the token at temperature 1, float32; None if the order needs none.
     """
 
     token: Int[Tensor, "R C"]
@@ -573,18 +540,14 @@ class Proposal:
 
     def pick(self, chosen: Int[Tensor, "R n"]) -> Proposal:
         """The proposals that are revealed."""
-        logq = None if self.logq is None else at(self.logq, chosen)
-        return Proposal(
-            self.token.gather(1, chosen), self.logp.gather(1, chosen), logq, confidence=None
-        )
+        token, logp = self.token.gather(1, chosen), self.logp.gather(1, chosen)
+        return Proposal(token, logp, None if self.logq is None else at(self.logq, chosen), None)
 
     def entropy(self) -> Float[Tensor, "R C"]:
         """-sum_v q(v) log q(v), nats; a token of probability 0 adds 0."""
-        return (
-            torch.zeros_like(self.logp)
-            if self.logq is None
-            else torch.special.entr(self.logq.exp()).sum(-1)
-        )
+        if self.logq is None:
+            return torch.zeros_like(self.logp)
+        return torch.special.entr(self.logq.exp()).sum(-1)
 
 
 def propose(
@@ -597,10 +560,8 @@ def propose(
     z = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         best, token = z.max(-1)
-        logq, logp = (
-            None,
-            best - best,
-        )  # 0 for a point mass; NaN for broken logits, so that finish sees it
+        # 0 for a point mass; NaN for broken logits, so that finish sees it
+        logq, logp = None, best - best
     else:
         logq = (z / temperature).log_softmax(-1)
         token = inverse_cdf(logq, u)
@@ -609,79 +570,72 @@ def propose(
 
 
 def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tensor, "*S"]:
-    """First token whose cumulative probability exceeds u (relative to the total, which is 1 up to
-    rounding).
+    """First token whose cumulative probability exceeds u (relative to the total, nearly 1).
 
     A token of probability 0, [MASK] among them, adds nothing to the sum and is never the first to
-    exceed.
+    exceed. Past the end is NaN alone: the index stays legal until ``finish`` raises.
     """
     cdf = logq.exp().cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, u[..., None] * cdf[..., -1:], right=True)[..., 0]
-    return token.clamp_max(
-        logq.shape[-1] - 1
-    )  # reached only by NaN; keeps the index legal until finish raises
+    return token.clamp_max(logq.shape[-1] - 1)
 
 
 def confidence(z: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Tensor, "R C"]:
-    """log softmax(z)[token]: at temperature 1 whatever the sampling temperature, as LLaDA's rule
-    has it."""
+    """log softmax(z)[token]: as LLaDA's rule has it, at temperature 1 whatever the sampler's."""
     return (z.gather(-1, token[..., None])[..., 0] - z.logsumexp(-1)).float()
 
 
 def most_confident(
     conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int
 ) -> Int[Tensor, "R n"]:
-    """Low-confidence remasking: the n hidden candidates of highest confidence; ties to the lower
-    position (``topk`` promises no order)."""
-    return (
-        conf.masked_fill(~hidden, -math.inf)
-        .sort(dim=1, descending=True, stable=True)
-        .indices[:, :n]
-    )
+    """Low-confidence remasking: the n hidden candidates of highest confidence, ties to the lower.
+
+    ``topk`` promises no order on ties.
+    """
+    ranked = conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True)
+    return ranked.indices[:, :n]
 
 
 def record_completions(
-    model: Any, settings: Sampler, trace: Trace, noise: Noise, step: int, rows, h
+    model: Network,
+    settings: Sampler,
+    trace: Trace,
+    noise: Noise,
+    step: int,
+    rows: Int[Tensor, " R"],
+    h: Float[Tensor, "R M D"],
 ) -> None:
-    """The completions of the state before ``step`` that are asked for; ``h`` (R, M, D): from the
-    current block to the end."""
+    """The completions asked for of the state before ``step``; ``h``: from the block to the end."""
     for name in (name for name in COMPLETIONS if name in trace.records):
         u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
-        trace.records[name][rows, step] = one_step_completion(
-            model, h, trace.tokens[rows], settings, u
-        )
+        guess = one_step_completion(model, h, trace.tokens[rows], settings, u)
+        trace.records[name][rows, step] = guess
 
 
 def one_step_completion(
-    model: Any,
+    model: Network,
     h: Float[Tensor, "R M D"],
     tokens: Int[Tensor, "R PL"],
     settings: Sampler,
     u: Float[Tensor, "R L"] | None,
 ) -> Int[Tensor, "R L"]:
-    """Every hidden position filled in given this state alone, revealed tokens kept: the argmax, or
-    drawn by ``u``.
+    """Every hidden position filled in given this state alone, by argmax or drawn by ``u``.
 
     The hidden positions are among the last M. Logits of a block at a time, or of fewer positions
     where a block's are more than ``CHUNK``; what is kept of them is a token id each.
     """
-
-    def fill(
-        logits: Float[Tensor, "R W V"], share: Float[Tensor, "R W"] | None
-    ) -> Int[Tensor, "R W"]:
-        return (
-            logits.argmax(-1)
-            if share is None
-            else propose(logits, settings.temperature, share, False).token
-        )
-
+    rest = h.shape[1]
     width = min(settings.block_length, max(1, CHUNK // (max(1, len(h)) * model.vocab_size)))
-    parts, rest = h.split(width, 1), h.shape[1]
-    shares = [None] * len(parts) if u is None else u[:, -rest:].split(width, 1)
-    guess = torch.cat(
-        [fill(model.head(part), share) for part, share in zip(parts, shares, strict=True)], 1
-    )
+    parts = []
+    for start in range(0, rest, width):
+        logits = model.head(h[:, start : start + width])
+        if u is None:
+            parts.append(logits.argmax(-1))
+        else:
+            share = u[:, -rest:][:, start : start + width]
+            parts.append(propose(logits, settings.temperature, share, False).token)
     done, current = tokens[:, -settings.length :].split([settings.length - rest, rest], 1)
+    guess = torch.cat(parts, 1)
     return torch.cat([done, torch.where(current == model.mask_token_id, guess, current)], 1)
 
 
@@ -689,15 +643,13 @@ def write(
     trace: Trace,
     settings: Sampler,
     step: int,
-    rows,
+    rows: Int[Tensor, " R"],
     positions: Int[Tensor, "R n"],
     proposal: Proposal,
 ) -> None:
     """Put the revealed tokens, their step and their log-probs into the trace."""
-    where = (rows[:, None], positions)
-    trace.tokens[rows[:, None], positions + trace.tokens.shape[1] - settings.length] = (
-        proposal.token
-    )
+    where, start = (rows[:, None], positions), trace.tokens.shape[1] - settings.length
+    trace.tokens[rows[:, None], start + positions] = proposal.token
     trace.unmask_step[where] = step
     trace.logp[where] = proposal.logp.double()
     trace.dtype = proposal.logp.dtype
@@ -705,27 +657,22 @@ def write(
         trace.records["entropy"][where] = proposal.entropy().double()
     if "topk_ids" in trace.records:
         best = proposal.logq.topk(trace.records["topk_ids"].shape[-1], -1)
-        trace.records["topk_ids"][where], trace.records["topk_logp"][where] = (
-            best.indices,
-            best.values.double(),
-        )
+        trace.records["topk_ids"][where] = best.indices
+        trace.records["topk_logp"][where] = best.values.double()
 
 
-# -------------------------------------------------------------------------------------------------------------- ending
+# ------------------------------------------------------------------------------------------- ending
 def unfinished(
     trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler, eos_token_id: int
-):
-    """The rows without EOS up to the block just finished: Int (R',). The sampler's only host
-    synchronisation of a block.
+) -> Int[Tensor, " S"]:
+    """The rows without EOS up to the block just finished.
 
-    transformers adds one of its own to a forward by ``encode``: it asks whether a row is padded at
-    all.
+    The sampler's only host synchronisation of a block. transformers adds one of its own to a
+    forward by ``encode``: it asks whether a row is padded at all.
     """
     start = trace.tokens.shape[1] - settings.length
-    ended = (
-        trace.tokens[rows, start : start + (block + 1) * settings.block_length] == eos_token_id
-    ).any(1)
-    return rows[~ended]
+    written = trace.tokens[rows, start : start + (block + 1) * settings.block_length]
+    return rows[~(written == eos_token_id).any(1)]
 
 
 def after_end(
@@ -748,47 +695,40 @@ def keep_mask(response: Int[Tensor, "B L"], eos_token_id: int | None) -> Bool[Te
 
 def finish(
     trace: Trace,
-    prompt,
-    prompt_mask,
+    prompt: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
     settings: Sampler,
     eos_token_id: int | None,
     num_generations: int,
-):
-    """Trace -> Rollout; what lies after the end is wiped here, so that early stopping can't change
-    the result."""
+) -> Rollout:
+    """Trace -> Rollout; after the end all is wiped: early stopping can't change the result."""
     response = trace.tokens[:, -settings.length :]
     over = after_end(response, settings.block_length, eos_token_id)
     response = response if eos_token_id is None else response.masked_fill(over, eos_token_id)
-    unmask_step = trace.unmask_step.masked_fill(over, -1)
-    logp = trace.logp.masked_fill(over, 0.0)
+    step, logp = trace.unmask_step.masked_fill(over, -1), trace.logp.masked_fill(over, 0.0)
     if not torch.isfinite(logp).all():
         raise FloatingPointError("logits: the model returned NaN or +inf")
-    records = dict(trace.records)
-    ended = (
-        torch.arange(settings.num_steps, device=response.device) >= steps_run(unmask_step)[:, None]
-    )
+    records = {}
+    ended = torch.arange(settings.num_steps, device=step.device) >= steps_run(step)[:, None]
     for name, value in trace.records.items():
         if name in COMPLETIONS:
             records[name] = torch.where(ended[..., None], response[:, None], value)
         else:
             wiped = value.masked_fill(over if value.ndim == 2 else over[..., None], 0)
             records[name] = wiped.to(trace.dtype) if value.is_floating_point() else wiped
-    keep = keep_mask(response, eos_token_id)
-    logp = logp.to(trace.dtype)
-    return Rollout(
-        prompt, prompt_mask, response, keep, unmask_step, logp, num_generations, settings, records
-    )
+    keep, logp = keep_mask(response, eos_token_id), logp.to(trace.dtype)
+    made = (response, keep, step, logp, num_generations, settings, records)
+    return Rollout(prompt, prompt_mask, *made)
 
 
-# -------------------------------------------------------------------------------------------------------------- replay
+# ------------------------------------------------------------------------------------------- replay
 def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
     """Steps until each row's end: those that a sampler with early stopping evaluates."""
     return unmask_step.amax(1) + 1
 
 
 def network_calls(rollout: Rollout) -> int:
-    """Number of (row, step) states that the network evaluates under early stopping: sum over rows
-    of ``steps_run``.
+    """Number of (row, step) states that the network evaluates under early stopping.
 
     It counts states, whatever one costs. Of a bidirectional model that is a forward of P + L
     tokens; of a block-causal one, of the prompt and the blocks up to the current one; with the
@@ -804,18 +744,15 @@ def hidden_before(rollout: Rollout, step: int) -> Bool[Tensor, "B L"]:
 
 
 def state_before(rollout: Rollout, step: int, mask_token_id: int) -> Int[Tensor, "B PL"]:
-    """The tokens, prompt and response, that the network saw at ``step``; ``step`` = T gives the
-    final state."""
+    """The tokens, prompt and response, that the network saw at ``step``; T: the final state."""
     response = rollout.response.masked_fill(hidden_before(rollout, step), mask_token_id)
     return torch.cat([rollout.prompt, response], 1)
 
 
 def states(rollout: Rollout, mask_token_id: int) -> Int[Tensor, "T B PL"]:
-    """``state_before`` for every step. Past ``steps_run``, a row that ended early repeats its final
-    state."""
-    return torch.stack(
-        [state_before(rollout, step, mask_token_id) for step in range(rollout.sampler.num_steps)]
-    )
+    """``state_before`` for every step; past ``steps_run``, a row repeats its final state."""
+    steps = range(rollout.sampler.num_steps)
+    return torch.stack([state_before(rollout, step, mask_token_id) for step in steps])
 
 
 def attention_mask(rollout: Rollout) -> Bool[Tensor, "B PL"]:

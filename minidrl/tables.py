@@ -15,21 +15,15 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) ->
     numeric = [_is_numeric([row.get(column) for row in rows]) for column in columns]
     header = [_cell(column) for column in columns]
     widths = [max(3, *(len(row[i]) for row in [header, *cells])) for i in range(len(columns))]
-    rule = [
-        "-" * (width - 1) + ":" if right else "-" * width
-        for width, right in zip(widths, numeric, strict=True)
-    ]
-    lines = [_line(header, widths, numeric), _line(rule, widths, numeric)]
-    return "\n".join([*lines, *(_line(row, widths, numeric) for row in cells)])
+    ends = [":" if right else "-" for right in numeric]
+    rule = ["-" * (width - 1) + end for width, end in zip(widths, ends, strict=True)]
+    return "\n".join(_line(row, widths, numeric) for row in (header, rule, *cells))
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
     columns = zip(cells, widths, right, strict=True)
-    return (
-        "| "
-        + " | ".join(cell.rjust(width) if r else cell.ljust(width) for cell, width, r in columns)
-        + " |"
-    )
+    padded = (cell.rjust(width) if r else cell.ljust(width) for cell, width, r in columns)
+    return "| " + " | ".join(padded) + " |"
 
 
 def _cell(value: Any) -> str:
@@ -41,8 +35,7 @@ def _cell(value: Any) -> str:
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
-    """True if every cell that is not empty is a number or the text of one, perhaps with a range
-    behind it."""
+    """True if all cells that are not empty are numbers, or their text, perhaps with a range."""
     present = [value for value in values if value is not None]
     return bool(present) and all(_number(value) for value in present)
 

@@ -1,12 +1,16 @@
-"""Does everything work with these weights? ``python -m minidrl verify PATH``: seven checks, one
-line and a number each.
+"""Does everything work with these weights? ``python -m minidrl verify PATH``: seven checks.
+
+Each says one line and a number:
 
     load      every weight of the files, and no other
-    loss      of hidden tokens of a text: far below ln V, where a network that was left at its initialisation is
-    answer    to a question whose answer is known, greedily, through the checkpoint's chat template where it has one
+    loss      of hidden tokens of a text: far below ln V, where a network that was left at its
+              initialisation is
+    answer    to a question whose answer is known, greedily, through the checkpoint's chat template
+              where it has one
     reload    the checkpoint written under its own names and read again: equal to the bit
     step      one RL step with adapters by the trainer: rollout, scoring, two updates
-    memory    the peak that minidrl/memory.py predicts for that step, and the one that the GPU counted
+    memory    the peak that minidrl/memory.py predicts for that step, and the one that the GPU
+              counted
     adapters  as trained, written in peft's format and read again on their base: equal to the bit
 
 A checkpoint with random weights must fail at loss and answer: telling it from a trained one is what
@@ -22,7 +26,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,18 +36,18 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from minidrl import checkpoints, config, denoiser, memory, sampler, trainer
+from minidrl.denoiser import Denoiser
 from minidrl.launch import RunError
 from minidrl.tasks import DEFAULT, TASKS, Example, Task, task_class
 from minidrl.tasks.text import chats, decode, encode_prompts
 
-TOLERANCE, LIBRARIES = (
-    0.15,
-    100e6,
-)  # of a predicted peak; bytes that GPU libraries keep for themselves
+TOLERANCE = 0.15  # of a predicted peak
+LIBRARIES = 100e6  # bytes that GPU libraries keep for themselves
 SHORTEST = 8  # tokens of a text whose loss says something
-SENTENCE = "The capital of France is Paris, the capital of Italy is Rome, and the capital of Spain is Madrid."
-
-
+SENTENCE = (
+    "The capital of France is Paris, the capital of Italy is Rome, "
+    "and the capital of Spain is Madrid."
+)
 QUESTIONS = {
     "chat": Example("What is 2+2?", "4", SENTENCE, before="", length=32),
     # For a base model, to be continued.
@@ -81,12 +85,14 @@ def verify(
     dtype: str = "stored",
     out: str | None = None,
 ) -> Iterator[Check]:
-    """The checks of a checkpoint, each as soon as it is done; without a network that loads, only
-    the first.
+    """The checks of a checkpoint, each when it is done; only the first if no network loads.
 
     source         a folder, or the name of a model on the Hub
-    prompt, answer, text   instead of those of ``QUESTIONS``; a prompt comes with its answer, which must occur as a whole word
-    out            where the checkpoint is written for a moment (16 GB for LLaDA-8B); None: the system's temporary folder
+    prompt, answer, text
+                   instead of those of ``QUESTIONS``; a prompt comes with its answer, which must
+                   occur as a whole word
+    out            where the checkpoint is written for a moment (16 GB for LLaDA-8B); None: the
+                   system's temporary folder
 
     Raises ValueError for what is no checkpoint, for options that are not allowed, and for a text of
     less than 8 tokens.
@@ -95,9 +101,9 @@ def verify(
     settings = _settings(source, device, dtype)
     trainer.prepare(settings)
     if (prompt is None) != (answer is None) or answer == "":
-        raise ValueError(
-            f"answer: got {answer!r} with prompt {prompt!r}; allowed both or none, and a word that is not empty"
-        )
+        got = f"{answer!r} with prompt {prompt!r}"
+        allowed = "both or none, and a word that is not empty"
+        raise ValueError(f"answer: got {got}; allowed {allowed}")
     if out is not None and not Path(out).is_dir():
         raise ValueError(f"out: got {out!r}; allowed a folder")
     made: dict[str, Any] = {}
@@ -117,28 +123,20 @@ def verify(
 
 
 def _checked(name: str, call: Callable[[], str]) -> Check:
-    """A user's machine and files can do all of these; anything else is a mistake of the program,
-    and is raised."""
+    # A user's machine and files can do all of these; anything else is a mistake of the program,
+    # and is raised.
+    refused = (Failed, RunError, ValueError, OSError, RuntimeError, SafetensorError)
     try:
         return Check(name, "ok", call())
     except NotApplicable as reason:
         return Check(name, "n/a", checkpoints.one_line(reason))
-    except (
-        Failed,
-        RunError,
-        ValueError,
-        OSError,
-        RuntimeError,
-        FloatingPointError,
-        SafetensorError,
-    ) as error:
+    except (*refused, FloatingPointError) as error:
         return Check(name, "FAILED", checkpoints.one_line(error))
 
 
-# ------------------------------------------------------------------------------------------------------------- settings
+# ----------------------------------------------------------------------------------------- settings
 def _settings(source: str, device: str, dtype: str) -> config.Train:
-    """A small RL step with adapters; of the published recipe the method, the rate, the order and
-    the temperature."""
+    """A small RL step with adapters; method, rate, order and temperature as published."""
     decoding = sampler.Sampler(
         order="low_confidence", temperature=0.9, length=32, block_length=32, tokens_per_step=2
     )
@@ -158,9 +156,7 @@ def _settings(source: str, device: str, dtype: str) -> config.Train:
     )
 
 
-def _fitted(
-    settings: config.Train, model: denoiser.Denoiser, tok: Any, question: Example
-) -> config.Train:
+def _fitted(settings: config.Train, model: Denoiser, tok: Any, question: Example) -> config.Train:
     """The step for this network's attention and tokenizer."""
     words = vars(settings.sampler) | _blocks(model, question.length)
     words["tokens_per_step"] = 2 - words["block_length"] % 2
@@ -173,15 +169,12 @@ def _fitted(
     return config.Train(**changed)
 
 
-def _blocks(model: denoiser.Denoiser, length: int) -> dict[str, Any]:
+def _blocks(model: Denoiser, length: int) -> dict[str, Any]:
     own = model.block_length
     if own is None:
         return {"length": length, "block_length": length, "attention": "bidirectional"}
-    return {
-        "length": own * math.ceil(length / own),
-        "block_length": own,
-        "attention": "block_causal",
-    }
+    whole = own * math.ceil(length / own)
+    return {"length": whole, "block_length": own, "attention": "block_causal"}
 
 
 def _task_of(tok: Any) -> Task | None:
@@ -195,69 +188,63 @@ def _question(tok: Any, prompt: str | None, answer: str | None, text: str | None
     known = QUESTIONS["chat" if tok.chat_template is not None else "words"]
     if (task := _task_of(tok)) is not None:
         known = task.example()
-    before = "" if text else known.before
-    asked = Example(
-        prompt or known.prompt, answer or known.answer, text or known.text, before, known.length
-    )
+    given = {"prompt": prompt, "answer": answer, "text": text}
+    asked = known._replace(**{key: value for key, value in given.items() if value})
+    if text:
+        asked = asked._replace(before="")
     count = len(tok(asked.text, add_special_tokens=False).input_ids)
     if count < SHORTEST:
         raise ValueError(f"text: got {asked.text!r}, {count} tokens; allowed from {SHORTEST}")
     return asked
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------- checks
 def _load(settings: config.Train, made: dict) -> str:
     started = time.perf_counter()
     dtype = None if settings.dtype == "stored" else getattr(torch, settings.dtype)
     made["model"], made["tok"] = checkpoints.load(settings.model, settings.device, dtype)
-    model = made["model"]
+    model, seconds = made["model"], time.perf_counter() - started
     kind, stored = type(model.model).__name__, str(model.model.dtype).removeprefix("torch.")
-    return f"{model.num_parameters():,} weights, {stored}, as {kind} on {model.device}, {time.perf_counter() - started:.1f} s"
+    weights = f"{model.num_parameters():,} weights, {stored}"
+    return f"{weights}, as {kind} on {model.device}, {seconds:.1f} s"
 
 
-def _loss(model: denoiser.Denoiser, tok: Any, question: Example) -> str:
-    loss, uniform = (
-        denoiser.probe_loss(model, tok, question.text, question.before),
-        math.log(model.vocab_size),
-    )
+def _loss(model: Denoiser, tok: Any, question: Example) -> str:
+    loss = denoiser.probe_loss(model, tok, question.text, question.before)
+    uniform = math.log(model.vocab_size)
     return f"{loss:.3f} nats a hidden token; ln V is {uniform:.2f}, allowed below half of it"
 
 
-def _answer(model: denoiser.Denoiser, tok: Any, question: Example) -> str:
+def _answer(model: Denoiser, tok: Any, question: Example) -> str:
     text = question.prompt
     if tok.chat_template is not None:
         (text,) = chats(tok, [text])
     batch = tok([text], add_special_tokens=False, return_tensors="pt").to(model.device)
-    greedy = sampler.Sampler(
-        order="low_confidence",
-        temperature=0.0,
-        tokens_per_step=1,
-        **_blocks(model, question.length),
-    )
+    how = {"order": "low_confidence", "temperature": 0.0, "tokens_per_step": 1}
+    greedy = sampler.Sampler(**how, **_blocks(model, question.length))
     words = {"eos_token_id": tok.eos_token_id, "generator": None}
     made = sampler.generate(model, batch.input_ids, batch.attention_mask.bool(), greedy, **words)
     reply = decode(tok, made.response)[0]
     if not re.search(rf"(?<!\w){re.escape(question.answer)}(?!\w)", reply):
         raise Failed(f"{question.prompt!r} -> {reply!r}, which lacks {question.answer!r}")
     size = model.block_length or 1
-    cut = (
-        f"; of the prompt's blocks of {size} the first has {over} tokens"
-        if (over := batch.input_ids.shape[1] % size)
-        else ""
-    )
-    return f"{question.prompt!r} -> {reply!r}, with {question.answer!r}{cut}"
+    said = f"{question.prompt!r} -> {reply!r}, with {question.answer!r}"
+    if over := batch.input_ids.shape[1] % size:
+        said += f"; of the prompt's blocks of {size} the first has {over} tokens"
+    return said
 
 
-def _reload(model: denoiser.Denoiser, tok: Any, out: str | None) -> str:
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    with _folder(out, size) as folder:
-        said = _saved_and_read(model, tok, folder)
-        changed = [
-            name for name, content in model.files.items() if (folder / name).read_bytes() != content
-        ]
+def _reload(model: Denoiser, tok: Any, out: str | None) -> str:
+    with _folder(out, _bytes(model.named_parameters())) as folder:
+        said, files = _saved_and_read(model, tok, folder), model.files.items()
+        changed = [name for name, content in files if (folder / name).read_bytes() != content]
     if changed:
         raise Failed(f"{', '.join(changed)} changed")
     return said
+
+
+def _bytes(named: Iterable[tuple[str, Tensor]]) -> int:
+    return sum(p.numel() * p.element_size() for _, p in named)
 
 
 def _step(settings: config.Train, made: dict) -> str:
@@ -276,36 +263,28 @@ def _step(settings: config.Train, made: dict) -> str:
     before = {name: p.detach().clone() for name, p in denoiser.trained(learner.model)}
     row = learner.step(0)
     made["learner"] = learner
-    stuck = [
-        name
-        for name, p in denoiser.trained(learner.model)
-        if ".lora_B." in name and torch.equal(p, before[name])
-    ]
-    if (
-        stuck or not row["grad_norm"] > 0
-    ):  # A moves from the second update on, and only if that is not clipped
-        raise Failed(
-            f"gradient norm {row['grad_norm']:.3g}; {len(stuck)} adapters did not move: {', '.join(stuck[:2])}"
-        )
+    same = [name for name, p in denoiser.trained(learner.model) if torch.equal(p, before[name])]
+    # A moves from the second update on, and only if that is not clipped.
+    stuck = [name for name in same if ".lora_B." in name]
+    norm = f"gradient norm {row['grad_norm']:.3g}"
+    if stuck or not row["grad_norm"] > 0:
+        raise Failed(f"{norm}; {len(stuck)} adapters did not move: {', '.join(stuck[:2])}")
     tokens, seconds = row["completions/tokens"], time.perf_counter() - started
     return (
-        f"{settings.method}, {settings.num_iterations} updates: gradient norm {row['grad_norm']:.3g}, "
-        f"{len(before) // 2} adapters moved, {tokens} tokens drawn, {seconds:.1f} s with loading"
+        f"{settings.method}, {settings.num_iterations} updates: {norm}, {len(before) // 2} "
+        f"adapters moved, {tokens} tokens drawn, {seconds:.1f} s with loading"
     )
 
 
 def _memory(settings: config.Train, made: dict) -> str:
     if "learner" not in made:
         raise NotApplicable("there was no step")
-    predicted, found = (
-        memory.peak(memory.predicted_memory(settings)),
-        memory.measured(torch.device(settings.device)),
-    )
+    predicted = memory.peak(memory.predicted_memory(settings))
+    found = memory.measured(torch.device(settings.device))
+    said = f"predicted {predicted / 1e9:.3f} GB at its peak"
     if found is None:
-        raise NotApplicable(
-            f"predicted {predicted / 1e9:.3f} GB at its peak; on a CPU nobody counts"
-        )
-    said = f"predicted {predicted / 1e9:.3f} GB at its peak, measured {found / 1e9:.3f} GB"
+        raise NotApplicable(f"{said}; on a CPU nobody counts")
+    said = f"{said}, measured {found / 1e9:.3f} GB"
     if abs(found - predicted) > TOLERANCE * predicted + LIBRARIES:
         raise Failed(said)
     return said
@@ -315,29 +294,25 @@ def _adapters(made: dict, out: str | None) -> str:
     if "learner" not in made:
         raise NotApplicable("there was no step")
     learner = made.pop("learner")
-    with _folder(
-        out, sum(p.numel() * p.element_size() for _, p in denoiser.trained(learner.model))
-    ) as folder:
+    with _folder(out, _bytes(denoiser.trained(learner.model))) as folder:
         return _saved_and_read(learner.model, learner.tok, folder, _dtype(learner.model))
 
 
-# ------------------------------------------------------------------------------------------------------ save and reload
+# ---------------------------------------------------------------------------------- save and reload
 @contextlib.contextmanager
 def _folder(out: str | None, size: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=out) as folder:
         free = shutil.disk_usage(folder).free
         if free < 1.05 * size:
-            raise Failed(
-                f"{size / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free in {folder}; --out names another folder"
-            )
+            room = f"{size / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free in {folder}"
+            raise Failed(f"{room}; --out names another folder")
         yield Path(folder)
 
 
 def _saved_and_read(
-    model: denoiser.Denoiser, tok: Any, folder: Path, dtype: torch.dtype | None = None
+    model: Denoiser, tok: Any, folder: Path, dtype: torch.dtype | None = None
 ) -> str:
-    """Raises Failed unless what is read on a CPU is what was written, whatever the device it came
-    from."""
+    """Raises Failed unless what is read, on a CPU, is what was written, on whatever device."""
     checkpoints.save(model, tok, folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     wrong = different(model, checkpoints.load(folder, "cpu", dtype)[0])
@@ -346,24 +321,20 @@ def _saved_and_read(
     return f"{len(model.state_dict())} tensors, {size / 1e9:.3f} GB written, equal to the bit"
 
 
-def _dtype(model: denoiser.Denoiser) -> torch.dtype:
+def _dtype(model: Denoiser) -> torch.dtype:
     """That of the base; adapters are float32 on any."""
     return model.model.get_input_embeddings().weight.dtype
 
 
 def different(one: nn.Module, other: nn.Module) -> list[str]:
-    """Names of the tensors that only one network has, or that are not the same bits of the same
-    dtype and shape in both."""
+    """Names of the tensors that only one network has, or that differ in dtype, shape or a bit."""
     a, b = one.state_dict(), other.state_dict()
-    return sorted(
-        (a.keys() ^ b.keys())
-        | {name for name in a.keys() & b.keys() if not _same(a[name], b[name])}
-    )
+    changed = {name for name in a.keys() & b.keys() if not _same(a[name], b[name])}
+    return sorted((a.keys() ^ b.keys()) | changed)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(
-        *(x.cpu().contiguous().flatten().view(torch.uint8) for x in (a, b))
-    )  # nan equals nan, and 0 is not -0
+    # nan equals nan, and 0 is not -0
+    return torch.equal(*(x.cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)))

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
+from minidrl import features as feat
 from minidrl import memory, trainer
 
 ROOT = Path(__file__).parents[1]

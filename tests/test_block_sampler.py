@@ -55,7 +55,7 @@ class Spy(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.shapes = model, []
-        for name in ("mask_token_id", "vocab_size", "block_length", "family", "head"):
+        for name in ("mask_token_id", "vocab_size", "block_length", "shift", "head"):
             setattr(self, name, getattr(model, name))
 
     def encode(self, tokens, attention_mask):
@@ -275,13 +275,43 @@ def test_a_model_of_another_attention(model, change, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", sampler.COMPLETIONS)
+def law_completions_are_those_of_each_state(model, settings: sampler.Sampler) -> None:
+    """Of every state of the run the argmax of the network on all of it; what is recorded changes nothing of the run."""
+    completions = run(model, settings, records=("entropy", *sampler.COMPLETIONS))
+    plain = run(model, settings, records=("entropy",))
+    for name in ("response", "unmask_step", "logp", "keep"):
+        assert torch.equal(getattr(completions, name), getattr(plain, name)), name
+    assert torch.equal(completions.records["entropy"], plain.records["entropy"])
+    mask, begin, over = sampler.attention_mask(completions), completions.prompt.shape[1], 0
+    for step, state in enumerate(sampler.states(completions, model.mask_token_id)):
+        present = step < sampler.steps_run(completions.unmask_step)
+        best = model.head(model.encode(state, mask)[:, begin:]).argmax(-1)
+        hidden = state[:, begin:] == model.mask_token_id
+        guess = torch.where(hidden, best, state[:, begin:])
+        wanted = torch.where(present[:, None], guess, completions.response)
+        assert torch.equal(completions.records["one_step"][:, step], wanted), f"step {step}"
+        drawn = completions.records["one_step_sampled"][:, step]
+        assert torch.equal(drawn.masked_fill(hidden & present[:, None], -1), wanted.masked_fill(hidden & present[:, None], -1))
+        over += int((drawn != wanted).sum())
+    assert (over > 0) == (settings.temperature > 0), "drawn, not the argmax"
+
+
 @pytest.mark.parametrize("cache", ["exact", "none"])
-def test_records_that_need_the_whole_response(name, cache):
-    with pytest.raises(ValueError) as error:
-        run(network(4), settings_of(cache=cache), records=("entropy", name))
-    wanted = f"records: got '{name}' with attention block_causal; allowed entropy, topk, which need no later block"
-    assert str(error.value) == wanted
+@pytest.mark.parametrize("order", sampler.ORDERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_completions_in_one_step_look_at_later_blocks(temperature, order, cache):
+    """In blocks a step sees none of them, and needs none; the completion of its state is made by a forward of its own."""
+    settings = replace(settings_of(4, 2, order), temperature=temperature, cache=cache)
+    law_completions_are_those_of_each_state(network(4), settings)
+
+
+def test_completions_do_not_depend_on_the_cache_or_the_micro_batch():
+    found = [
+        run(network(4), settings_of(4, 2, "left_to_right", cache=cache), records=sampler.COMPLETIONS, micro_batch=size)
+        for cache, size in (("none", None), ("exact", None), ("exact", 2))
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(other.records[name], found[0].records[name]) for name in sampler.COMPLETIONS)
 
 
 @pytest.mark.parametrize(
@@ -334,9 +364,8 @@ MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
 
 def install(monkeypatch, owner, function: str, old: str, new: str) -> None:
     source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
-    assert source.count(old) == 1
     space = copy.copy(vars(inspect.getmodule(owner)) if inspect.isclass(owner) else vars(owner))
-    exec("from __future__ import annotations\n" + source.replace(old, new), space)
+    exec("from __future__ import annotations\n" + tiny.replaced(source, old, new), space)
     monkeypatch.setattr(owner, function, space[function])
 
 

@@ -16,7 +16,8 @@ import test_loading
 import tiny
 from minidrl import checkpoints, config, memory
 from minidrl.__main__ import main
-from minidrl.tasks import countdown, text
+from minidrl.tasks import countdown
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle
 
 PUZZLE = Puzzle((5, 6, 8), 46)
@@ -81,9 +82,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_killed(name, monkeypatch):
     old, new = MUTANTS[name]
-    source = test_countdown.SOURCE
-    assert source.count(old) == 1
-    module = test_countdown.module_from(source.replace(old, new), monkeypatch)
+    module = test_countdown.module_from(tiny.replaced(test_countdown.SOURCE, old, new), monkeypatch)
     with pytest.raises(AssertionError):
         law_answers(module)
 
@@ -121,7 +120,7 @@ def llada(tmp_path_factory) -> Path:
 def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
     _, tok = checkpoints.load(llada)
     puzzles = [PUZZLE, Puzzle((5, 6, 80), 46)]
-    ids, mask = text.encode_prompts(tok, puzzles, 400, prompt_format="chat")
+    ids, mask = texts.encode_prompts(tok, puzzles, 400, prompt_format="chat")
     assert ids.shape[1] == int(mask[1].sum()), "as wide as the longest"
     assert mask.long().diff(dim=1).min() == 0 and not mask[0, 0], "padded on the left"
     for puzzle, row, real in zip(puzzles, ids, mask, strict=True):
@@ -132,17 +131,17 @@ def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
 
 def test_a_prompt_that_is_too_long_is_refused(llada):
     _, tok = checkpoints.load(llada)
-    longest = len(tok(text.chats(tok, [PUZZLE.instruction])[0], add_special_tokens=False).input_ids)
-    assert text.encode_prompts(tok, [PUZZLE], longest, prompt_format="chat")[0].shape == (1, longest)
+    longest = len(tok(texts.chats(tok, [PUZZLE.instruction])[0], add_special_tokens=False).input_ids)
+    assert texts.encode_prompts(tok, [PUZZLE], longest, prompt_format="chat")[0].shape == (1, longest)
     with pytest.raises(ValueError, match=f"task.max_prompt_length: got {longest - 1}; allowed from {longest}"):
-        text.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")
+        texts.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")
 
 
 def test_a_tokenizer_without_a_template_is_refused(llada, tmp_path):
     shutil.copytree(llada, tmp_path, dirs_exist_ok=True)
     letters(tmp_path, template=None)
     with pytest.raises(ValueError, match="task.prompt_format: got 'chat'; allowed plain, .* no chat template"):
-        text.encode_prompts(checkpoints.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
+        texts.encode_prompts(checkpoints.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
 
 
 @pytest.mark.parametrize(("key", "value"), [("prompt_format", "poem"), ("max_prompt_length", 0), ("max_prompt_length", 2.5)])

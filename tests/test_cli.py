@@ -12,9 +12,9 @@ import torch
 import yaml
 
 import tiny
-from minidrl import cards, config, estimators, methods, oracle, rehearsal, report, trainer
+from minidrl import cards, config, estimators, gradient, methods, oracle, rehearsal, report, trainer
 from minidrl.__main__ import main
-from minidrl.algorithms import METHODS
+from minidrl.methods import METHODS
 from minidrl.tasks.countdown import Countdown
 
 TASK = {"num_numbers": 2, "held_out_share": 0.3}
@@ -205,11 +205,13 @@ def test_a_block_causal_checkpoint_is_trained_and_evaluated_with_its_own_sampler
     assert "attention: got 'bidirectional' for a block-causal model" in message
 
 
-@pytest.mark.parametrize(("name", "record"), [("dppo-topk", "topk"), ("egspo-sa", "one_step"), ("mdpo", "one_step")])
-def test_a_row_that_forgets_a_record_is_refused(name, record, folder, capfd, monkeypatch):
-    row = METHODS[name]
-    poorer = dataclasses.replace(row, needs=tuple(need for need in row.needs if need != record))
-    monkeypatch.setitem(METHODS, name, poorer)
+FORGOTTEN = [("dppo-topk", "topk_logp", "topk"), ("egspo-sa", "greedy", "one_step"), ("mdpo", "greedy", "one_step")]
+
+
+@pytest.mark.parametrize(("name", "word", "record"), FORGOTTEN)
+def test_a_row_that_forgets_a_record_is_refused(name, word, record, folder, capfd, monkeypatch):
+    assert methods.RECORDS[word] == (record,)
+    monkeypatch.setitem(methods.RECORDS, word, ())
     message = refused(capfd, "train", "run.yaml", "--method", name)
     assert f"records: the rollout holds no record '{record}" in message and "(needs)" in message
 
@@ -230,8 +232,9 @@ def test_a_rollout_without_a_record_is_refused_by_the_module_itself():
 PRETRAIN_MISTAKES = {
     "--steps 0": "steps: got 0; allowed from 1",
     "--batch_size 0": "batch_size: got 0; allowed from 1",
-    "--hit_share 2": "hit_share: got 2.0; allowed 0 to 1",
-    "--late_hit_share=-0.1": "late_hit_share: got -0.1; allowed 0 to 1",
+    "--task.hit_share 2": "task.hit_share: got 2.0; allowed 0 to 1",
+    "--task.late_hit_share=-0.1": "task.late_hit_share: got -0.1; allowed 0 to 1",
+    "--hit_share 0.5": "hit_share: unknown key",
     "--save_every -1": "save_every: got -1; allowed from 0",
     "--network.num_attention_heads 0": "network.num_attention_heads: got 0; allowed from 1",
     "--device quantum": "device: got 'quantum'; allowed cpu",
@@ -275,7 +278,7 @@ OTHER_MISTAKES = {
     "evaluate base --config run.yaml --temperature -1": "temperature: got '-1'; allowed numbers from 0",
     "evaluate base --config run.yaml --temperature nan": "temperature: got nan; allowed a finite number",
     "evaluate base --config run.yaml --samples 0": "samples: got '0'; allowed integers from 1",
-    "evaluate base --config run.yaml --task chess": "task: got 'chess'; allowed countdown",
+    "evaluate base --config run.yaml --task chess": "task.name: got 'chess'; allowed countdown",
     "evaluate base --config run.yaml --sample 3": "--sample: unknown option",
     "evaluate base --config nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
     "evaluate nowhere --config run.yaml": "model: got 'nowhere', which holds no config.json",

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+import tiny
 from minidrl.tasks import countdown
 from minidrl.tasks.countdown import Countdown, Puzzle, evaluate, reward
 
@@ -207,7 +208,7 @@ import json, numpy as np
 from minidrl.tasks.countdown import Countdown
 task, rng = Countdown(held_out_share=0.3), np.random.default_rng(0)
 puzzles = task.problems(200, rng) + task.problems(200, rng, "held_out")
-print(json.dumps([[[*p.numbers, p.target, task.split_of(p)] for p in puzzles], task.demonstrations(puzzles, rng, 0.5)]))
+print(json.dumps([[[*p.numbers, p.target, task.split_of(p)] for p in puzzles], task.demonstrate(puzzles, rng, 0.5)]))
 """
 
 
@@ -219,18 +220,29 @@ def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
         outputs.append(json.loads(child.stdout))
     rng = np.random.default_rng(0)
     puzzles = WIDE.problems(200, rng) + WIDE.problems(200, rng, "held_out")
-    here = [[[*p.numbers, p.target, WIDE.split_of(p)] for p in puzzles], WIDE.demonstrations(puzzles, rng, 0.5)]
+    here = [[[*p.numbers, p.target, WIDE.split_of(p)] for p in puzzles], WIDE.demonstrate(puzzles, rng, 0.5)]
     assert outputs == [here, here]
 
 
 # ------------------------------------------------------------------------------------------------ generator and solver
 
 
+@pytest.mark.parametrize("kind", countdown.REWARDS)
+def test_a_verdict_is_strict_whatever_the_reward_pays_for(kind):
+    task, puzzle = Countdown(reward=kind), Puzzle((5, 6, 8), 46)
+    for response in ("5*8=40+6=46", "(5*8)+6", "5+8+6", "5*8+7", "5*8", "oops", ""):
+        verdict = task.judge(puzzle, response)
+        strict = reward(puzzle, response, "strict")
+        assert verdict.reward == task.score(puzzle, response) == reward(puzzle, response, kind)
+        assert (verdict.solved, verdict.marks) == (strict == 1, {"well_formed": strict >= 0.1})
+    assert [task.judge(puzzle, text).solved for text in ("5*8+6", "5+8+6")] == [True, False]
+
+
 @TASKS
 def test_demonstrations_are_true_running_calculations_inside_the_limits(task):
     rng = np.random.default_rng(4)
     puzzles = task.problems(400, rng)
-    for puzzle, text in zip(puzzles, task.demonstrations(puzzles, rng, 0.5), strict=True):
+    for puzzle, text in zip(puzzles, task.demonstrate(puzzles, rng, 0.5), strict=True):
         value, numbers = judge_running(text)
         assert Counter(numbers) == Counter(puzzle.numbers)
         assert all(0 <= int(part) <= task.max_value for part in re.findall(r"=(\d+)", text))
@@ -242,7 +254,7 @@ def test_hit_share_is_the_share_aimed_at_the_target(hit_share):
     """hits = hit_share + (1 - hit_share) * share of all running calculations that end on the target, summed over puzzles."""
     rng = np.random.default_rng(5)
     puzzles = WIDE.problems(3000, rng)
-    texts = WIDE.demonstrations(puzzles, rng, hit_share)
+    texts = WIDE.demonstrate(puzzles, rng, hit_share)
     runs = {numbers: all_runs(numbers, 99) for numbers in {tuple(sorted(p.numbers)) for p in puzzles}}
     ends = [list(runs[tuple(sorted(p.numbers))].values()) for p in puzzles]
     expected = [hit_share + (1 - hit_share) * end.count(p.target) / len(end) for p, end in zip(puzzles, ends, strict=True)]
@@ -253,9 +265,17 @@ def test_hit_share_is_the_share_aimed_at_the_target(hit_share):
 
 def test_demonstrations_refuse_what_they_cannot_do():
     with pytest.raises(ValueError, match="^hit_share: got 1.5; allowed 0 to 1$"):
-        Countdown().demonstrations([], np.random.default_rng(0), 1.5)
+        Countdown().demonstrate([], np.random.default_rng(0), 1.5)
     with pytest.raises(ValueError, match=r"^puzzle: got 1,1>50: with max_value 99; allowed targets \[0, 1, 2\]$"):
-        Countdown(num_numbers=2).demonstrations([Puzzle((1, 1), 50)], np.random.default_rng(0), 0.0)
+        Countdown(num_numbers=2).demonstrate([Puzzle((1, 1), 50)], np.random.default_rng(0), 0.0)
+
+
+def test_demonstrations_aim_by_the_share_that_is_due():
+    """``hit_share`` before half of the steps are behind, ``late_hit_share`` from then on; both are settings of the task."""
+    task, puzzles = Countdown(hit_share=0.0, late_hit_share=1.0), WIDE.problems(50, np.random.default_rng(8))
+    for progress, share in ((0.0, 0.0), (0.49, 0.0), (0.5, 1.0), (1.0, 1.0)):
+        texts = task.demonstrations(puzzles, np.random.default_rng(9), progress)
+        assert texts == task.demonstrate(puzzles, np.random.default_rng(9), share)
 
 
 @pytest.mark.parametrize("numbers, max_value", [((3, 5, 8), 99), ((4, 4, 2), 20), ((1, 2, 6, 25), 200), ((7, 7), 99)])
@@ -703,7 +723,6 @@ def test_the_laws_hold_for_the_source_as_it_is(monkeypatch):
 
 @pytest.mark.parametrize("old, new", [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])
 def test_mutant_is_killed(old, new, monkeypatch):
-    assert SOURCE.count(old) == 1, "a mutant changes one place"
-    module = module_from(SOURCE.replace(old, new), monkeypatch)
+    module = module_from(tiny.replaced(SOURCE, old, new), monkeypatch)
     with pytest.raises((AssertionError, TypeError, IndexError, ZeroDivisionError)):  # a failed law, or what escaped
         laws(module, monkeypatch)

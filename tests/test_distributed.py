@@ -26,7 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 import tiny
 from minidrl import algorithms as alg
 from minidrl import config, denoiser, distributed, gradient, runs, sampler, trainer
+from minidrl import features as feat
 from minidrl.__main__ import _report, main
+from minidrl.launch import LocalError, RunError
 from minidrl.tasks.countdown import Countdown
 
 WORLD, PATIENCE = 2, 150
@@ -77,7 +79,7 @@ def learner_of(patch, row: str, dtype: str, **changes) -> trainer.Learner:
     return tiny.learner_on(patch, tiny.network(DTYPES[dtype][0]), **words)
 
 
-def gradient(model: torch.nn.Module) -> torch.Tensor:
+def gradient_of(model: torch.nn.Module) -> torch.Tensor:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([distributed.full_tensor(g).flatten() for g in grads]).double()
 
@@ -93,7 +95,7 @@ def given_rollouts(folder: Path, row: str, dtype: str, spoil: Callable = lambda 
         experience, found = tiny.experience(learner), []
         patch.setattr(learner, "collect", lambda *_: experience)
         step = trainer.optimizer_step
-        see = lambda model, *rest: found.append(gradient(model)) or step(model, *rest)  # noqa: E731
+        see = lambda model, *rest: found.append(gradient_of(model)) or step(model, *rest)  # noqa: E731
         patch.setattr(trainer, "optimizer_step", see)
         spoil(patch, learner)
         calls.clear()
@@ -116,7 +118,7 @@ def few_forwards(folder: Path, forwards: int, method: str, spoil: Callable = lam
         feature = learner.score(learner.network, rollout, plan, trainer.Clock())
         cotangent = {"logp": torch.linspace(-1, 1, plan.scored.numel()).view(plan.scored.shape).double() * plan.scored}
         seen, count = gradient.second_pass(learner.network, rollout, plan, cotangent, temperature=1.0, size=1)
-        found = {"feature": feature["logp"], "seen": seen["logp"], "gradients": gradient(learner.model), "count": count}
+        found = {"feature": feature["logp"], "seen": seen["logp"], "gradients": gradient_of(learner.model), "count": count}
         return {"calls": list(calls), **found}
 
 
@@ -221,7 +223,7 @@ def failing(folder: Path) -> dict:
         evaluated = lambda *_, **__: {"solved": 0.0, "well_formed": 0.0, "n": 1}  # noqa: E731
         patch.setattr(trainer, "evaluate", evaluated)
         patch.setattr(sampler, "finish", broken)
-        with pytest.raises(runs.RunError) as raised:
+        with pytest.raises(RunError) as raised:
             trainer.train(settings_of(folder, "reinforce"), out)
     return {"error": str(raised.value).replace(str(out), "OUT"), "dump": sorted(p.name for p in out.glob("failed-0/*"))}
 
@@ -478,7 +480,7 @@ def test_weights_that_two_modules_share_are_refused(monkeypatch):
 def test_what_all_have_to_say_is_said_once_and_what_one_has_to_say_by_that_one(monkeypatch, capsys):
     for key, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, value)
-    assert _report(ValueError("all"), 2) == _report(distributed.LocalError("out of memory"), 2) == 2
+    assert _report(ValueError("all"), 2) == _report(LocalError("out of memory"), 2) == 2
     assert capsys.readouterr().err == "minidrl: out of memory\n"
 
 

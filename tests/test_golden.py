@@ -8,6 +8,7 @@ repository, path and commit. Each test says which quirk of that code is part of 
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl.oracle import TabularDenoiser, table_gradient
@@ -94,13 +95,13 @@ def test_elbo_of_the_official_masks(case):
     """
     given, out = case["inputs"], case["outputs"]
     masks = torch.tensor(given["masks"]).bool()[:, None]
-    rollout = laws.rollout_of(alg, [given["x"]])
+    rollout = laws.rollout_of(SHIPPED, [given["x"]])
     u = (masks.sum(-1) - 0.5) / given["L"]
-    with laws.noise(alg, u.double(), order_noise(masks)):
+    with laws.noise(SHIPPED, u.double(), order_noise(masks)):
         plan = alg.elbo_count_plan(rollout, laws.seeded(), num_states=given["K"], domain="all", strata=False)
     assert torch.equal(plan.scored, masks)
     model = TabularDenoiser.from_hidden_table(double(given["table"]))
-    same(laws.ll_of(alg, model, rollout, plan), [[[out["estimate"]]]], "estimate")
+    same(laws.ll_of(SHIPPED, model, rollout, plan), [[[out["estimate"]]]], "estimate")
 
 
 @cases("llada_elbo")
@@ -110,10 +111,10 @@ def test_exact_elbo_is_the_mean_of_the_plan(case):
     length = given["L"]
     model = TabularDenoiser.from_hidden_table(double(given["table"]))
     u, order = laws.count_noise(length, length, 2)
-    rollout = laws.rollout_of(alg, [given["x"]] * u.shape[1])
-    with laws.noise(alg, u, order):
+    rollout = laws.rollout_of(SHIPPED, [given["x"]] * u.shape[1])
+    with laws.noise(SHIPPED, u, order):
         plan = alg.elbo_count_plan(rollout, laws.seeded(), num_states=2, domain="all", strata=True)
-    same(laws.ll_of(alg, model, rollout, plan).mean(), out["exact_elbo"], "ELBO")
+    same(laws.ll_of(SHIPPED, model, rollout, plan).mean(), out["exact_elbo"], "ELBO")
     same(sum(out["mean_logp_by_count"]), out["exact_elbo"], "the file agrees with itself")
 
 
@@ -125,16 +126,16 @@ def test_complementary_estimate(case):
     """
     given, out = case["inputs"], case["outputs"]
     masks, complement = (torch.tensor(given[name]).bool() for name in ("masks", "masks_complement"))
-    rollout = laws.rollout_of(alg, given["x"], num_generations=given["G"])
+    rollout = laws.rollout_of(SHIPPED, given["x"], num_generations=given["G"])
     u = (masks.sum(-1) + 0.5) / (given["L"] + 1)
-    with laws.noise(alg, u.double(), order_noise(masks)):
+    with laws.noise(SHIPPED, u.double(), order_noise(masks)):
         plan = alg.complementary_plan(rollout, laws.seeded(), num_states=2 * given["K"], domain="all")
     assert torch.equal(plan.scored[0::2], masks) and torch.equal(plan.scored[1::2], complement)
     for name in ("new", "old"):
         model = TabularDenoiser.from_hidden_table(double(given[f"table_{name}"]))
-        same(laws.ll_of(alg, model, rollout, plan)[0, :, 0], out[f"seq_logp_{name}"], name)
+        same(laws.ll_of(SHIPPED, model, rollout, plan)[0, :, 0], out[f"seq_logp_{name}"], name)
     model = TabularDenoiser.from_hidden_table(double(given["table_new"]))
-    ll = alg.reduce_logp(laws.graph_logp(alg, model, rollout, plan), plan, level="sequence", normalizer=None)
+    ll = alg.reduce_logp(laws.graph_logp(SHIPPED, model, rollout, plan), plan, level="sequence", normalizer=None)
     same(table_gradient(model, ll.sum()), out["grad_table_of_sum_estimate"], "gradient of the estimate")
     loss = espo_loss(ll[0, :, 0], double(out["seq_logp_old"]), given, out)
     same(table_gradient(model, loss), out["grad_table_new"], "gradient of the loss")

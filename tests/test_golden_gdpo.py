@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl import features as feat
 from minidrl import methods
-from minidrl.config import with_options
+from minidrl.methods import with_options
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import cases, one_prompt, same, sequence_rollout
 
@@ -64,7 +65,7 @@ def test_gdpo_loss(case):
 def official_plan(method, rollout, given, masks):
     """The row's plan, made to hide what the official code hid. Its nodes are listed in another order there."""
     order = torch.tensor(given["nodes"]).argsort()
-    with laws.noise(alg, order_noise(torch.tensor(masks).bool())[order]):
+    with laws.noise(SHIPPED, order_noise(torch.tensor(masks).bool())[order]):
         plan = method.plan(rollout, laws.seeded())
     assert torch.equal(plan.scored, torch.tensor(masks).bool()[order]), "the plan hides floor(t L) positions"
     w = double(given["node_weights"]) / double(given["nodes"])
@@ -76,7 +77,7 @@ def monte_carlo_plan(method, rollout, given):
     """The official ``mc`` mode is (2.3): weight L / (K count), every position counts. Its counts are an input here."""
     masks = torch.tensor(given["masks"]).bool()
     u = (masks.sum(-1) - 0.5) / given["L"]
-    with laws.noise(alg, u.double(), order_noise(masks)):
+    with laws.noise(SHIPPED, u.double(), order_noise(masks)):
         plan = method.plan(rollout, laws.seeded())
     assert torch.equal(plan.scored, masks)
     same(plan.weight, given["mask_weights"], "weights")
@@ -86,7 +87,7 @@ def monte_carlo_plan(method, rollout, given):
 def check_end_to_end(method, rollout, plan, old_plan, given, out):
     """Estimates, their gradient, advantages, loss and its gradient in the table."""
     new, old = (TabularDenoiser.from_hidden_table(double(given[f"table_{name}"])) for name in ("new", "old"))
-    feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
+    feature = {"logp": laws.graph_logp(SHIPPED, new, rollout, plan)}
     plain = replace(method, normalizer="none")
     estimate = methods.reduced(plain, plan, rollout, feature)[0, :, 0]
     same(estimate, out["seq_logp_new"], "new")
@@ -117,7 +118,7 @@ def test_gdpo_from_the_table(case):
     """
     given, out = case["inputs"], case["outputs"]
     method = with_options(gdpo_method(given), {"plan.num_nodes": given["K"]})
-    rollout = laws.rollout_of(alg, given["x"], num_generations=given["G"])
+    rollout = laws.rollout_of(SHIPPED, given["x"], num_generations=given["G"])
     plan = official_plan(method, rollout, given, given["masks"])
     assert (torch.tensor(given["masks"]).sum(-1) == torch.tensor(given["counts"])[:, None]).all()
     old_plan = official_plan(method, rollout, given, given["masks_old"]) if "masks_old" in given else plan
@@ -131,7 +132,7 @@ def test_gdpo_with_double_monte_carlo(case):
     given, out = case["inputs"], case["outputs"]
     count = partial(alg.elbo_count_plan, num_states=given["K"], domain="all", strata=False)
     method = replace(gdpo_method(given), plan=count)
-    rollout = laws.rollout_of(alg, given["x"], num_generations=given["G"])
+    rollout = laws.rollout_of(SHIPPED, given["x"], num_generations=given["G"])
     plan = monte_carlo_plan(method, rollout, given)
     check_end_to_end(method, rollout, plan, plan, given, out)
 
@@ -167,7 +168,7 @@ def test_diffu_grpo_from_the_table(case):
     rollout, plan = one_prompt(given["keep"], torch.tensor(given["x"]))
     new, old = (TabularDenoiser.from_hidden_table(double(given[name])) for name in ("table_new", "table_old"))
     same(plan.hidden[..., 3:], given["masks"], "masks")
-    feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
+    feature = {"logp": laws.graph_logp(SHIPPED, new, rollout, plan)}
     theirs = feat.features(old, rollout, plan, temperature=1.0)
     for name, logp in (("logp_new", feature["logp"]), ("logp_old", theirs["logp"])):
         same(logp[0] * rollout.keep, double(out[name]) * rollout.keep, name)

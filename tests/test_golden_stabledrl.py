@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl import features as feat
@@ -79,14 +80,14 @@ def test_spg_from_the_table(case):
     method = sandwiched("spg", given)
     rollout, _ = one_prompt(given["keep"], torch.tensor(given["x"]))
     plan, model = masked(rollout, given["masks"]), TabularDenoiser.from_hidden_table(double(given["table_new"]))
-    logp, adv = laws.graph_logp(alg, model, rollout, plan), credited(method, plan, rollout, given, out)
+    logp, adv = laws.graph_logp(SHIPPED, model, rollout, plan), credited(method, plan, rollout, given, out)
     elbo, eubo, bound = bounds(method, plan, rollout, logp, adv)
     same(elbo, out["elbo"], "ELBO")
     same(eubo, out["eubo"], "EUBO")
     same((elbo + eubo) / 2, out["mix"], "mixture")
     same(bound, out["bound"], "bound")
     same(table_gradient(model, eubo.sum()), out["grad_table_of_sum_eubo"], "gradient of the EUBO")
-    logp = laws.graph_logp(alg, model, rollout, plan)
+    logp = laws.graph_logp(SHIPPED, model, rollout, plan)
     loss = methods.method_loss(method, plan, rollout, {"logp": logp}, adv, None, None)
     same(loss, out["loss"], "loss")
     same(table_gradient(model, loss), out["grad_table_new"], "gradient")
@@ -143,7 +144,7 @@ def test_stabledrl_from_the_table(case):
     new, old = (TabularDenoiser.from_hidden_table(double(given[f"table_{name}"])) for name in ("new", "old"))
     anchor = methods.reduced(method, own, rollout, feat.features(old, rollout, own, temperature=1.0))
     same(anchor[0, :, 0], out["elbo_old"], "old ELBO")
-    logp, adv = laws.graph_logp(alg, new, rollout, plan), credited(method, plan, rollout, given, out)
+    logp, adv = laws.graph_logp(SHIPPED, new, rollout, plan), credited(method, plan, rollout, given, out)
     elbo, eubo, bound = bounds(method, plan, rollout, logp, adv)
     same(elbo, out["elbo_new"], "ELBO")
     same(eubo, out["eubo_new"], "EUBO")

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl import features as feat
@@ -41,7 +42,7 @@ def walked(unmask_step, chosen, response=None, **given):
     entropy = rank.sum(1).double() / tokens
     response = torch.zeros_like(unmask_step) if response is None else torch.tensor(response)
     fields = {"unmask_step": unmask_step, "records": {"entropy": entropy}, "num_generations": len(response)}
-    return laws.rollout_of(alg, response, **{**fields, **given})
+    return laws.rollout_of(SHIPPED, response, **{**fields, **given})
 
 
 @cases("egspo", "egspo_loss")
@@ -103,7 +104,7 @@ def test_selection(case):
     n, total = given["n_tokens_per_step"], given["T"]
     for b, logits in enumerate(double(given["logits"])):
         model, steps = network_of(logits)
-        rollout = laws.rollout_of(alg, [[0] * len(steps)], unmask_step=torch.tensor([steps]))
+        rollout = laws.rollout_of(SHIPPED, [[0] * len(steps)], unmask_step=torch.tensor([steps]))
         every = alg.replay_plan(rollout, laws.seeded(), num_states=None, min_entropy=0.0)
         entropy = feat.features(model, rollout, every, temperature=1.0, names=("entropy",))["entropy"].sum(0)
         mean = alg._step_entropy(dataclasses.replace(rollout, records={"entropy": entropy}), total)[:, 0] / n
@@ -133,7 +134,7 @@ def test_egspo_from_the_table(case):
         assert plan.step.T.tolist() == chosen[:, ranks].tolist(), "steps"
         for k, b in itertools.product(range(len(plan.step)), range(given["G"])):
             assert plan.hidden[k, b, 3:].tolist() == [bool(h) for h in given["hidden_states"][plan.step[k, b]][b]]
-        feature = laws.features_of(alg, dataclasses.replace(method, features=("logp",)), new, rollout, plan, graph=True)
+        feature = laws.features_of(SHIPPED, dataclasses.replace(method, features=("logp",)), new, rollout, plan, graph=True)
         if given["kl"] == "exact":
             states = torch.arange(plan.scored.shape[0] * given["G"])
             more = feat.state_features(new, rollout, plan, states, temperature=1.0, names=("kl_ref",), reference=ref)
@@ -166,14 +167,14 @@ def test_step_merge(case):
         methods.with_options(methods.METHODS["diffu-grpo-released"], options), plan=partial(alg.merged_plan, merge=merge)
     )
     keep = torch.tensor(given["keep"]).bool()
-    rollout = laws.rollout_of(alg, given["x"], keep, unmask_step=torch.tensor(given["unmask_step"]), num_generations=given["G"])
+    rollout = laws.rollout_of(SHIPPED, given["x"], keep, unmask_step=torch.tensor(given["unmask_step"]), num_generations=given["G"])
     plan = method.plan(rollout, laws.seeded())
     for k, b in itertools.product(range(given["N"]), range(given["G"])):
         inside = [s == k for s in given["segment"][b]] if plan.valid[k, b] else [False] * given["L"]
         assert plan.scored[k, b].tolist() == inside, "segment"
     plan = dataclasses.replace(plan, scored=plan.scored & keep)
     new, old, ref = (TabularDenoiser.from_hidden_table(double(given[f"table_{name}"])) for name in ("new", "old", "ref"))
-    feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
+    feature = {"logp": laws.graph_logp(SHIPPED, new, rollout, plan)}
     anchor, target = (feat.features(model, rollout, plan, temperature=1.0)["logp"] for model in (old, ref))
     for name, value in (("new", feature["logp"]), ("old", anchor), ("ref", target)):
         same(value.sum(0) * keep, double(out[f"logp_{name}"]) * keep, name)

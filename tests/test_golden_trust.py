@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl import methods
@@ -22,7 +23,7 @@ class Case:
         changes = {f"objective.{name}" if name != "aggregation" else name: value for name, value in options.items()}
         self.method = methods.with_options(methods.METHODS[row], changes)
         keep, old = torch.tensor(given["keep"]).bool(), double(given["logp_old"])
-        rollout = laws.rollout_of(alg, torch.zeros_like(keep, dtype=torch.long), keep, num_generations=len(keep))
+        rollout = laws.rollout_of(SHIPPED, torch.zeros_like(keep, dtype=torch.long), keep, num_generations=len(keep))
         fields = {"logp": old * keep, "unmask_step": torch.where(keep, 0, -1)}
         self.rollout = alg.Rollout(**{**vars(rollout), **fields})
         self.plan = self.method.plan(self.rollout, laws.seeded())
@@ -41,7 +42,7 @@ class Case:
     def per_token(self):
         """Loss of each kept token."""
         ll = methods.reduced(self.method, self.plan, self.rollout, self.feature)
-        loss = self.method.objective(ll, self.anchor, self.adv[None, :, None].expand_as(ll), len(self.adv))
+        loss = self.method.objective(ll, self.anchor, self.adv[None, :, None].expand_as(ll), len(self.adv)).loss
         return (loss * self.plan.scored)[0]
 
     def agrees(self, loss, gradient):
@@ -113,11 +114,15 @@ def test_dppo(case):
     mine = Case(row, given, delta=given["threshold"], cap=given["trunc"])
     mine.agrees(out["loss"], out["grad_logp_new"])
     ll = mine.logp.detach()[None]
-    seen = methods.ratio_diagnostics(mine.method, mine.plan, mine.rollout, ll, mine.anchor, mine.adv)["clip_fraction"]
+    seen = methods.ratio_diagnostics(mine.method, mine.plan, mine.rollout, {"logp": ll}, mine.anchor, mine.adv)["clip_fraction"]
+    shift = alg.binary_divergence(ll, mine.anchor, form=mine.method.objective.keywords["form"])
+    ratios, wide = alg.log_ratio(ll, mine.anchor), mine.adv[None, :, None].expand_as(ll)
+    masked, capped = ~alg.trust_mask(ratios, wide, shift > given["threshold"]), ratios.exp() > given["trunc"]
     # verl counts the entries of adv = 0 as negative ones; its mask there multiplies a gradient that is 0 anyway.
     if bool((mine.adv != 0).all()):
-        same(seen, out["masked_fraction"], "masked fraction")
-    near = (alg.binary_divergence(ll, mine.anchor, form=mine.method.objective.keywords["form"]) - given["threshold"]).abs()
+        same(masked[mine.plan.scored].double().mean(), out["masked_fraction"], "masked fraction")
+    same((masked | capped)[mine.plan.scored].double().mean(), seen, "what is logged: masked, or at the cap of its weight")
+    near = (shift - given["threshold"]).abs()
     assert near[mine.plan.scored].min() > 1e-6, "the quirk of 1e-8 could decide a mask"
 
 
@@ -169,7 +174,7 @@ def settled(row, mu, adv, lr=0.05, steps=400, momentum=0.9, vocab=20):
     z, velocity, anchor = start.log().requires_grad_(), torch.zeros(vocab, dtype=torch.float64), double(mu).log()
     for _ in range(steps):
         ll = z.log_softmax(-1)[0]
-        loss = row.objective(ll, anchor, double(adv), 1) if row else -(ll - anchor).exp() * adv
+        loss = row.objective(ll, anchor, double(adv), 1).loss if row else -(ll - anchor).exp() * adv
         (gradient,) = torch.autograd.grad(loss, z)
         velocity = momentum * velocity - gradient
         z = (z.detach() + lr * velocity).requires_grad_()

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 import laws
+from judged import SHIPPED
 from laws import double
 from minidrl import algorithms as alg
 from minidrl import features as feat
@@ -63,14 +64,14 @@ def test_from_the_table(case):
     """From the network on. Weights none: half of both sums; weights count: the plan (2.4)'s own, (L+1)/(2 hidden)."""
     given, out = case["inputs"], case["outputs"]
     masks, complements = (torch.tensor(given[name]).bool() for name in ("masks", "masks_complement"))
-    rollout = laws.rollout_of(alg, given["x"], num_generations=given["G"])
+    rollout = laws.rollout_of(SHIPPED, given["x"], num_generations=given["G"])
     blank = torch.ones(2 * given["K"], given["G"], dtype=torch.float64)
     plan = plan_of(masks, complements, blank)
     count = plan.scored.sum(-1).clamp(min=1) if given["weights"] == "count" else given["L"] + 1
     plan = dataclasses.replace(plan, weight=blank * (given["L"] + 1) / (2 * given["K"] * count))
     new, old = (TabularDenoiser.from_hidden_table(double(given[name])) for name in ("table_new", "table_old"))
     method = row(given)
-    feature = {"logp": laws.graph_logp(alg, new, rollout, plan)}
+    feature = {"logp": laws.graph_logp(SHIPPED, new, rollout, plan)}
     anchor = methods.reduced(method, plan, rollout, feat.features(old, rollout, plan, temperature=1.0))
     same(methods.reduced(method, plan, rollout, feature)[..., 0], out["seq_logp_new"], "estimate")
     same(anchor[..., 0], out["seq_logp_old"], "old estimate")

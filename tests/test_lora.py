@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import test_loading
 import tiny
 from minidrl import checkpoints, config, denoiser, report, runs, trainer
+from minidrl.launch import RunError
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules
@@ -408,12 +409,12 @@ def test_a_failed_step_dumps_adapters_from_before_it(base, tmp_path, monkeypatch
     def fail_at_second(*words) -> float:
         fail_at_second.calls += 1
         if fail_at_second.calls == 2:
-            raise runs.RunError("gradient norm is nan")
+            raise RunError("gradient norm is nan")
         return real(*words)
 
     fail_at_second.calls = 0
     monkeypatch.setattr(trainer, "optimizer_step", fail_at_second)
-    with pytest.raises(runs.RunError, match="failed-0"):
+    with pytest.raises(RunError, match="failed-0"):
         trainer.train(settings(base), tmp_path / "run")
     dumped = checkpoints.load(tmp_path / "run/failed-0")[0]
     assert_same(tiny.weights(trainer.Learner(settings(base)).model), tiny.weights(dumped))

@@ -23,7 +23,9 @@ import tiny
 from minidrl import algorithms as alg
 from minidrl import checkpoints, config, denoiser, gradient, methods, rehearsal, report, runs, sampler, trainer
 from minidrl import features as feat
-from minidrl.tasks import text
+from minidrl.launch import RunError
+from minidrl.tasks import Verdict
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 METHODS = tuple(methods.METHODS)
@@ -69,13 +71,13 @@ def second_update(learner: trainer.Learner, experience: trainer.Experience) -> S
     method, rollout, clock = learner.method, experience.rollout, trainer.Clock()
     credited = learner.plans(0, experience)
     anchor = learner.anchors(0, [plan for plan, _ in credited], rollout, clock)[1]
-    if anchor is None and method.anchor == "old":
+    if anchor is trainer.FIRST:
         first = credited[0][0]
-        anchor = methods.reduced(method, first, rollout, learner.score(learner.network, rollout, first, clock))
+        anchor = methods.reduced(method, first, rollout, learner.score(rollout, first, clock))
     tiny.perturb(learner.model, 0.1)
     (plan, adv), ref = credited[1], None
     if learner.reference is not None and method.kl.form != "exact":
-        ref = methods.kl_target(method, plan, rollout, learner.score(learner.reference, rollout, plan, clock))
+        ref = methods.kl_target(method, plan, rollout, learner.likelihood(learner.reference, rollout, plan, clock))
     return Second(plan, adv, anchor, ref)
 
 
@@ -87,7 +89,7 @@ def method_problem(learner: trainer.Learner) -> tuple[Problem, Callable[[], obje
     def loss_of(feature):
         return methods.method_loss(method, at.plan, rollout, feature, at.adv, at.anchor, at.ref)
 
-    problem = Problem(learner.model, rollout, at.plan, loss_of, learner._temperature(), method.features, learner.reference)
+    problem = Problem(learner.model, rollout, at.plan, loss_of, learner._how()["temperature"], method.features, learner.reference)
     return problem, lambda: learner.update(experience, at.plan, at.adv, at.anchor, trainer.Clock())
 
 
@@ -339,17 +341,17 @@ def test_pretraining_learns(tmp_path):
 
 
 def test_demonstrations_are_made_on_the_device_of_the_network():
-    made = trainer.demonstration_rollout(tiny.TASK, tokenizer(), pretrain_settings(device="meta"), 0)
+    made = trainer.demonstration_rollout(pretrain_settings(device="meta"), tokenizer(), 0)
     tensors = [getattr(made, f.name) for f in dataclasses.fields(made) if torch.is_tensor(getattr(made, f.name))]
     assert {x.device.type for x in tensors} == {"meta"} and len(tensors) == 6
 
 
 def test_demonstrations_change_their_aim_in_the_second_half(monkeypatch):
-    shares, demonstrations = [], Countdown.demonstrations
-    monkeypatch.setattr(Countdown, "demonstrations", lambda *a: shares.append(a[-1]) or demonstrations(*a))
-    settings = pretrain_settings(hit_share=0.1, late_hit_share=0.9, steps=4)
+    shares, demonstrate = [], Countdown.demonstrate
+    monkeypatch.setattr(Countdown, "demonstrate", lambda *a: shares.append(a[-1]) or demonstrate(*a))
+    settings = pretrain_settings(task=dataclasses.replace(tiny.TASK, hit_share=0.1, late_hit_share=0.9), steps=4)
     for step in range(4):
-        trainer.demonstration_rollout(tiny.TASK, tokenizer(), settings, step)
+        trainer.demonstration_rollout(settings, tokenizer(), step)
     assert shares == [0.1, 0.1, 0.9, 0.9]
 
 
@@ -508,15 +510,15 @@ def test_a_run_is_not_resumed_as_another_one(base, tmp_path, no_curve):
 
 
 def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, no_curve, monkeypatch):
-    settings, out, save = tiny.settings(base, steps=3, save_every=1), tmp_path / "run", trainer.save_file
+    settings, out, save = tiny.settings(base, steps=3, save_every=1), tmp_path / "run", runs.save_file
     monkeypatch.setattr(
-        trainer, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path)
+        runs, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path)
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train(settings, out)
     assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2.part"}
     assert runs.open_run(out, settings, resume=True) == out / "checkpoint-1"
-    monkeypatch.setattr(trainer, "save_file", save)
+    monkeypatch.setattr(runs, "save_file", save)
     trainer.train(settings, out, resume=True)
     assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
 
@@ -525,7 +527,7 @@ def test_the_last_checkpoint_is_the_one_with_the_highest_number(tmp_path, base):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.part", "failed-12"):
         (tmp_path / name).mkdir()
     settings = tiny.settings(base, steps=20)
-    trainer._write_config(tmp_path, settings)
+    runs._write_config(tmp_path, settings)
     assert runs.open_run(tmp_path, settings, resume=True).name == "checkpoint-10"
 
 
@@ -549,10 +551,10 @@ def poison(model: nn.Module) -> nn.Module:
 def test_a_gradient_that_is_nan_stops_the_run_and_can_be_replayed(base, tmp_path, monkeypatch):
     load = checkpoints.load
     monkeypatch.setattr(checkpoints, "load", lambda *where: (poison(load(*where)[0]), tokenizer()))
-    with pytest.raises(runs.RunError, match="step 0: gradient norm is nan; stopped") as error:
+    with pytest.raises(RunError, match="step 0: gradient norm is nan; stopped") as error:
         trainer.train(tiny.settings(base), tmp_path / "run")
     assert_dump(error, tmp_path / "run", 0, base)
-    with pytest.raises(runs.RunError, match="^gradient norm is nan"):
+    with pytest.raises(RunError, match="^gradient norm is nan"):
         trainer.repeat_step(tmp_path / "run", tmp_path / "run/failed-0")
     monkeypatch.setattr(checkpoints, "load", load)
     assert trainer.repeat_step(tmp_path / "run", tmp_path / "run/failed-0")["step"] == 1, "the repaired network passes"
@@ -561,12 +563,12 @@ def test_a_gradient_that_is_nan_stops_the_run_and_can_be_replayed(base, tmp_path
 def test_a_failure_in_the_second_update_is_replayed_from_before_the_first(base, tmp_path, monkeypatch):
     """The second update sees weights that the first has made infinite: only from before the step does it come again."""
     settings = tiny.settings(base, method="grpo", optimizer=config.Optimizer(learning_rate=1e30))
-    with pytest.raises(runs.RunError, match="step 0: loss is nan; stopped") as error:
+    with pytest.raises(RunError, match="step 0: loss is nan; stopped") as error:
         trainer.train(settings, tmp_path / "run")
     assert_dump(error, tmp_path / "run", 0, base)
     rates, step = [], trainer.optimizer_step
     monkeypatch.setattr(trainer, "optimizer_step", lambda *a: rates.append(a[-1]) or step(*a))
-    with pytest.raises(runs.RunError, match="^loss is nan"):
+    with pytest.raises(FloatingPointError, match="^loss is nan"):
         trainer.repeat_step(tmp_path / "run", tmp_path / "run/failed-0")
     assert rates == [1e30], "one update passed, the second failed"
 
@@ -580,7 +582,7 @@ def test_a_failure_in_a_later_step_is_dumped_with_its_optimizer(base, tmp_path, 
         return norms[-1] if len(norms) < 3 else torch.tensor(torch.inf)
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", broken_clip)
-    with pytest.raises(runs.RunError, match="step 2: gradient norm is inf") as error:
+    with pytest.raises(RunError, match="step 2: gradient norm is inf") as error:
         trainer.train(settings, tmp_path / "run")
     out = tmp_path / "run"
     assert_dump(error, out, 2, out / "checkpoint-2")
@@ -603,7 +605,7 @@ def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_pat
         patch.setattr(checkpoints, "load", broken)
         trainer.train(tiny.settings(base), tmp_path / "before")
     settings = tiny.settings(base, num_iterations=1, optimizer=config.Optimizer(learning_rate=1e30))
-    with pytest.raises(runs.RunError, match="step 1: logits: the model returned NaN"):
+    with pytest.raises(RunError, match="step 1: logits: the model returned NaN"):
         trainer.train(settings, tmp_path / "within")
     assert (tmp_path / "within/failed-1/optimizer.safetensors").is_file()
 
@@ -613,7 +615,7 @@ def test_a_gradient_that_is_nan_is_no_gradient_of_zero(name, monkeypatch):
     """The loss is 0, its derivative is nan: a state whose cotangent is nan must not pass for one that can be skipped."""
     _, update = method_problem(tiny.learner_on(monkeypatch, tiny.network(), method=name))
     monkeypatch.setattr(methods, "method_loss", lambda *a: (a[3]["logp"] * 0).sqrt().sum())
-    with pytest.raises(runs.RunError, match="gradient norm is nan"):
+    with pytest.raises(RunError, match="gradient norm is nan"):
         update()
 
 
@@ -700,7 +702,7 @@ def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name,
 def test_a_group_without_advantages_contributes_to_a_regression(monkeypatch):
     """So the trainer must not leave it out, and tells such an objective by what it does."""
     learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method="gdsd")
-    assert not learner._silent_without_advantage()
+    assert not learner.method.objective.func.needs_advantage
     experience = half_silent(tiny.experience(learner))
     at = second_update(learner, experience)
     monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
@@ -754,13 +756,15 @@ def test_selected_prompts_keep_everything_that_is_theirs(base):
     whole, n = whole_experience(learner), tiny.GENERATIONS
     some = whole.select(torch.tensor([True, False, True]))
     rows = [*range(n), *range(2 * n, 3 * n)]
-    assert some.puzzles == [whole.puzzles[0], whole.puzzles[2]] and some.texts == [whole.texts[i] for i in rows]
+    assert some.problems == [whole.problems[0], whole.problems[2]] and some.texts == [whole.texts[i] for i in rows]
     assert torch.equal(some.reward, whole.reward[rows]) and some.rollout.num_generations == n
     for name, value in {**vars(whole.rollout), **whole.rollout.records}.items():
         if torch.is_tensor(value):
             cut = some.rollout.records[name] if name in whole.rollout.records else getattr(some.rollout, name)
             assert torch.equal(cut, value[rows]), name
-    assert torch.equal(learner.verify(some.puzzles, some.texts).to(some.reward), some.reward)
+    reward, solved = learner.judge(some.problems, some.texts)
+    assert torch.equal(reward.to(some.reward), some.reward)
+    assert torch.equal(solved, some.solved) and torch.equal(some.solved, whole.solved[rows])
 
 
 @pytest.mark.parametrize("name", ["reinforce", "ppo-released", "stabledrl", "egspo-sa", "tracerl"])
@@ -962,7 +966,8 @@ def test_positions_are_not_rounded():
 
 
 def test_that_agreement_can_fail(base, monkeypatch):
-    monkeypatch.setattr(trainer.Learner, "_temperature", lambda learner: 1.0)
+    how = trainer.Learner._how
+    monkeypatch.setattr(trainer.Learner, "_how", lambda learner: how(learner) | {"temperature": 1.0})
     assert sampled(base, "replay-grpo", 0.7).step(0)["log_ratio_std"] > 1e-2
 
 
@@ -984,7 +989,7 @@ def test_the_exact_penalty_is_the_divergence_over_the_vocabulary(base):
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
     experience, clock = whole_experience(learner), trainer.Clock()
     plan = learner.method.plan(experience.rollout, learner.generator(0, "plan 0"))
-    feature = learner.score(learner.network, experience.rollout, plan, clock)
+    feature = learner.score(experience.rollout, plan, clock)
     assert clock.calls["scoring"] == 2 * plan.network_calls and (feature["kl_ref"][plan.scored] > 0).all()
 
 
@@ -1032,14 +1037,14 @@ def test_step_rewards_are_those_of_the_completions(base):
     plan = learner.method.plan(rollout, learner.generator(0, "plan 0"))
     learner.advantages(experience, plan)
     for k, b in plan.valid.nonzero().tolist():
-        text = text.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
-        score = tiny.varied_score(tiny.TASK, experience.puzzles[b // tiny.GENERATIONS], text)
+        text = texts.decode(learner.tok, rollout.records["one_step"][b, plan.step[k, b]][None])[0]
+        score = tiny.varied_score(tiny.TASK, experience.problems[b // tiny.GENERATIONS], text)
         assert float(credit["step"][k, b]) == score
     assert credit["step"].std() > 0
 
 
 def test_a_sampled_step_value_reads_its_own_record(base, monkeypatch):
-    row = dataclasses.replace(methods.METHODS["egspo-sa"], step_value="sampled", needs=("entropy", "one_step_sampled"))
+    row = dataclasses.replace(methods.METHODS["egspo-sa"], step_value="sampled")
     monkeypatch.setitem(methods.METHODS, "egspo-sa", row)
     learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
     assert set(whole_experience(learner).rollout.records) == {"entropy", "one_step_sampled"}
@@ -1051,9 +1056,12 @@ def test_a_rehearsal_asks_for_the_records_that_the_row_names(name, monkeypatch):
     """A row that reads a record it did not ask for is refused before anything is loaded."""
     row, settings = methods.METHODS[name], tiny.settings(method=name)
     assert rehearsal.method_of(settings).name == name
-    for record in {"one_step", "topk"} & set(row.needs):  # the entropy is recorded for every row, because it is logged
-        poorer = dataclasses.replace(row, needs=tuple(need for need in row.needs if need != record))
-        monkeypatch.setitem(methods.METHODS, name, poorer)
+    for word in {row.step_value, *row.features} & set(methods.RECORDS):  # what the words of the row ask for
+        if not (asked := methods.RECORDS[word]):
+            continue
+        (record,) = asked
+        assert record in row.needs
+        monkeypatch.setitem(methods.RECORDS, word, ())
         with pytest.raises(ValueError, match=f"records: the rollout holds no record '{record}"):
             rehearsal.method_of(settings)
 
@@ -1088,7 +1096,8 @@ def test_the_rollout_sees_the_micro_batch(base, monkeypatch):
 def test_evaluation_counts_by_hand(base, monkeypatch):
     model, tok = checkpoints.load(base)
     scores = iter([1.0, 0.0, 0.1, 1.0, 0.0, 0.0, 1.0, 1.0])  # 4 puzzles x 2 samples
-    monkeypatch.setattr(Countdown, "score", lambda *_: next(scores))
+    verdicts = (Verdict(score, score == 1, {"well_formed": score >= 0.1}) for score in scores)
+    monkeypatch.setattr(Countdown, "judge", lambda *_: next(verdicts))
     result = trainer.evaluate(model, tok, tiny.TASK, tiny.SAMPLER, n=4, samples=2)
     assert result == {"solved": 4 / 8, "well_formed": 5 / 8, "n": 4, "pass@2": 3 / 4}
 
@@ -1096,11 +1105,11 @@ def test_evaluation_counts_by_hand(base, monkeypatch):
 def test_prompts_are_padded_on_the_left_and_responses_filled_with_eos():
     tok = tokenizer()
     puzzle = tiny.TASK.held_out(1)[0]
-    ids, mask = text.encode_prompts(tok, [puzzle], 12)
+    ids, mask = texts.encode_prompts(tok, [puzzle], 12)
     start = 12 - len(puzzle.prompt)
     assert mask[0].tolist() == [False] * start + [True] * len(puzzle.prompt)
     assert tok.decode(ids[0, start:]) == puzzle.prompt
-    response = text.encode_responses(tok, ["5*8=40", "1"], 4)
+    response = texts.encode_responses(tok, ["5*8=40", "1"], 4)
     assert tok.decode(response[0]) == "5*8=" and response[1].tolist() == [*tok("1").input_ids, *[tok.eos_token_id] * 3]
 
 

@@ -16,7 +16,7 @@ import test_loading
 import tiny
 from minidrl import checkpoints, denoiser, memory, sampler, trainer, verify
 from minidrl.__main__ import main
-from minidrl.tasks import text
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import tokenizer
 
 BASE = Path(__file__).parents[1] / "tiny_models/countdown_base"
@@ -326,7 +326,7 @@ def test_the_step_has_room_for_its_prompts(random):
     model, tok = checkpoints.load(random)
     settings = verify._fitted(verify._settings(str(random), "cpu", "stored"), model, tok, verify.QUESTIONS["chat"])
     puzzles = settings.task.held_out(200)
-    ids, _ = text.encode_prompts(tok, puzzles, settings.task.prompt_length, prompt_format="chat")
+    ids, _ = texts.encode_prompts(tok, puzzles, settings.task.prompt_length, prompt_format="chat")
     assert settings.task.prompt_length - 16 <= ids.shape[1] <= settings.task.prompt_length
 
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from minidrl import algorithms as alg
 from minidrl import checkpoints, config, denoiser, methods, sampler, trainer
 from minidrl.oracle import TabularDenoiser
-from minidrl.tasks import text
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +34,15 @@ def script(name: str):
     sys.modules[spec.name] = module  # dataclasses look their module up while they are made
     spec.loader.exec_module(module)
     return module
+
+
+def replaced(source: str, old: str, new: str) -> str:
+    """A source with another text in the place of one passage, which stands there once; where its lines end is no matter."""
+    pieces = re.findall(r"\w+|[^\w\s]", old)
+    closing = [rf",?\s*{re.escape(piece)}" if piece in ")]}" else re.escape(piece) for piece in pieces[1:]]
+    found = re.findall(pattern := r"\s*".join([re.escape(pieces[0]), *closing]), source)
+    assert len(found) == 1, f"{len(found)} times in the source: {old}"
+    return re.sub(pattern, lambda _: new, source)
 
 
 # ------------------------------------------------------------------------------------------------------------- networks
@@ -135,7 +145,9 @@ def experience(learner: trainer.Learner) -> trainer.Experience:
     made = rollout(learner.model, learner.settings.sampler, tuple({"entropy", *learner.method.needs}))
     reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
     puzzles = TASK.problems(GROUPS, np.random.default_rng(3))
-    return trainer.Experience(puzzles, made, text.decode(learner.tok, made.response), reward)
+    decoded = texts.decode(learner.tok, made.response)
+    solved = torch.tensor([TASK.judge(puzzles[i // GENERATIONS], text).solved for i, text in enumerate(decoded)])
+    return trainer.Experience(puzzles, made, decoded, reward, solved)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

@@ -1,7 +1,8 @@
 """Countdown: combine the given numbers with + - * / so that the result is the target.
 
     prompt     5,6,8>46:            the numbers, the target
-    response   5*8=40+6=46          a running calculation: each result is the left operand of the next operation
+    response   5*8=40+6=46          a running calculation: each result is the left operand of the
+               next operation
            or  (5*8)+6              a bare expression, which the verifier accepts as well
 
 Why a running calculation: a small network cannot evaluate ``(5*8)+6`` in one look, but ``5*8=40``
@@ -16,8 +17,9 @@ with a bounded depth and computed in ``Fraction``. The grammar:
     running     number op number '=' number (op number '=' number)*
     expression  term (('+' | '-') term)*                   left-associative, * and / bind tighter
     term        atom (('*' | '/') atom)*
-    atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one another
-    number      0 to 999999, without leading zeros: ``007`` is refused; no sign (unary minus is not in the grammar), no point
+    atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one
+                another
+    number      0 to 999999, without leading zeros: ``007`` is refused; no sign, no point
 
 For a network that was trained on words, ``prompt_format: chat`` asks in words, through the
 tokenizer's chat template, and reads the answer between the one <answer> and the one </answer> of
@@ -35,13 +37,17 @@ import hashlib
 import itertools
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
 from minidrl.tasks import Example, Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 CHARACTERS = "0123456789+-*/()=,>:"
@@ -55,9 +61,7 @@ PROMPT_FORMATS = ("plain", "chat")
 OPENING, CLOSING = "<answer>", "</answer>"
 
 
-# ----------------------------------------------------------------------------------------------------------- the task
-
-
+# ----------------------------------------------------------------------------------------- the task
 @dataclass(frozen=True)
 class Puzzle:
     """Numbers in the order in which the prompt shows them, and the target."""
@@ -67,21 +71,22 @@ class Puzzle:
 
     @property
     def prompt(self) -> str:
+        """The puzzle in the plain format: the numbers, the target."""
         return ",".join(map(str, self.numbers)) + f">{self.target}:"
 
     @property
     def instruction(self) -> str:
         """The puzzle in words, for a chat; the wording is ours."""
+        numbers = ", ".join(map(str, self.numbers))
         return (
-            f"Combine the numbers {', '.join(map(str, self.numbers))} with the operations +, -, * and / so that the result is "
-            f"exactly {self.target}. Use every number exactly once. Think first; then write the expression alone, without an "
-            "equals sign, between <answer> and </answer>."
+            f"Combine the numbers {numbers} with the operations +, -, * and / so that the result "
+            f"is exactly {self.target}. Use every number exactly once. Think first; then write the "
+            "expression alone, without an equals sign, between <answer> and </answer>."
         )
 
     @property
     def key(self) -> str:
-        """The puzzle whatever the order of its numbers: two puzzles with one key have the same
-        solutions."""
+        """The puzzle whatever the order of its numbers: with one key, the same solutions."""
         return ",".join(map(str, sorted(self.numbers))) + f">{self.target}"
 
 
@@ -100,8 +105,8 @@ class Countdown:
 
     name: ClassVar[str] = "countdown"
     about: ClassVar[str] = (
-        "combine numbers so that the result is the target; generated, split by a hash of the puzzle, "
-        "judged in exact arithmetic"
+        "combine numbers so that the result is the target; generated, split by a hash of the "
+        "puzzle, judged in exact arithmetic"
     )
 
     num_numbers: int = 3
@@ -116,34 +121,23 @@ class Countdown:
     late_hit_share: float = 0.2
 
     def __post_init__(self):
+        def check(key: str, right: bool, allowed: str) -> None:
+            if not right:
+                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
+
         _check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
         for name in ("num_numbers", "max_number", "max_value", "max_target", "max_prompt_length"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"task.{name}: got {getattr(self, name)!r}; allowed whole numbers")
-        if self.max_prompt_length < 1:
-            raise ValueError(
-                f"task.max_prompt_length: got {self.max_prompt_length}; allowed from 1"
-            )
-        if self.num_numbers not in (2, 3, 4):
-            raise ValueError(f"task.num_numbers: got {self.num_numbers}; allowed 2, 3, 4")
-        if not 1 <= self.max_number <= 99:
-            raise ValueError(f"task.max_number: got {self.max_number}; allowed 1 to 99")
-        if not self.max_number <= self.max_value <= 999:
-            raise ValueError(
-                f"task.max_value: got {self.max_value}; allowed max_number ({self.max_number}) to 999"
-            )
-        if not 0 <= self.max_target <= self.max_value:
-            raise ValueError(
-                f"task.max_target: got {self.max_target}; allowed 0 (max_value) to {self.max_value}"
-            )
-        if not 0 < self.held_out_share < 1:
-            raise ValueError(
-                f"task.held_out_share: got {self.held_out_share}; allowed between 0 and 1"
-            )
+            check(name, type(getattr(self, name)) is int, "whole numbers")
+        most, target, share = self.max_value, self.max_target, self.held_out_share
+        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
+        check("num_numbers", self.num_numbers in (2, 3, 4), "2, 3, 4")
+        check("max_number", 1 <= self.max_number <= 99, "1 to 99")
+        check("max_value", self.max_number <= most <= 999, f"max_number ({self.max_number}) to 999")
+        check("max_target", 0 <= target <= most, f"0 (max_value) to {most}")
+        check("held_out_share", 0 < share < 1, "between 0 and 1")
         _check_choice("task.reward", self.reward, REWARDS)
         for name in ("hit_share", "late_hit_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"task.{name}: got {getattr(self, name)}; allowed 0 to 1")
+            check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
         """``count`` random puzzles of a split ("train" or "held_out"), each drawn anew.
@@ -170,8 +164,7 @@ class Countdown:
         return out
 
     def held_out(self, count: int) -> list[Puzzle]:
-        """The first ``count`` held-out puzzles, each key once: the fixed test set, a prefix of
-        every larger one.
+        """The first ``count`` held-out puzzles, each key once: a prefix of every larger test set.
 
         Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
         """
@@ -189,34 +182,31 @@ class Countdown:
         return list(seen.values())
 
     def split_of(self, puzzle: Puzzle) -> str:
-        """ "train" or "held_out", from the puzzle alone: independent of seeds, platforms and
-        Python's hash randomisation."""
+        """The split, from the puzzle alone, whatever seed, platform and Python's hash are."""
         fraction = int.from_bytes(hashlib.sha256(puzzle.key.encode()).digest()[:8], "big") / 2**64
         return "held_out" if fraction < self.held_out_share else "train"
 
     def targets(self, numbers: tuple[int, ...]) -> list[int]:
         """Every target that the numbers can reach inside the difficulty's limits, ascending."""
+        found = running_calculations(numbers, self.max_value)
         most = self.max_target or self.max_value
-        return sorted(
-            value for value in running_calculations(numbers, self.max_value) if 1 <= value <= most
-        )
+        return sorted(value for value in found if 1 <= value <= most)
 
     def demonstrations(
         self, problems: list[Puzzle], rng: np.random.Generator, progress: float
     ) -> list[str]:
-        """``demonstrate`` with the share of hits that is due when ``progress`` (0 to 1) is behind."""
-        return self.demonstrate(
-            problems, rng, self.hit_share if progress < 0.5 else self.late_hit_share
-        )
+        """``demonstrate`` with the share of hits that is due after ``progress`` (0 to 1)."""
+        share = self.hit_share if progress < 0.5 else self.late_hit_share
+        return self.demonstrate(problems, rng, share)
 
     def demonstrate(
         self, puzzles: list[Puzzle], rng: np.random.Generator, hit_share: float
     ) -> list[str]:
         """One true running calculation a puzzle, of its numbers and inside the difficulty's limits.
 
-        With probability ``hit_share`` it is drawn from those that reach the target, else from all of
-        them, wherever they end (a few on the target by chance). Demonstrations of mixed quality are
-        what a web-scale corpus offers: they teach arithmetic and format well, and the goal only
+        With probability ``hit_share`` it is drawn from those that reach the target, else from all
+        of them, wherever they end (a few on the target by chance). Demonstrations of mixed quality
+        are what a web-scale corpus offers: they teach arithmetic and format well, and the goal only
         weakly. A base model trained on them is capable but unfocused.
         Raises ValueError for a share outside 0..1 and for a puzzle without a running calculation to
         its target.
@@ -228,14 +218,11 @@ class Countdown:
     def _demonstration(self, puzzle: Puzzle, rng: np.random.Generator, hit: bool) -> str:
         by_value = running_calculations(puzzle.numbers, self.max_value)
         if puzzle.target not in by_value:
-            raise ValueError(
-                f"puzzle: got {puzzle.prompt} with max_value {self.max_value}; allowed targets {sorted(by_value)}"
-            )
-        chains = (
-            by_value[puzzle.target]
-            if hit
-            else _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
-        )
+            got = f"{puzzle.prompt} with max_value {self.max_value}"
+            raise ValueError(f"puzzle: got {got}; allowed targets {sorted(by_value)}")
+        chains = by_value[puzzle.target]
+        if not hit:
+            chains = _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
         return chains[rng.integers(len(chains))]
 
     @property
@@ -273,29 +260,25 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
 
 
-# ------------------------------------------------------------------------------------ the generator: running calculations
-
-
+# -------------------------------------------------------------- the generator: running calculations
 def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
-    """Every running calculation of all the numbers through integers in 0..max_value, by its value;
-    do not change the lists."""
+    """Every running calculation of all the numbers through integers in 0..max_value, by its value.
+
+    The lists are shared: do not change them.
+    """
     return _chains_by_value(tuple(sorted(numbers)), max_value)
 
 
-def _combine(left: int, right: int, max_value: int):
+def _combine(left: int, right: int, max_value: int) -> Iterator[tuple[str, int]]:
     """(operator, value) for every operation whose value is an integer in 0..max_value."""
-    yield from (
-        (op, v)
-        for op, v in (("+", left + right), ("-", left - right), ("*", left * right))
-        if 0 <= v <= max_value
-    )
+    found = (("+", left + right), ("-", left - right), ("*", left * right))
+    yield from ((op, v) for op, v in found if 0 <= v <= max_value)
     if right and left % right == 0:
         yield "/", left // right
 
 
-def _running(value: int, rest: tuple[int, ...], max_value: int):
-    """Every way to go on from ``value`` with the remaining numbers, as (text after the value, final
-    value)."""
+def _running(value: int, rest: tuple[int, ...], max_value: int) -> Iterator[tuple[str, int]]:
+    """(text after ``value``, final value) of every way to go on with the remaining numbers."""
     if not rest:
         yield "", value
     for i, number in enumerate(rest):
@@ -318,9 +301,7 @@ def _all_chains(numbers: tuple[int, ...], max_value: int) -> list[str]:
     return sorted(itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values()))
 
 
-# ------------------------------------------------------------------------------------------------- solver, by brute force
-
-
+# --------------------------------------------------------------------------- solver, by brute force
 class _Expression(NamedTuple):
     text: str
     value: Fraction
@@ -328,8 +309,7 @@ class _Expression(NamedTuple):
 
 
 def solutions(numbers: tuple[int, ...], target: int | Fraction) -> list[str]:
-    """Every expression of all the numbers that equals the target; shortest first, then in
-    alphabetical order.
+    """Every expression of all the numbers that equals the target; shortest first, then by letters.
 
     Brute force over all binary trees, exactly: every order of the numbers, every bracketing, every
     choice of operators, through negative numbers and fractions too. Parentheses that do not change
@@ -341,8 +321,7 @@ def solutions(numbers: tuple[int, ...], target: int | Fraction) -> list[str]:
 
 
 def solve(numbers: tuple[int, ...], target: int | Fraction) -> str | None:
-    """The first of ``solutions``, or None when no expression of all the numbers equals the
-    target."""
+    """The first of ``solutions``, or None where there is none."""
     return next(iter(solutions(numbers, target)), None)
 
 
@@ -360,19 +339,16 @@ def _expressions(numbers: tuple[int, ...]) -> frozenset[_Expression]:
 
 def _partitions(numbers: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The numbers split into two non-empty parts, in every way; the parts stay sorted."""
-    places = range(len(numbers))
-    chosen = itertools.chain.from_iterable(
-        itertools.combinations(places, size) for size in places[1:]
-    )
-    return {
-        (tuple(numbers[i] for i in c), tuple(numbers[i] for i in places if i not in c))
-        for c in chosen
-    }
+    places, parts = range(len(numbers)), set()
+    for size in places[1:]:
+        for chosen in itertools.combinations(places, size):
+            rest = tuple(numbers[i] for i in places if i not in chosen)
+            parts.add((tuple(numbers[i] for i in chosen), rest))
+    return parts
 
 
 def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
-    """The two expressions under one operator, with the parentheses that a left-associative reader
-    needs."""
+    """Two expressions under one operator, with the parentheses that reading from the left needs."""
     rank = 1 if op in "+-" else 2
     bare = right.rank > rank or (right.rank == rank and op in "+*")
     first = left.text if left.rank >= rank else f"({left.text})"
@@ -380,11 +356,9 @@ def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
     return _Expression(f"{first}{op}{second}", _apply(left.value, op, right.value), rank)
 
 
-# --------------------------------------------------------------------------------------------------------- the verifier
-
-_TOKEN = re.compile(
-    r"0|[1-9][0-9]{0,5}|[-+*/()]"
-)  # 007 is three numbers in a row, which no rule allows
+# ------------------------------------------------------------------------------------- the verifier
+_TOKEN = re.compile(r"0|[1-9][0-9]{0,5}|[-+*/()]")  # 007: three numbers in a row, which none allows
+_SIGN = re.compile(r"([-+*/()=])")
 _END = "end"  # follows the last token
 
 
@@ -406,8 +380,7 @@ def _apply(left: Fraction, op: str, right: Fraction) -> Fraction:
 
 
 class _Parser:
-    """Value and numbers of a bare expression by recursive descent: each token is taken once, depth
-    at most MAX_DEPTH."""
+    """Value and numbers of a bare expression; takes each token once, depth at most MAX_DEPTH."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.position, self.numbers = [*tokens, _END], 0, []
@@ -423,11 +396,12 @@ class _Parser:
         return self.tokens[self.position - 1]
 
     def _expression(self, depth: int) -> Fraction:
-        return self._left_associative(
-            lambda: self._left_associative(lambda: self._atom(depth), "*/"), "+-"
-        )
+        return self._left_associative(lambda: self._term(depth), "+-")
 
-    def _left_associative(self, operand, operators: str) -> Fraction:
+    def _term(self, depth: int) -> Fraction:
+        return self._left_associative(lambda: self._atom(depth), "*/")
+
+    def _left_associative(self, operand: Callable[[], Fraction], operators: str) -> Fraction:
         value = operand()
         while self.tokens[self.position] in operators:
             value = _apply(value, self._take(), operand())
@@ -453,14 +427,10 @@ def _whole(tokens: list[str]) -> int:
 
 
 def _evaluate_running(text: str) -> tuple[Fraction, list[int]]:
-    """Value and numbers of ``5*8=40+6=46``: every equation must be true, every result must be the
-    next left operand."""
+    """Value and numbers of ``5*8=40+6=46``: true equations, each result the next left operand."""
     first, *parts = [_tokens(part) for part in text.split("=")]
     numbers = [_whole(first[:1])]
-    value, step = (
-        Fraction(numbers[0]),
-        first[1:],
-    )  # a step is what follows a result: operator, number
+    value, step = Fraction(numbers[0]), first[1:]  # a step follows a result: operator, number
     for part in parts:
         if not step or step[0] not in "+-*/":
             raise _Malformed
@@ -475,27 +445,26 @@ def _evaluate_running(text: str) -> tuple[Fraction, list[int]]:
 
 
 def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
-    """(value, numbers used, in order) of a response, exactly; None if it is not in the grammar or
-    states a false equation.
+    """(value, numbers used, in order) of a response, exactly; None if malformed or false.
 
-    A division by zero, a text of more than ``MAX_CHARACTERS`` and an object that is no text are
-    None as well. Never raises, never evaluates code. The work is bounded: at most MAX_CHARACTERS
+    That is: not in the grammar, or stating a false equation. A division by zero, a text of more
+    than ``MAX_CHARACTERS`` and an object that is no text are None as well. Never raises, never
+    evaluates code. The work is bounded: at most MAX_CHARACTERS
     tokens, each taken once, and at most as many operations on fractions whose terms stay below
     2^256 (the product of the literals times 2 an operation).
     """
     if not isinstance(response, str) or not 0 < len(response) <= MAX_CHARACTERS:
         return None
     try:
-        return (
-            _evaluate_running(response) if "=" in response else _Parser(_tokens(response)).parse()
-        )
+        if "=" in response:
+            return _evaluate_running(response)
+        return _Parser(_tokens(response)).parse()
     except (_Malformed, ZeroDivisionError):
         return None
 
 
 def tagged_answer(response: str) -> str:
-    """What stands between the one <answer> and the one </answer> of a response; "" if there is not
-    exactly one of each.
+    """What stands between the one <answer> and the one </answer>; "" if there is not one of each.
 
     Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
     and is no number.
@@ -503,24 +472,19 @@ def tagged_answer(response: str) -> str:
     if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
         return ""
     answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    return (
-        "".join(part.strip(" ") for part in re.split(r"([-+*/()=])", answer.strip()))
-        if closing
-        else ""
-    )
+    return "".join(part.strip(" ") for part in _SIGN.split(answer.strip())) if closing else ""
 
 
 def reward(puzzle: Puzzle, response: str, kind: str) -> float:
-    """Reward of a response, by the name of the rule; ValueError for another name. A response is the
-    answer, without tags.
+    """Reward of a response, the answer without tags, by a rule; ValueError for another rule.
 
-    strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0 otherwise. The rule as
-                 it is usually described.
+    strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0
+                 otherwise. The rule as it is usually described.
     binary       1 solved; 0 otherwise.
-    any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters included; 0 for no answer.
-                 The rule of published code, which pays for an answer tag whatever it holds. Such
-                 code computes the value with ``eval`` and allows 1e-5; what is solved is exact
-                 here, under each of the three names.
+    any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters
+                 included; 0 for no answer. The rule of published code, which pays for an answer tag
+                 whatever it holds. Such code computes the value with ``eval`` and allows 1e-5; what
+                 is solved is exact here, under each of the three names.
     """
     _check_choice("task.reward", kind, REWARDS)
     result = evaluate(response)
@@ -532,16 +496,12 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
     return 0.1 if kind == "any_answer" and isinstance(response, str) and response else 0.0
 
 
-# -------------------------------------------------------------------------------------------------------- the tokenizer
+# ------------------------------------------------------------------------------------ the tokenizer
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of characters, in transformers' own format: 20 characters, [PAD], [MASK], [EOS].
 
-
-def tokenizer() -> Any:
-    """A character-level tokenizer in transformers' own format: 20 characters, [PAD], [MASK], [EOS];
-    pads on the left.
-
-    A character outside the alphabet becomes [PAD].
+    It pads on the left. A character outside the alphabet becomes [PAD].
     """
-    # Imported here: the task itself needs neither, and they take a second.
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -549,11 +509,7 @@ def tokenizer() -> Any:
     raw = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
+    words = {"pad_token": PAD, "mask_token": MASK, "eos_token": EOS, "padding_side": "left"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token=PAD,
-        mask_token=MASK,
-        eos_token=EOS,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=raw, **words, clean_up_tokenization_spaces=False
     )

@@ -1,0 +1,131 @@
+"""Every row of the table on every config that ships: accepted, or refused for the one reason that a config can give."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from minidrl import config, rehearsal
+from minidrl.__main__ import main
+from minidrl.methods import METHODS, has_option
+
+FOLDER = Path(__file__).parents[1] / "tiny_configs"
+FILES = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+TRAINING = {name: data for name, data in FILES.items() if "model" in data}
+# Rows whose states share a forward, all blocks of them: of a network without blocks there is no such forward.
+STAIRCASES = {"stabledrl-block", "trace-block"}
+NO_BLOCKS = "sampler.attention: got 'bidirectional'; allowed block_causal, as {} scores all blocks at once"
+
+
+def in_blocks(data: dict) -> bool:
+    return data["sampler"].get("attention") == "block_causal"
+
+
+def chosen(file: str, name: str) -> config.Train:
+    return config.load(config.Train, FOLDER / file, {"method": name})
+
+
+def test_what_ships_is_what_is_tried():
+    assert len(TRAINING) >= 7 and {in_blocks(data) for data in TRAINING.values()} == {True, False}
+    assert all("network" in data for name, data in FILES.items() if name not in TRAINING), "the others are for pretrain"
+    assert STAIRCASES <= set(METHODS)
+
+
+@pytest.mark.parametrize("file", TRAINING)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_is_accepted_or_needs_blocks_that_the_config_does_not_have(name, file):
+    settings = chosen(file, name)
+    if name in STAIRCASES and not in_blocks(TRAINING[file]):
+        with pytest.raises(ValueError) as error:
+            rehearsal.method_of(settings)
+        assert str(error.value) == NO_BLOCKS.format(name)
+    else:
+        assert rehearsal.method_of(settings).name == name
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in TRAINING])
+def test_the_configs_of_bases_are_accepted(name):
+    settings, shares = config.load(config.Pretrain, FOLDER / name), ("hit_share", "late_hit_share")
+    assert set(shares) <= set(FILES[name]["task"]) and all(0 < getattr(settings.task, share) < 1 for share in shares)
+
+
+# --------------------------------------------------------------------------------------- options of a row that is not run
+
+
+@pytest.mark.parametrize("file", TRAINING)
+@pytest.mark.parametrize("name", METHODS)
+def test_options_that_a_row_lacks_are_left_out_in_one_line_that_names_them(name, file, capfd):
+    data = TRAINING[file]
+    own, options = data.get("method", "reinforce"), data.get("method_options", {})
+    kept = {key: value for key, value in options.items() if name == own or has_option(METHODS[name], key)}
+    left = [key for key in options if key not in kept]
+    assert chosen(file, name).method_options == kept
+    said = f"minidrl: method_options: {name} has no {', '.join(left)}, which the file sets for {own}: left out\n"
+    assert capfd.readouterr() == ("", said if left else "")
+
+
+def test_some_are_left_out():
+    """Else the test above sees nothing."""
+    lacking = [(file, name) for file, data in TRAINING.items() for name in METHODS for key in data.get("method_options", {})
+               if not has_option(METHODS[name], key)]  # fmt: skip
+    assert len(lacking) > 10
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A config with two options of its row; there is no model, and none is needed to be refused."""
+    data = TRAINING["countdown_cpu.yaml"] | {"method": "egspo", "device": "cpu", "model": str(tmp_path / "nowhere")}
+    data["method_options"] = {"plan.num_states": 2, "plan.shared": True}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def test_both_are_named(run, capfd):
+    settings = config.load(config.Train, run, {"method": "ppo-released"})
+    assert settings.method_options == {"plan.num_states": 2}
+    assert capfd.readouterr().err == (
+        "minidrl: method_options: ppo-released has no plan.shared, which the file sets for egspo: left out\n"
+    )
+    assert config.load(config.Train, run, {"method": "gspo", "seed": 3}).method_options == {"plan.num_states": 2}
+    capfd.readouterr()
+    assert config.load(config.Train, run, {"method": "tracerl"}).method_options == {}
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "tracerl has no plan.num_states, plan.shared, which the file sets for egspo" in said
+
+
+def test_the_row_of_the_file_keeps_its_options_without_a_word(run, capfd):
+    wanted = {"plan.num_states": 2, "plan.shared": True}
+    assert config.load(config.Train, run).method_options == wanted
+    assert config.load(config.Train, run, {"method": "egspo"}).method_options == wanted
+    assert capfd.readouterr().err == ""
+
+
+def test_only_the_first_process_says_so(run, capfd, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert config.load(config.Train, run, {"method": "tracerl"}).method_options == {}
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("key", ["plan.shared", "plan.num_states", "objective.cap", "nonsense"])
+def test_an_option_of_the_command_line_that_the_row_lacks_is_refused(key, run, capfd):
+    before = sorted(run.parent.rglob("*"))
+    words = ["train", str(run), "--out", str(run.parent / "out"), "--method", "tracerl", f"--method_options.{key}", "3"]
+    assert main(words) == 2
+    *notice, refusal = capfd.readouterr().err.splitlines()
+    assert refusal.startswith(f"minidrl: method_options.{key}: no such option of tracerl; allowed plan.merge")
+    assert all(line.startswith("minidrl: method_options: tracerl has no plan.") for line in notice) and len(notice) == 1
+    assert sorted(run.parent.rglob("*")) == before
+
+
+def test_options_given_whole_replace_those_of_the_file(run, capfd):
+    """Then nothing is left out: what is given and does not fit is a mistake."""
+    assert main(["memory", str(run), "--method", "tracerl", "--method_options", "{plan.shared: true}"]) == 2
+    assert capfd.readouterr().err.startswith("minidrl: method_options.plan.shared: no such option of tracerl; allowed ")
+
+
+def test_a_file_whose_own_row_lacks_an_option_is_refused(run, capfd):
+    run.write_text(run.read_text().replace("plan.shared", "plan.shred"))
+    assert main(["memory", str(run)]) == 2
+    assert capfd.readouterr().err.startswith("minidrl: method_options.plan.shred: no such option of egspo; allowed ")
