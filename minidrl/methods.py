@@ -483,6 +483,13 @@ row("espo", "ESPO (arXiv 2512.03759) and its code (ML-GSAI/ESPO)", "one ELBO rat
   credit=P(leave_one_out), kl=KL("k2", 0.01, of="per_token"),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
 
+row("ebpo-block", "EBPO (arXiv 2602.08676), eq. 4 and 5", "one block-ELBO ratio a sequence",
+  differs="the report gives no numbers: clip, masks and credit as in a re-implementation (DARE)",
+  plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", reduction="sequence",
+  credit=P(group_z_score, ddof=1, eps=1e-06),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+
 # fmt: on
 
 

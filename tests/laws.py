@@ -1430,9 +1430,9 @@ class Formula:
     def centred(self, b: int) -> float:
         return self.reward[b] - sum(self.group(b)) / 4
 
-    def z_score(self, b: int) -> float:
+    def z_score(self, b: int, eps: float = 1e-4) -> float:
         mean = sum(self.group(b)) / 4
-        return self.centred(b) / (math.sqrt(sum((r - mean) ** 2 for r in self.group(b)) / 3) + 1e-4)
+        return self.centred(b) / (math.sqrt(sum((r - mean) ** 2 for r in self.group(b)) / 3) + eps)
 
     def tokens(self, model: Any, k: int, b: int, temperature: float = 1.0) -> dict[int, Tensor]:
         return token_logps(model, self.rollout, self.plan, k, b, temperature)
@@ -1667,7 +1667,7 @@ def law_clips_of_the_rows(alg: ModuleType) -> None:
     two_sided = dict.fromkeys(("replay-grpo", "trace-block", "grpo", "ppo", "ppo-released", "tracerl", "mdpo"), (0.8, 1.2))
     two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released"), (0.5, 1.5))
     two_sided |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
-    two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28), "spo": (0.8, 1.2), "espo": (0.8, 1.2)}
+    two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28), "spo": (0.8, 1.2), "espo": (0.8, 1.2), "ebpo-block": (0.8, 1.2)}
     caps = dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
     caps |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0), "stabledrl-released": (0.0, 5.0)}
     caps |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))

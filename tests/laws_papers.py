@@ -34,3 +34,23 @@ def espo(f: Formula) -> Tensor:
         ratio = ((new - old.detach()) / 4).exp()
         total = total + f.clipped(ratio, f.centred(b) * 4 / 3, 0.2, 0.2) + 0.01 * (new - ref.detach()).square() / 8
     return total / 8
+
+
+# ---------------------------------------------------------------------------------------------------------------- EBPO
+
+
+@formula("ebpo-block")
+def ebpo_block(f: Formula) -> Tensor:
+    """PPO on exp(change of the sum over the blocks of their ELBOs); blocks of two positions."""
+
+    def elbo(model: Any, b: int) -> Tensor:
+        total, count = 0.0, len(f.states) // 2
+        for k in f.states:
+            logp = f.tokens(model, k, b)
+            if logp:
+                block = next(iter(logp)) // 2
+                n = int(f.rollout.keep[b, 2 * block : 2 * block + 2].sum())
+                total = total + n / (count * len(logp)) * sum(logp.values())
+        return total
+
+    return sum(f.clipped((elbo(f.new, b) - elbo(f.old, b).detach()).exp(), f.z_score(b, 1e-6), 0.2, 0.2) for b in f.rows) / 8
