@@ -483,6 +483,32 @@ def _distinct_blocks(
     return order.gather(1, turn).T[..., None]
 
 
+def coupled_plan(
+    rollout: Rollout, generator: torch.Generator, *, low: float, high: float
+) -> Plan:
+    """(2.9) Three states: everything hidden, a random mask S, its complement.
+
+    Each token is scored twice, weights 1/2 with everything hidden and 1/(2r) in S, or
+    1/(2 (1-r)) in the complement; S holds each position with probability r ~ U(low,
+    high), one r for the batch. To be reduced at the level "position". Source: coupled
+    sampling of coupled-GRPO (DiffuCoder, arXiv 2506.20639), read in its code: 0.2 to
+    0.8. Bias: the weights of a token add up to more than 1 (5/4 or more), so its ll is
+    an estimate on a larger scale, and a ratio of it a power of one.
+    """
+    if not 0 < low <= high < 1:
+        raise ValueError(f"plan.low: got {low} to {high}; allowed 0 < low <= high < 1")
+    r = low + (high - low) * float(_uniform((1,), generator, torch.device("cpu")))
+    keep = rollout.keep
+    chosen = _uniform(tuple(keep.shape), generator, keep.device) < r
+    scored = torch.stack([keep, keep & chosen, keep & ~chosen])
+    twice = torch.tensor([1.0, 1 / r, 1 / (1 - r)], dtype=torch.float64)
+    weight = twice.to(keep.device)[:, None] / 2
+    masked = torch.stack([torch.ones_like(keep), chosen, ~chosen]) | ~keep
+    hidden = _after_visible_prompt(rollout, masked)
+    weight = weight.to(rollout.logp.dtype).expand(-1, len(keep))
+    return Plan(hidden, scored, weight, scored.any(-1))
+
+
 # A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each
 # factor has an ELBO of its own, in states that hide some of block m and all that
 # follows. Where attention is block-causal, M such states, one a block, are one forward

@@ -41,6 +41,7 @@ from minidrl.algorithms import (
     block_replay_plan,
     complementary_plan,
     confident_clip,
+    coupled_plan,
     dppo,
     dppo_released,
     drpo,
@@ -489,6 +490,13 @@ row("ebpo-block", "EBPO (arXiv 2602.08676), eq. 4 and 5", "one block-ELBO ratio 
   anchor="old", reduction="sequence",
   credit=P(group_z_score, ddof=1, eps=1e-06),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+
+row("coupled-grpo", "DiffuCoder (arXiv 2506.20639) and its code", "token ratios of coupled masks",
+  differs="token mean over the global batch, there over the micro-batch; padding is hidden here",
+  plan=P(coupled_plan, low=0.2, high=0.8),
+  anchor="old", refresh="paired", reduction="position", kl=KL("k3", 0.01),
+  credit=P(leave_one_out),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
 
 # fmt: on
 

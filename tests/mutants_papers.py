@@ -13,4 +13,11 @@ MUTANTS: list[Mutant] = [
     # ---------------------------------------------------------------------------------------------------------------- EBPO
     Mutant("10.1", 'reduction="sequence"', 'reduction="step"', "law_methods", where="row.ebpo-block"),
     Mutant("10.1", "credit=P(group_z_score, ddof=1", "credit=P(group_z_score, ddof=0", "law_methods", where="row.ebpo-block"),
+    # --------------------------------------------------------------------------------------------------------- coupled-GRPO
+    Mutant("2.9", "[1.0, 1 / r, 1 / (1 - r)]", "[1.0, 1 / (1 - r), 1 / r]", "law_coupled_plan"),
+    Mutant("2.9", "[1.0, 1 / r, 1 / (1 - r)]", "[0.0, 1 / r, 1 / (1 - r)]", "law_coupled_plan"),
+    Mutant("2.9", "keep & chosen, keep & ~chosen", "keep & chosen, keep & chosen", "law_coupled_plan"),
+    Mutant("2.9", "chosen, ~chosen]) | ~keep", "chosen, ~chosen])", "law_coupled_plan"),
+    Mutant("2.9", "(high - low) * float(", "high * float(", "law_coupled_plan"),
+    Mutant("10.1", 'reduction="position"', 'reduction="token"', "law_methods", where="row.coupled-grpo"),
 ]
