@@ -15,10 +15,12 @@ float64 throughout; exact comparisons to 1e-10.
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -1872,10 +1874,6 @@ def law_diagnostics(alg: ModuleType) -> None:
         assert alg.ratio_diagnostics(method, nothing, rollout, {"logp": ll}, anchor, adv) == {}, "no entries"
 
 
-# The laws of the method families, each in a file of its own; they register themselves.
-import laws_block  # noqa: E402, F401
-import laws_gdpo  # noqa: E402, F401
-import laws_stabledrl  # noqa: E402, F401
-import laws_steps  # noqa: E402, F401
-import laws_trust  # noqa: E402, F401
-import laws_zoo  # noqa: E402, F401
+# The laws of the method families: every file laws_*.py beside this one; they register themselves.
+for path in sorted(Path(__file__).parent.glob("laws_*.py")):
+    importlib.import_module(path.stem)
