@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minidrl import methods, oracle
-from minidrl.sampler import Sampler, generate
+from minidrl.sampler import ORDERS, Sampler, generate
 
 Law = Callable[[Any], None]
 LAWS: dict[str, Law] = {}
@@ -1599,6 +1599,65 @@ def law_method_loss_adds_the_penalty(alg: ModuleType) -> None:
                 u = (mine[i] - theirs[i]).item()
                 expected += {"k1": u, "k2": u * u / 2, "k3": math.exp(-u) - 1 + u}[form] / int(rollout.keep[b].sum())
         close(got, beta * expected / 8, form)
+
+
+@judges("10.1")
+def law_penalty_of_whole_likelihoods(alg: ModuleType) -> None:
+    """of log_likelihood: the penalty of whole log-likelihoods; of per_token: the same, divided once by the normaliser."""
+    drawn, old, new, ref, reward = experience()
+    rollout, base = alg.Rollout(**vars(drawn)), alg.METHODS["grpo"]
+    plan = base.plan(rollout, seeded(46))
+    logp, old_logp, ref_logp = (alg.features(model, rollout, plan, temperature=1.0)["logp"] for model in (new, old, ref))
+    whole = ((logp - ref_logp) * plan.scored).sum(-1) * plan.weight
+    adv = base.credit(reward, 4)
+    for normalizer, divisor in (("kept_length", rollout.lengths), ("padded_length", 4), ("none", 1)):
+        row = methods.with_options(base, {"normalizer": normalizer})
+        anchor = alg.reduced(row, plan, rollout, {"logp": old_logp})
+        free = alg.method_loss(row, plan, rollout, {"logp": logp}, adv, anchor, None)
+        for of, once in (("per_token", divisor), ("log_likelihood", 1)):
+            method = methods.with_options(row, {"kl.form": "k2", "kl.beta": 0.25, "kl.of": of})
+            target = alg.kl_target(method, plan, rollout, {"logp": ref_logp})
+            got = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, target) - free
+            close(got, 0.25 * (whole.sum(0).square() / 2 / once).mean(), f"{of}, {normalizer}")
+
+
+@judges("10.1")
+def law_draw(alg: ModuleType) -> None:
+    """A scheduled plan is told which share of the updates is done, 0 to 1, and given their common generator; others are not."""
+    told, base, noise, schedule = [], alg.METHODS["grpo"], seeded(1), seeded(2)
+    rollout = alg.Rollout(**vars(experience()[0]))
+
+    def plan(*given: Any, **words: Any) -> str:
+        told.append((given, words))
+        return "the plan"
+
+    for refresh in methods.CHOICES["refresh"]:
+        row = dataclasses.replace(base, refresh=refresh, plan=functools.partial(plan, merge=2))
+        for updates, shares in ((1, [0.0]), (2, [0.0, 1.0]), (4, [0.0, 1 / 3, 2 / 3, 1.0])):
+            told.clear()
+            for update in range(updates):
+                made = alg.draw(row, rollout, noise, update=update, updates=updates, schedule=schedule)
+                assert made == "the plan", f"{refresh}: what the plan returns is handed on"
+            for (given, words), share in zip(told, shares, strict=True):
+                assert given[0] is rollout and given[1] is noise and words.pop("merge") == 2, refresh
+                if refresh != "scheduled":
+                    assert not words, f"{refresh}: told {words}"
+                    continue
+                assert set(words) == {"progress", "schedule"} and words["schedule"] is schedule, "the common generator"
+                close(words["progress"], share, f"update of {updates}")
+    told.clear()
+    alg.draw(dataclasses.replace(base, refresh="scheduled", plan=functools.partial(plan)), rollout, noise)
+    assert told[0][1] == {"progress": 0.0, "schedule": None}, "one update, no schedule"
+
+
+@judges("10.1")
+def law_order_of_a_row(alg: ModuleType) -> None:
+    """A row is about any order, or about one of the sampler's; another word is refused."""
+    base = alg.METHODS["grpo"]
+    assert base.order == "any" and set(alg.CHOICES["order"]) == {"any", *ORDERS}
+    for order in ("any", *ORDERS):
+        assert dataclasses.replace(base, order=order).order == order
+    refuses(lambda: dataclasses.replace(base, order="sideways"), "order", "'sideways'", "left_to_right")
 
 
 @judges("10.1")

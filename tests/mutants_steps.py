@@ -376,6 +376,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("6.4", "    if lam < 0:\n", "    if lam < -1:\n", "law_stepwise_refusals"),
     Mutant("6.4", "if schedule not in SCHEDULES:", "if False:", "law_stepwise_refusals"),
+    Mutant("6.4", 'if center not in ("rank", "reward"):', "if False:", "law_stepwise_refusals"),
     Mutant("6.4", "1 + lam_k if normalize else", "1 + 2 * lam_k if normalize else", "law_stepwise_advantage_is_unbiased"),
     Mutant("6.4", "((1 + lam_k) * reward - lam_k", "(lam_k * reward - lam_k", "law_stepwise_advantage_is_unbiased"),
     Mutant(

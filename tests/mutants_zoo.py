@@ -85,13 +85,6 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("6.5", "x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)", "law_progress_advantage", where="_from_here_on"),
     Mutant("6.5", "step_reward[:-1]])", "step_reward[1:]])", "law_progress_advantage"),
-    Mutant(
-        "10.1",
-        'target = anchor if method.kl.target == "old" else ref',
-        "target = ref",
-        "law_methods_of_the_zoo",
-        where="penalty",
-    ),
     Mutant("6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(1) - 1 / 4", "law_softmax_contrast"),
     Mutant(
         "6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(0) - (-logits).softmax(0)", "law_softmax_contrast"
