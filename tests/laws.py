@@ -15,10 +15,12 @@ float64 throughout; exact comparisons to 1e-10.
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from minidrl import methods, oracle
-from minidrl.sampler import Sampler, generate
+from minidrl.sampler import ORDERS, Sampler, generate
 
 Law = Callable[[Any], None]
 LAWS: dict[str, Law] = {}
@@ -1610,6 +1612,65 @@ def law_method_loss_adds_the_penalty(alg: ModuleType) -> None:
 
 
 @judges("10.1")
+def law_penalty_of_whole_likelihoods(alg: ModuleType) -> None:
+    """of log_likelihood: the penalty of whole log-likelihoods; of per_token: the same, divided once by the normaliser."""
+    drawn, old, new, ref, reward = experience()
+    rollout, base = alg.Rollout(**vars(drawn)), alg.METHODS["grpo"]
+    plan = base.plan(rollout, seeded(46))
+    logp, old_logp, ref_logp = (alg.features(model, rollout, plan, temperature=1.0)["logp"] for model in (new, old, ref))
+    whole = ((logp - ref_logp) * plan.scored).sum(-1) * plan.weight
+    adv = base.credit(reward, 4)
+    for normalizer, divisor in (("kept_length", rollout.lengths), ("padded_length", 4), ("none", 1)):
+        row = methods.with_options(base, {"normalizer": normalizer})
+        anchor = alg.reduced(row, plan, rollout, {"logp": old_logp})
+        free = alg.method_loss(row, plan, rollout, {"logp": logp}, adv, anchor, None)
+        for of, once in (("per_token", divisor), ("log_likelihood", 1)):
+            method = methods.with_options(row, {"kl.form": "k2", "kl.beta": 0.25, "kl.of": of})
+            target = alg.kl_target(method, plan, rollout, {"logp": ref_logp})
+            got = alg.method_loss(method, plan, rollout, {"logp": logp}, adv, anchor, target) - free
+            close(got, 0.25 * (whole.sum(0).square() / 2 / once).mean(), f"{of}, {normalizer}")
+
+
+@judges("10.1")
+def law_draw(alg: ModuleType) -> None:
+    """A scheduled plan is told which share of the updates is done, 0 to 1, and given their common generator; others are not."""
+    told, base, noise, schedule = [], alg.METHODS["grpo"], seeded(1), seeded(2)
+    rollout = alg.Rollout(**vars(experience()[0]))
+
+    def plan(*given: Any, **words: Any) -> str:
+        told.append((given, words))
+        return "the plan"
+
+    for refresh in methods.CHOICES["refresh"]:
+        row = dataclasses.replace(base, refresh=refresh, plan=functools.partial(plan, merge=2))
+        for updates, shares in ((1, [0.0]), (2, [0.0, 1.0]), (4, [0.0, 1 / 3, 2 / 3, 1.0])):
+            told.clear()
+            for update in range(updates):
+                made = alg.draw(row, rollout, noise, update=update, updates=updates, schedule=schedule)
+                assert made == "the plan", f"{refresh}: what the plan returns is handed on"
+            for (given, words), share in zip(told, shares, strict=True):
+                assert given[0] is rollout and given[1] is noise and words.pop("merge") == 2, refresh
+                if refresh != "scheduled":
+                    assert not words, f"{refresh}: told {words}"
+                    continue
+                assert set(words) == {"progress", "schedule"} and words["schedule"] is schedule, "the common generator"
+                close(words["progress"], share, f"update of {updates}")
+    told.clear()
+    alg.draw(dataclasses.replace(base, refresh="scheduled", plan=functools.partial(plan)), rollout, noise)
+    assert told[0][1] == {"progress": 0.0, "schedule": None}, "one update, no schedule"
+
+
+@judges("10.1")
+def law_order_of_a_row(alg: ModuleType) -> None:
+    """A row is about any order, or about one of the sampler's; another word is refused."""
+    base = alg.METHODS["grpo"]
+    assert base.order == "any" and set(alg.CHOICES["order"]) == {"any", *ORDERS}
+    for order in ("any", *ORDERS):
+        assert dataclasses.replace(base, order=order).order == order
+    refuses(lambda: dataclasses.replace(base, order="sideways"), "order", "'sideways'", "left_to_right")
+
+
+@judges("10.1")
 def law_normalizers(alg: ModuleType) -> None:
     """none, kept_length and padded_length divide ll by 1, n and L; behaviour anchors need replay and its temperature."""
     drawn, _, new, _, _ = experience()
@@ -1667,7 +1728,13 @@ def law_clips_of_the_rows(alg: ModuleType) -> None:
     two_sided = dict.fromkeys(("replay-grpo", "trace-block", "grpo", "ppo", "ppo-released", "tracerl", "mdpo"), (0.8, 1.2))
     two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released", "coupled-grpo"), (0.5, 1.5))
     two_sided |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
-    two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28), "spo": (0.8, 1.2), "espo": (0.8, 1.2), "ebpo-block": (0.8, 1.2)}
+    two_sided |= {
+        "gspo": (0.9997, 1.0004),
+        "clip-higher": (0.8, 1.28),
+        "spo": (0.8, 1.2),
+        "espo": (0.8, 1.2),
+        "ebpo-block": (0.8, 1.2),
+    }
     caps = dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
     caps |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0), "stabledrl-released": (0.0, 5.0)}
     caps |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))
@@ -1882,11 +1949,6 @@ def law_diagnostics(alg: ModuleType) -> None:
         assert alg.ratio_diagnostics(method, nothing, rollout, {"logp": ll}, anchor, adv) == {}, "no entries"
 
 
-# The laws of the method families, each in a file of its own; they register themselves.
-import laws_block  # noqa: E402, F401
-import laws_gdpo  # noqa: E402, F401
-import laws_stabledrl  # noqa: E402, F401
-import laws_steps  # noqa: E402, F401
-import laws_trust  # noqa: E402, F401
-import laws_papers  # noqa: E402, F401
-import laws_zoo  # noqa: E402, F401
+# The laws of the method families: every file laws_*.py beside this one; they register themselves.
+for path in sorted(Path(__file__).parent.glob("laws_*.py")):
+    importlib.import_module(path.stem)

@@ -85,7 +85,9 @@ def coupled_grpo(f: Formula) -> Tensor:
     """A clipped ratio a token of 1/2 [log p (all hidden) + 1/r or 1/(1-r) times log p (its mask hidden)], k3, token mean."""
     total = 0.0
     for b in f.rows:
-        at = {name: [f.tokens(model, k, b) for k in f.states] for name, model in (("new", f.new), ("old", f.old), ("ref", f.ref))}
+        at = {
+            name: [f.tokens(model, k, b) for k in f.states] for name, model in (("new", f.new), ("old", f.old), ("ref", f.ref))
+        }
         for i in at["new"][0]:
             new, old, ref = (
                 sum(f.plan.weight[k, b] * state[i] for k, state in enumerate(states) if i in state) for states in at.values()

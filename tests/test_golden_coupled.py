@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 import laws
+from judged import SHIPPED as alg
 from laws import double
-from minidrl import algorithms as alg
 from minidrl import methods
 from minidrl.oracle import TabularDenoiser, table_gradient
 from parity import cases, one_prompt, same

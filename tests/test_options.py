@@ -136,8 +136,12 @@ def test_a_penalty_against_the_old_policy_is_one_of_ratios():
     """Its ll under the ratio's normaliser is all that is known of the old policy."""
     old = {"kl.form": "k3", "kl.beta": 0.1, "kl.target": "old"}
     assert with_options(methods.METHODS["grpo"], old).kl == methods.KL("k3", 0.1, target="old")
-    refuses(lambda: with_options(methods.METHODS["grpo"], {**old, "kl.form": "exact"}), "kl.target", "'old'", "exact", "reference")
-    refuses(lambda: with_options(methods.METHODS["grpo"], {**old, "kl.of": "log_likelihood"}), "kl.of", "log_likelihood", "ratio")
+    refuses(
+        lambda: with_options(methods.METHODS["grpo"], {**old, "kl.form": "exact"}), "kl.target", "'old'", "exact", "reference"
+    )
+    refuses(
+        lambda: with_options(methods.METHODS["grpo"], {**old, "kl.of": "log_likelihood"}), "kl.of", "log_likelihood", "ratio"
+    )
     refuses(lambda: with_options(methods.METHODS["reinforce"], old), "kl.target", "'old'", "none", "reference")
     exact = {"kl.form": "exact", "kl.beta": 0.1, "kl.of": "log_likelihood"}
     refuses(lambda: with_options(methods.METHODS["grpo"], exact), "kl.of", "exact", "ratio")
