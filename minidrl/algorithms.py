@@ -503,7 +503,7 @@ def coupled_plan(
     scored = torch.stack([keep, keep & chosen, keep & ~chosen])
     twice = torch.tensor([1.0, 1 / r, 1 / (1 - r)], dtype=torch.float64)
     weight = twice.to(keep.device)[:, None] / 2
-    masked = torch.stack([torch.ones_like(keep), chosen, ~chosen]) | ~keep
+    masked = torch.stack([torch.ones_like(keep), chosen, ~chosen])
     hidden = _after_visible_prompt(rollout, masked)
     weight = weight.to(rollout.logp.dtype).expand(-1, len(keep))
     return Plan(hidden, scored, weight, scored.any(-1))

@@ -492,7 +492,7 @@ row("ebpo-block", "EBPO (arXiv 2602.08676), eq. 4 and 5", "one block-ELBO ratio 
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
 
 row("coupled-grpo", "DiffuCoder (arXiv 2506.20639) and its code", "token ratios of coupled masks",
-  differs="token mean over the global batch, there over the micro-batch; padding is hidden here",
+  differs="as its code, with the token mean over the global batch, there over the micro-batch",
   plan=P(coupled_plan, low=0.2, high=0.8),
   anchor="old", refresh="paired", reduction="position", kl=KL("k3", 0.01),
   credit=P(leave_one_out),

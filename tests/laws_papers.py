@@ -63,14 +63,14 @@ def ebpo_block(f: Formula) -> Tensor:
 
 @judges("2.9", "5.1")
 def law_coupled_plan(alg: ModuleType) -> None:
-    """All hidden, S, complement: every kept token in two of the three, weights 1/2, 1/2r, 1/2(1-r); r by its noise."""
+    """All hidden, S, complement, padding too; a kept token is scored in two; weights 1/2, 1/2r, 1/2(1-r); r by its noise."""
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
     u, r = double([[0.1, 0.9, 0.34, 0.36], [0.36, 0.34, 0.1, 0.9]]), 0.2 + 0.6 * 0.25
     with noise(alg, double([0.25]), u):
         plan = alg.coupled_plan(rollout, seeded(), low=0.2, high=0.8)
     inside = u < r
     close(plan.scored, torch.stack([rollout.keep, rollout.keep & inside, rollout.keep & ~inside]), "scored")
-    close(plan.hidden[..., 3:], torch.stack([inside | True, inside | ~rollout.keep, ~inside | ~rollout.keep]), "hidden")
+    close(plan.hidden[..., 3:], torch.stack([inside | True, inside, ~inside]), "hidden")
     assert not plan.hidden[..., :3].any() and not plan.replay
     close(plan.weight, double([[0.5] * 2, [0.5 / r] * 2, [0.5 / (1 - r)] * 2]), "weight")
     drawn = alg.coupled_plan(rollout_of(alg, [[1, 0, 2, 1]] * 4000), seeded(3), low=0.5, high=0.5)

@@ -17,7 +17,7 @@ MUTANTS: list[Mutant] = [
     Mutant("2.9", "[1.0, 1 / r, 1 / (1 - r)]", "[1.0, 1 / (1 - r), 1 / r]", "law_coupled_plan"),
     Mutant("2.9", "[1.0, 1 / r, 1 / (1 - r)]", "[0.0, 1 / r, 1 / (1 - r)]", "law_coupled_plan"),
     Mutant("2.9", "keep & chosen, keep & ~chosen", "keep & chosen, keep & chosen", "law_coupled_plan"),
-    Mutant("2.9", "chosen, ~chosen]) | ~keep", "chosen, ~chosen])", "law_coupled_plan"),
+    Mutant("2.9", "chosen, ~chosen])", "chosen, chosen])", "law_coupled_plan"),
     Mutant("2.9", "(high - low) * float(", "high * float(", "law_coupled_plan"),
     Mutant("10.1", 'reduction="position"', 'reduction="token"', "law_methods", where="row.coupled-grpo"),
 ]
