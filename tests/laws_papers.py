@@ -8,7 +8,6 @@ from torch import Tensor
 
 from laws import Formula, close, double, formula, judges, mean_is, noise, refuses, rollout_of, seeded
 
-
 # ------------------------------------------------------------------------------------------------------------ JustGRPO
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, distributed, gradient, runs, sampler, trainer
+from minidrl import config, denoiser, distributed, gradient, sampler, trainer
 from minidrl import features as feat
 from minidrl.__main__ import _report, main
 from minidrl.launch import LocalError, RunError
