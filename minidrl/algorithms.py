@@ -1738,6 +1738,38 @@ def regression(
     return _surrogate(loss, (u < low) | (u > high))
 
 
+@declares(reinforce_on_policy=True)
+def tangent(
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    bound: float,
+) -> Surrogate:
+    """(8.16) PPO's dual clip (8.6) of a bound on adv ratio that is a mean over masks.
+
+    d = ll - anchor of one mask. In the place of the ratio: 1 + d where adv > 0 (the
+    tangent of exp), exp(d) elsewhere (Jensen): so that the mean over the masks, taken
+    outside, lies below adv exp(mean d), and each mask can be back-propagated by itself,
+    at constant memory. Value and gradient are those of the ratio on policy. Source:
+    BGPO, boundary-guided policy optimization (arXiv 2510.11683); clip and dual clip as
+    in a re-implementation (DARE), its own code was not read. Levels "state", "pair".
+    """
+    _check_above("bound", bound, 1)
+    d = log_ratio(ll, anchor)
+    ratio = torch.where(adv > 0, 1 + d, d.exp())
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
+    beyond = (adv < 0) & (ratio > bound)
+    cut = ((adv > 0) & above) | ((adv < 0) & below) | beyond
+    loss = -torch.minimum(ratio * adv, clipped * adv)
+    loss = torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)
+    return _surrogate(loss, cut, (adv < 0) & above & ~beyond)
+
+
 # ======================================================================= 9. Aggregation
 #
 # How losses per entry become one number decides how much a long response counts. Papers

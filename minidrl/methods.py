@@ -66,6 +66,7 @@ from minidrl.algorithms import (
     softmax_contrast,
     spo,
     stepwise_advantage,
+    tangent,
     topk_divergence,
     truncated_is,
 )
@@ -102,7 +103,7 @@ CHOICES = {
 RECORDS = {
     "none": (),
     "greedy": ("one_step",),
-    "sampled": ("one_step_sampled",),
+    "sampled": ("one_step", "one_step_sampled"),
     "topk_logp": ("topk",),
 }
 
@@ -498,6 +499,13 @@ row("coupled-grpo", "DiffuCoder (arXiv 2506.20639) and its code", "token ratios 
   credit=P(leave_one_out),
   objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
 
+row("bgpo", "BGPO (arXiv 2510.11683)", "a linear bound of the ratio, mask by mask",
+  differs="numbers, clips and padded length as in a re-implementation (DARE); strata a response",
+  plan=P(elbo_count_plan, num_states=16, domain="keep", strata=True),
+  anchor="old", reduction="state", normalizer="padded_length",
+  credit=P(group_z_score, ddof=1, eps=1e-06),
+  objective=P(tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="length_weighted")
+
 # fmt: on
 
 
@@ -794,8 +802,8 @@ def _check_like(key: str, value: Any, present: Any) -> None:
 
 
 def _numbers(method: Method) -> list[str]:
-    # The keywords of the components, but for those that something else decides: a word that is None,
-    # and what a plan is told.
+    # The keywords of the components, but for those that something else decides: a word that is
+    # None, and what a plan is told.
     parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
     words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
     given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]

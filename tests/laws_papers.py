@@ -1,12 +1,27 @@
 """Laws and published losses of papers that came by the path of CONTRIBUTING.md; they register themselves in laws.LAWS."""
 
+import itertools
+import math
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laws import Formula, close, double, formula, judges, mean_is, noise, refuses, rollout_of, seeded
+from laws import (
+    Formula,
+    close,
+    coefficients,
+    double,
+    formula,
+    judges,
+    mean_is,
+    noise,
+    normal,
+    refuses,
+    rollout_of,
+    seeded,
+)
 
 # ------------------------------------------------------------------------------------------------------------ JustGRPO
 
@@ -94,4 +109,44 @@ def coupled_grpo(f: Formula) -> Tensor:
             gap = ref.detach() - new
             adv = f.centred(b) * 4 / 3
             total = total + f.clipped((new - old.detach()).exp(), adv, 0.5, 0.5) + 0.01 * (gap.exp() - gap - 1)
+    return total / sum(f.length)
+
+
+# ---------------------------------------------------------------------------------------------------------------- BGPO
+
+
+@judges("8.16")
+def law_tangent(alg: ModuleType) -> None:
+    """Its mean over masks lies below adv exp(mean d), with equality at d = 0 in value and gradient; dual clip by hand."""
+    wide = {"epsilon_low": 1e9, "epsilon_high": 1e9, "bound": 1e9}
+    d = normal(6, 5, seed=110, scale=0.7)
+    for a in (1.5, -2.0):
+        adv = torch.full_like(d, a)
+        below = -alg.tangent(d, 0 * d, adv, 1, **wide).loss.mean(0)
+        assert bool((below <= a * d.mean(0).exp() + 1e-12).all()), f"adv {a}: no bound"
+        close(coefficients(lambda x, adv=adv: alg.tangent(x, 0 * d, adv, 1, **wide), 0 * d), -adv, "on policy")
+    cases = [(r, a) for r in (-0.5, 0.1, 0.7, 1.0, 1.25, 2.5, 4.0) for a in (2.0, -3.0, 0.0)]
+    at = double([r - 1 if a > 0 else math.log(abs(r)) for r, a in cases])
+    adv = double([a for _, a in cases])
+    found = coefficients(
+        lambda x: alg.tangent(x, 0 * x.detach(), adv, 1, epsilon_low=0.2, epsilon_high=0.3, bound=3.0), at
+    )
+    for (r, a), slope in zip(cases, found.tolist(), strict=True):
+        r = r if a > 0 else abs(r)
+        dead = (a > 0 and r > 1.3) or (a < 0 and (r < 0.8 or r > 3.0))
+        close(slope, 0.0 if dead else -a * (1 if a > 0 else r), f"ratio {r}, adv {a}")
+    refuses(lambda: alg.tangent(at, at, adv, 1, **{**wide, "bound": 1.0}), "objective.bound", "1.0")
+
+
+@formula("bgpo")
+def bgpo(f: Formula) -> Tensor:
+    """Mask by mask: d = change of n/count sum log p over L, clipped 1 + d or exp d; mean of the masks, weighted by tokens."""
+    total, count = 0.0, len(f.states)
+    for b, k in itertools.product(f.rows, f.states):
+        new, old = (f.tokens(model, k, b) for model in (f.new, f.old))
+        d = f.length[b] / len(new) * (sum(new.values()) - sum(old.values()).detach()) / 4
+        adv = f.z_score(b, 1e-6)
+        ratio = 1 + d if adv > 0 else d.exp()
+        clipped = f.clipped(ratio, adv, 0.2, 0.2) if ratio.item() <= 3.0 or adv > 0 else 0 * ratio
+        total = total + f.length[b] * clipped / count
     return total / sum(f.length)

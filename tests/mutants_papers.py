@@ -20,4 +20,11 @@ MUTANTS: list[Mutant] = [
     Mutant("2.9", "chosen, ~chosen])", "chosen, chosen])", "law_coupled_plan"),
     Mutant("2.9", "(high - low) * float(", "high * float(", "law_coupled_plan"),
     Mutant("10.1", 'reduction="position"', 'reduction="token"', "law_methods", where="row.coupled-grpo"),
+    # ---------------------------------------------------------------------------------------------------------------- BGPO
+    Mutant("8.16", "torch.where(adv > 0, 1 + d, d.exp())", "d.exp()", "law_tangent"),
+    Mutant("8.16", "torch.where(adv > 0, 1 + d, d.exp())", "torch.where(adv > 0, d.exp(), 1 + d)", "law_tangent"),
+    Mutant("8.16", "torch.minimum(loss, -bound * adv)", "loss", "law_tangent"),
+    Mutant("8.16", "((adv < 0) & below) | beyond", "((adv < 0) & below)", "law_cut_is_what_the_clip_does"),
+    Mutant("8.16", "@declares(reinforce_on_policy=True)", "@declares()", "law_objectives_are_what_they_declare"),
+    Mutant("10.1", 'reduction="state"', 'reduction="sequence"', "law_methods", where="row.bgpo"),
 ]
