@@ -509,6 +509,35 @@ def coupled_plan(
     return Plan(hidden, scored, weight, scored.any(-1))
 
 
+def scheduled_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    min_t: float,
+    domain: str,
+    progress: float,
+    schedule: torch.Generator | None = None,
+) -> Plan:
+    """(2.10) One mask whose share grows over the updates: t = t_0 + progress (1 - t_0).
+
+    t_0 ~ U(min_t, 1), one for the batch; ``progress`` runs from 0 at the first update on
+    a rollout to 1 at the last, where everything is hidden: a structured noising
+    schedule. t_0 comes from ``schedule``, which is the same for all of these updates
+    (None: from ``generator``). Each position of the domain is hidden with probability t
+    and, if hidden, scored, weight 1. Source: UniGRPO (MMaDA, arXiv 2505.15809) as
+    re-implemented in facebookresearch/igpo; the paper's own text was not read.
+    """
+    if not 0 <= min_t < 1:
+        raise _refused("plan.min_t", min_t, "0 up to, not including, 1")
+    inside = _domain(rollout, domain)
+    u = float(_uniform((1,), schedule or generator, torch.device("cpu")))
+    start = min_t + (1 - min_t) * u
+    t = start + progress * (1 - start)
+    masked = (_uniform(tuple(inside.shape), generator, inside.device) < t) & inside
+    one = torch.ones(1, len(inside), device=inside.device)
+    return _response_plan(rollout, masked[None], inside, one)
+
+
 # A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each
 # factor has an ELBO of its own, in states that hide some of block m and all that
 # follows. Where attention is block-causal, M such states, one a block, are one forward

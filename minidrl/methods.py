@@ -62,6 +62,7 @@ from minidrl.algorithms import (
     replay_plan,
     response_length,
     sandwich,
+    scheduled_plan,
     self_normalized_clip,
     softmax_contrast,
     spo,
@@ -505,6 +506,13 @@ row("bgpo", "BGPO (arXiv 2510.11683)", "a linear bound of the ratio, mask by mas
   anchor="old", reduction="state", normalizer="padded_length",
   credit=P(group_z_score, ddof=1, eps=1e-06),
   objective=P(tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="length_weighted")
+
+row("unigrpo", "UniGRPO (arXiv 2505.15809), facebookresearch/igpo", "masks grow over the updates",
+  differs="by that code: the paper was not read, its re-implementations disagree; padding scored",
+  plan=P(scheduled_plan, min_t=0.1, domain="all", progress=0.0),
+  anchor="old", refresh="scheduled", reduction="token", kl=KL("k3", 0.01),
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="entry_mean")
 
 # fmt: on
 

@@ -1583,6 +1583,9 @@ def law_methods_treat_prompts_apart(alg: ModuleType) -> None:
         whole = judged_gradient(alg, method, plan, rollout, reward)[0]
         kept = [int(drawn.keep[:4].sum()), int(drawn.keep[4:].sum())]
         by_tokens = method.aggregation in ("token_mean", "length_weighted")
+        if method.aggregation == "entry_mean":
+            present = alg.entries(plan, method.reduction)[0]
+            kept, by_tokens = [int(present[:, :4].sum()), int(present[:, 4:].sum())], True
         share = [n / sum(kept) for n in kept] if by_tokens else [0.5, 0.5]
         close(share[0] * part(torch.arange(4)) + share[1] * part(torch.arange(4, 8)), whole, f"{name}: prompts")
         close(part(torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])), whole, f"{name}: order")
@@ -1729,13 +1732,8 @@ def law_clips_of_the_rows(alg: ModuleType) -> None:
     two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released"), (0.5, 1.5))
     two_sided |= {"coupled-grpo": (0.5, 1.5)}
     two_sided |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
-    two_sided |= {
-        "gspo": (0.9997, 1.0004),
-        "clip-higher": (0.8, 1.28),
-        "spo": (0.8, 1.2),
-        "espo": (0.8, 1.2),
-        "ebpo-block": (0.8, 1.2),
-    }
+    two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28)}
+    two_sided |= dict.fromkeys(("spo", "espo", "ebpo-block", "unigrpo"), (0.8, 1.2))
     caps = dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
     caps |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0), "stabledrl-released": (0.0, 5.0)}
     caps |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))

@@ -128,9 +128,7 @@ def law_tangent(alg: ModuleType) -> None:
     cases = [(r, a) for r in (-0.5, 0.1, 0.7, 1.0, 1.25, 2.5, 4.0) for a in (2.0, -3.0, 0.0)]
     at = double([r - 1 if a > 0 else math.log(abs(r)) for r, a in cases])
     adv = double([a for _, a in cases])
-    found = coefficients(
-        lambda x: alg.tangent(x, 0 * x.detach(), adv, 1, epsilon_low=0.2, epsilon_high=0.3, bound=3.0), at
-    )
+    found = coefficients(lambda x: alg.tangent(x, 0 * x.detach(), adv, 1, epsilon_low=0.2, epsilon_high=0.3, bound=3.0), at)
     for (r, a), slope in zip(cases, found.tolist(), strict=True):
         r = r if a > 0 else abs(r)
         dead = (a > 0 and r > 1.3) or (a < 0 and (r < 0.8 or r > 3.0))
@@ -150,3 +148,42 @@ def bgpo(f: Formula) -> Tensor:
         clipped = f.clipped(ratio, adv, 0.2, 0.2) if ratio.item() <= 3.0 or adv > 0 else 0 * ratio
         total = total + f.length[b] * clipped / count
     return total / sum(f.length)
+
+
+# ------------------------------------------------------------------------------------------------------------- UniGRPO
+
+
+@judges("2.10")
+def law_scheduled_plan(alg: ModuleType) -> None:
+    """Hidden where the noise is below t_0 + progress (1 - t_0), and scored there; everything at the last update."""
+    rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
+    u, start = double([[0.1, 0.69, 0.71, 0.9], [0.9, 0.71, 0.69, 0.1]]), 0.2 + 0.8 * 0.25
+    for progress, domain in itertools.product((0.0, 0.5, 1.0), ("all", "keep")):
+        with noise(alg, double([0.25]), u):
+            plan = alg.scheduled_plan(rollout, seeded(), min_t=0.2, domain=domain, progress=progress)
+        inside = rollout.keep if domain == "keep" else rollout.keep | True
+        masked = (u < start + progress * (1 - start)) & inside
+        close(plan.scored, masked[None], "scored")
+        close(plan.hidden[0], torch.cat([torch.zeros(2, 3).bool(), masked | ~inside], 1), "hidden")
+        close(plan.weight, [[1.0, 1.0]], "weight")
+        assert bool(masked.all()) == (progress == 1.0 and domain == "all") and not plan.replay
+    many = rollout_of(alg, [[1, 0, 2, 1]] * 4000)
+    same = [alg.scheduled_plan(many, seeded(i), min_t=0.1, domain="all", progress=0.0, schedule=seeded(9)) for i in (1, 2)]
+    share = 0.1 + 0.9 * torch.rand(1, generator=seeded(9), dtype=torch.float64).item()
+    for plan in same:
+        mean_is(plan.scored.double() - share, 0.0, "the share comes from the schedule")
+    assert not torch.equal(same[0].scored, same[1].scored), "the masks do not"
+    refuses(lambda: alg.scheduled_plan(rollout, seeded(), min_t=1.0, domain="all", progress=0.0), "plan.min_t", "1.0")
+
+
+@formula("unigrpo")
+def unigrpo(f: Formula) -> Tensor:
+    """A clipped ratio a hidden token, and k3, over the number of hidden tokens."""
+    total, count = 0.0, 0
+    for b in f.rows:
+        new, old, ref = (f.tokens(model, 0, b) for model in (f.new, f.old, f.ref))
+        for i in new:
+            gap = ref[i].detach() - new[i]
+            loss = f.clipped((new[i] - old[i].detach()).exp(), f.centred(b), 0.2, 0.2)
+            total, count = total + loss + 0.01 * (gap.exp() - gap - 1), count + 1
+    return total / count

@@ -27,4 +27,10 @@ MUTANTS: list[Mutant] = [
     Mutant("8.16", "((adv < 0) & below) | beyond", "((adv < 0) & below)", "law_cut_is_what_the_clip_does"),
     Mutant("8.16", "@declares(reinforce_on_policy=True)", "@declares()", "law_objectives_are_what_they_declare"),
     Mutant("10.1", 'reduction="state"', 'reduction="sequence"', "law_methods", where="row.bgpo"),
+    # ------------------------------------------------------------------------------------------------------------- UniGRPO
+    Mutant("2.10", "start + progress * (1 - start)", "start", "law_scheduled_plan"),
+    Mutant("2.10", "schedule or generator", "generator", "law_scheduled_plan"),
+    Mutant("2.10", "min_t + (1 - min_t) * u", "min_t + u", "law_scheduled_plan"),
+    Mutant("2.10", "inside.device) < t)", "inside.device) > t)", "law_scheduled_plan"),
+    Mutant("10.1", 'aggregation="entry_mean"', 'aggregation="token_mean"', "law_methods", where="row.unigrpo"),
 ]

@@ -36,7 +36,8 @@ def test_every_number_of_every_row_can_be_replaced_by_itself(name):
     row = methods.METHODS[name]
     parts = {part: getattr(row, part) for part in ("plan", "credit", "objective", "extra") if getattr(row, part)}
     options = {f"{part}.{key}": value for part, p in parts.items() for key, value in p.keywords.items()}
-    options.pop("objective.form" if name == "dppo-topk" else "", None)  # None: the row says it elsewhere, in extra.form
+    for elsewhere in {"dppo-topk": ["objective.form"], "unigrpo": ["plan.progress"]}.get(name, []):
+        del options[elsewhere]  # said by extra.form, and by the trainer
     options |= {key: getattr(row, key) for key in SHARED} | (
         {f"kl.{k}": v for k, v in row.kl._asdict().items()} if row.kl else {}
     )
