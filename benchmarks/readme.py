@@ -1,4 +1,4 @@
-"""Rewrite the generated tables of README.md and docs/*.md: `python benchmarks/readme.py`.
+"""Rewrite the generated tables of README.md and docs/*.md, and docs/index.md: `python benchmarks/readme.py`.
 
 A table stands between <!-- name --> and <!-- /name -->, on any one of these pages.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from minidrl import cards, estimators, tables
+from minidrl import cards, estimators, index, tables
 
 ROOT = Path(__file__).parent.parent
 MAP_COLUMNS = ("method", "likelihood", "ratio", "anchor", "objective", "advantage", "source")
@@ -23,8 +23,9 @@ def map_rows() -> list[dict[str, str]]:
     """The map without numbers and without the rows that reproduce released code."""
     rows = [row for row in cards.method_rows() if not row["method"].endswith("-released")]
     short = {key: lambda text: re.sub(r"\([^)]*\)", "", text) for key in ("likelihood", "objective", "advantage")}
-    short["source"] = lambda text: ", ".join(re.findall(r"arXiv (\d{4}\.\d{5})", text))
-    return [{key: short.get(key, str)(row[key]) for key in MAP_COLUMNS} for row in rows]
+    short["source"] = lambda text: ", ".join(dict.fromkeys(index.ARXIV.findall(text)))
+    cited = [row | {"source": f"{row['source']} {row['differs']}"} for row in rows]
+    return [{key: short.get(key, str)(row[key]) for key in MAP_COLUMNS} for row in cited]
 
 
 def parts() -> dict[str, str]:
@@ -58,3 +59,4 @@ if __name__ == "__main__":
     for name, table in parts().items():
         page = page_of(name, pages())
         page.write_text(written(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
+    index.PAGE.write_text(index.page(), encoding="utf-8")

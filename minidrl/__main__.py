@@ -34,6 +34,15 @@ def _report(error: Exception, status: int) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    settings = ""  # the class of minidrl.config whose keys --help lists
+
+    def format_help(self) -> str:
+        if not self.settings:
+            return super().format_help()
+        from minidrl import index
+
+        return f"{super().format_help()}\n{index.settings_help(self.settings)}\n"
+
     def error(self, message: str):
         print(f"minidrl: {message}; see python -m minidrl --help", file=sys.stderr)
         raise SystemExit(2)
@@ -57,10 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         (
             "train",
             _train,
-            "reinforcement learning; any setting can be given as --key value or --section.key value",
+            "reinforcement learning; any setting can be given as --key value",
         ),
     ):
         sub = verb(name, run, text)
+        sub.settings = name.capitalize()
         sub.add_argument("config")
         sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
         sub.add_argument(
@@ -115,15 +125,13 @@ def _parser() -> argparse.ArgumentParser:
         "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training",
     )
     sub.add_argument("runs", nargs="+", help="folders of finished runs")
-    for name, run, text in (
-        (
-            "estimators",
-            _estimators,
-            "bias, std and network calls of every likelihood estimator against the exact values",
-        ),
-        ("methods", _methods, "every method as a row of its components"),
-    ):
-        verb(name, run, text).add_argument("--json", action="store_true")
+    text = "bias, std and network calls of every likelihood estimator against the exact values"
+    verb("estimators", _estimators, text).add_argument("--json", action="store_true")
+    sub = verb("methods", _methods, "every method; with a name, that method's card")
+    sub.add_argument("name", nargs="?", help="a row of the table")
+    sub.add_argument("--json", action="store_true")
+    text = "the lines that implement a tag, a term, an arXiv number or a method"
+    verb("where", _where, text).add_argument("word", nargs="+")
     verb("tasks", _tasks, "what can be trained on, and how it is judged")
     return parser
 
@@ -274,11 +282,28 @@ def _estimators(arguments, overrides) -> None:
 
 
 def _methods(arguments, overrides) -> None:
-    from minidrl import cards
+    from minidrl import index
 
     _no_overrides(overrides)
-    rows = cards.method_rows()
-    print(json.dumps(rows) if arguments.json else cards.method_table(rows))
+    if not arguments.name and not arguments.json:
+        print(index.method_list())
+        return
+    if arguments.name:
+        index.row_place(arguments.name)  # a wrong name is answered before torch is imported
+    from minidrl import cards
+
+    if arguments.name:
+        told = cards.card(arguments.name)
+        print(json.dumps(told) if arguments.json else cards.card_text(told))
+    else:
+        print(json.dumps(cards.method_rows()))
+
+
+def _where(arguments, overrides) -> None:
+    from minidrl import index
+
+    _no_overrides(overrides)
+    print(index.answer(" ".join(arguments.word)))
 
 
 def _tasks(arguments, overrides) -> None:

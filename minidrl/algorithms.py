@@ -240,9 +240,10 @@ def mean_field_plan(
     """(2.1) One state, the whole response hidden: ll = sum_i log p(y_i | everything
     hidden).
 
-    Source: diffu-GRPO (d1, arXiv 2504.12216, section 3.1 and code): one network call;
-    prompt tokens are hidden with probability ``p_mask_prompt`` so that several updates
-    on one rollout see different inputs. Bias: with p_mask_prompt = 0 this is the ELBO's
+    Source: diffu-GRPO (d1, arXiv 2504.12216, section 3.1 and code): the mean-field
+    approximation by one-step unmasking, one network call. Random prompt masking: prompt
+    tokens are hidden with probability ``p_mask_prompt`` so that several updates on one
+    rollout see different inputs. Bias: with p_mask_prompt = 0 this is the ELBO's
     integrand at t = 1, no bound on log p in general; it ignores every dependence
     between the response's tokens.
     """
@@ -267,10 +268,12 @@ def elbo_time_plan(
     """(2.2) ELBO in its time form: t ~ U(min_t, 1), each position hidden with
     probability t, weight 1/t.
 
-    Source: LLaDA (arXiv 2502.09992) and its pre-training code, which uses min_t = 1e-3.
-    Bias: min_t (B - g(0)) to first order, g(0) = n times the mean logp of a single
-    hidden token; unbiased at min_t = 0, where the variance is infinite: a lone hidden
-    token at t -> 0 gets the weight 1/t. Prefer (2.3).
+    The evidence lower bound (ELBO) whose negative is the pre-training loss of masked
+    diffusion; t, the timestep, is the mask ratio (linear noise schedule). Source: LLaDA
+    (arXiv 2502.09992) and its pre-training code, which uses min_t = 1e-3. Bias: min_t
+    (B - g(0)) to first order, g(0) = n times the mean logp of a single hidden token;
+    unbiased at min_t = 0, where the variance is infinite: a lone hidden token at t -> 0
+    gets the weight 1/t. Prefer (2.3).
     """
     _check_count("plan.num_states", num_states)
     if not 0 <= min_t < 1:
@@ -294,12 +297,13 @@ def elbo_count_plan(
     """(2.3) ELBO in its count form: l ~ U{1..n} positions hidden, chosen uniformly,
     weight n/l.
 
-    Source: LLaDA, likelihood evaluation. It is (2.2) with t integrated out: same mean,
-    finite and smaller variance. ``strata``: the K counts of a sequence come from K
-    equal strata of (0, 1], one uniform draw in each (floor arithmetic on float64, no
-    rounding to even). Still unbiased, because the strata's mixture is uniform; never a
-    larger variance. Bias: none, for every K. Equals the exact log-likelihood when the
-    model's conditionals come from one joint distribution.
+    Source: LLaDA, likelihood evaluation; one mask for each count, as VRPO (arXiv
+    2505.19223) advises. It is (2.2) with t integrated out: same mean, finite and
+    smaller variance. ``strata``, stratified sampling: the K counts of a sequence come
+    from K equal strata of (0, 1], one uniform draw in each (floor arithmetic on
+    float64, no rounding to even). Still unbiased, because the strata's mixture is
+    uniform; never a larger variance. Bias: none, for every K. Equals the exact
+    log-likelihood when the model's conditionals come from one joint distribution.
     """
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
@@ -320,11 +324,12 @@ def complementary_plan(
     (n+1)/(n-l), each pair averaged.
 
     Source: ESPO (arXiv 2512.03759, code); the pairing is coupled sampling of DiffuCoder
-    (arXiv 2506.20639). Every token is scored exactly once in a pair. The count must
-    include 0 so that l and n - l have the same law; the weight n+1 repairs the mean.
-    Bias: none. Variance: per token never larger than that of two independent masks; for
-    the sequence's sum there is no such guarantee: it gains where the mean logp moves
-    steadily with the count, and loses on short irregular models.
+    (coupled-GRPO, arXiv 2506.20639): two complementary masks, an antithetic pair. Every
+    token is scored exactly once in a pair. The count must include 0 so that l and n - l
+    have the same law; the weight n+1 repairs the mean. Bias: none. Variance: per token
+    never larger than that of two independent masks; for the sequence's sum there is no
+    such guarantee: it gains where the mean logp moves steadily with the count, and
+    loses on short irregular models.
     """
     _check_count("plan.num_states", num_states, 2)
     if num_states % 2:
@@ -389,9 +394,11 @@ def quadrature_plan(
     floor        k = floor(t n) positions, weight 1/t: the released code; a node with
                  k = 0 is lost
 
-    Variance: sum of w_n^2 Var(.|t_n) / masks: that of the time is gone. Bias: for
-    bernoulli the quadrature error alone (2.5); with floor a constant logp is estimated
-    as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72 at n = 8 and three nodes.
+    Source: GDPO (arXiv 2510.08554): SDMC is Monte Carlo over masks, quadrature over
+    times. Variance: sum of w_n^2 Var(.|t_n) / masks: of the two parts of the law of
+    total variance, that of the time is gone. Bias: for bernoulli the quadrature error
+    alone (2.5); with floor a constant logp is estimated as sum_n w_n floor(t_n n) /
+    (t_n n) of it, 0.72 at n = 8 and three nodes.
     """
     _check_count("plan.masks_per_node", masks_per_node)
     if counts not in COUNTS:
@@ -437,9 +444,9 @@ def block_plan(
     Prompt and earlier blocks are hidden token by token with probability ``p_mask``;
     every hidden token up to EOS is scored. The blocks of a response's states are drawn
     without replacement while they last. Weight n / (K hidden): the mean log-probability
-    of a hidden token, times n. Source: SPG (arXiv 2510.09541), released code of
-    StableDRL. Bias: no bound on log p; it weighs the states by how a block-wise sampler
-    passes through them.
+    of a hidden token, times n. Source: block-wise masking of SPG (arXiv 2510.09541),
+    released code of StableDRL. Bias: no bound on log p; it weighs the states by how a
+    block-wise sampler passes through them.
     """
     _check_count("plan.num_states", num_states)
     _check_count("plan.block_length", block_length)
@@ -479,7 +486,7 @@ def _distinct_blocks(
 # A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each
 # factor has an ELBO of its own, in states that hide some of block m and all that
 # follows. Where attention is block-causal, M such states, one a block, are one forward
-# over [prompt; clean response; noisy response]: the staircase mask of denoiser.py.
+# over [prompt; clean response; noisy response]: the staircase mask (4.3).
 
 
 def block_elbo_plan(
@@ -497,7 +504,8 @@ def block_elbo_plan(
     independently of the other blocks. Bias: none towards that sum, which is at most log
     p of the sampler that finishes block after block, one random position at a time. One
     block of the whole length is (2.3); blocks of one token are exact: the likelihood
-    from left to right. Source: BD3-LM (arXiv 2503.09573); StableDRL (arXiv 2603.06743).
+    from left to right. Source: block diffusion, BD3-LM (arXiv 2503.09573); StableDRL
+    (arXiv 2603.06743).
     """
     _check_count("plan.num_states", num_states)
     inside, block = _domain(rollout, domain), block_numbers(rollout)
@@ -518,7 +526,7 @@ def block_elbo_plan(
 
 
 def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
-    """The number of the block in which each position lies."""
+    """The block of the sampler to which each response position belongs, from 0."""
     place = torch.arange(rollout.response.shape[1], device=rollout.response.device)
     return place // rollout.sampler.block_length
 
@@ -542,7 +550,7 @@ def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
 
 
 def record(rollout: Rollout, name: str) -> Tensor:
-    """What the sampler recorded under this name; ValueError where it did not."""
+    """What the sampler recorded under a name; ValueError where it did not."""
     if name not in rollout.records:
         wanted = "the method must ask the sampler for it (needs)"
         raise ValueError(f"records: the rollout holds no record {name!r}; {wanted}")
@@ -550,7 +558,7 @@ def record(rollout: Rollout, name: str) -> Tensor:
 
 
 def num_steps(rollout: Rollout) -> int:
-    """T, the steps of the sampler; without its settings, those that were taken."""
+    """T, the steps of the sampler; without one, those that the trajectory has."""
     if rollout.sampler is None:
         return int(rollout.unmask_step.max()) + 1
     return rollout.sampler.num_steps
@@ -599,8 +607,9 @@ def replay_plan(
     tokens; needs the record ``entropy``) leaves out the steps whose action was all but
     certain. What is lost is at most 2 max|A| sum of their entropies (per unit of logit
     gradient), and what remains is unbiased where the positions to reveal are known
-    before the draw (random or fixed order). Source: policy gradients on the denoising
-    process, e.g. d2, TraceRL, EGSPO. Bias: see above.
+    before the draw (random or fixed order). Source: policy gradients of the denoising
+    MDP (Markov decision process: a state is the partly hidden text, an action reveals
+    tokens), by trajectory replay, e.g. d2, TraceRL, EGSPO. Bias: see above.
     """
     last = _last_deciding_step(rollout)
     every = torch.arange(int(last.max()) + 1, device=last.device)
@@ -652,8 +661,9 @@ def entropy_plan(
     actions: such a selection is biased even where that bound holds. ``shared``: the
     steps of highest mean entropy in the batch, the same for all responses, which is all
     but fixed. Needs the record ``entropy``. ``weight`` of a state: sum = 1; mean = 1/K;
-    token_mean = 1/(K tokens of the step). Source: EGSPO (arXiv 2603.12554); the
-    released code selects per trajectory and averages. No rescaling by T/K.
+    token_mean = 1/(K tokens of the step). Source: entropy-guided step selection of
+    EGSPO (arXiv 2603.12554); the released code selects per trajectory and averages. No
+    rescaling by T/K.
     """
     _check_num_states(rollout, num_states)
     if weight not in ("sum", "mean", "token_mean"):
@@ -686,7 +696,8 @@ def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> 
     A segment's tokens are all scored in the state before its first step. merge = 1 is
     (3.1), merge = T the mean field (2.1) of the revealed tokens. Not a replay: the
     sampler drew the later tokens of a segment knowing the earlier ones. Source: TraceRL
-    (arXiv 2509.06949, shrinkage), d2 (arXiv 2509.21474, StepMerge).
+    (trajectory-aware RL, arXiv 2509.06949, its shrinkage), d2 (arXiv 2509.21474,
+    StepMerge).
     """
     _check_count("plan.merge", merge)
     steps = torch.div(rollout.unmask_step, merge, rounding_mode="floor")
@@ -784,7 +795,7 @@ def _expectation(
 
 
 def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
-    """log softmax at temperature 1, in float32: what a sampler compares."""
+    """log softmax at temperature 1, float32: what confidence orders compare."""
     return (logits - logits.logsumexp(-1, keepdim=True)).float()
 
 
@@ -959,8 +970,9 @@ def reduce_logp(
                            2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
 
-    ``normalizer`` (B,) or (K, B) divides ll: None for the log-likelihood itself, the
-    length for the geometric mean per token that GSPO-style ratios use. It changes a
+    This is what makes a token-level, step-level or sequence-level ratio. ``normalizer``
+    (B,) or (K, B) divides ll, length normalisation: None for the log-likelihood itself,
+    the length for the geometric mean per token that GSPO-style ratios use. It changes a
     ratio by the power 1/length, so it is never implied.
     """
     if level not in LEVELS:
@@ -1010,10 +1022,10 @@ def eubo(
     the h positions hidden in some state.
 
     Source: SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as in the
-    plans of section 2. Bias: it is no upper bound. The inequality behind it holds up to
-    a constant, and a mean of K states inside the logarithm is biased down (Jensen): it
-    may lie below the ELBO of the same states. A surrogate that pushes rare tokens of
-    bad answers harder.
+    plans of section 2. Bias: it is no upper bound. The inequality behind it, from a
+    Renyi divergence, holds up to a constant, and a mean of K states inside the
+    logarithm is biased down (Jensen): it may lie below the ELBO of the same states. A
+    surrogate that pushes rare tokens of bad answers harder.
     """
     seen = plan.scored.any(0)
     terms = beta * logp + plan.weight[..., None].log()
@@ -1040,8 +1052,9 @@ def sandwich(
     the gradient flows through.
 
     A lower bound is safe to raise and, so the argument goes, an upper bound is what to
-    lower (but see (5.2)). The EUBO gets ll's normaliser. Source: SPG; StableDRL, which
-    keeps the plain ELBO in its ratio. omega = 0: the ELBO for all.
+    lower (but see (5.2)). The EUBO gets ll's normaliser. Source: SPG, sandwiched policy
+    gradient; StableDRL, which keeps the plain ELBO in its ratio. omega = 0: the ELBO
+    for all.
     """
     upper = eubo(feature["logp"], plan, beta=eubo_beta) / normalizer[:, None]
     return {"score": torch.where(adv > 0, ll, omega * upper + (1 - omega) * ll)}
@@ -1069,8 +1082,10 @@ def group_mean(
 ) -> Float[Tensor, " B"]:
     """(6.1) adv = reward - mean of its prompt's group, no standard deviation.
 
-    Source: Dr. GRPO (arXiv 2503.20783); d1, GDPO, StableDRL (code). Gradient: (N-1)/N
-    of the leave-one-out one, because the mean contains the sample itself.
+    The group-relative advantage: the group's mean is the baseline, variance reduction
+    without a value network (critic). Source: Dr. GRPO (arXiv 2503.20783); d1, GDPO,
+    StableDRL (code). Gradient: (N-1)/N of the leave-one-out one, because the mean
+    contains the sample itself.
     """
     group = _groups(reward, num_generations)
     return (group - group.mean(1, keepdim=True)).flatten()
@@ -1082,9 +1097,10 @@ def group_z_score(
     """(6.2) adv = (reward - group mean) / (group std + eps), std with N - ddof in the
     denominator.
 
-    Source: GRPO (arXiv 2402.03300). A group of equal rewards has advantage 0. Papers
-    and code disagree on ``ddof`` (torch's default is 1) and ``eps``: both are required.
-    A group of one has no std: ddof must be below N.
+    Source: the group-relative advantage of GRPO (arXiv 2402.03300), reward
+    normalisation by the standard deviation. A group of equal rewards has advantage 0.
+    Papers and code disagree on ``ddof`` (torch's default is 1) and ``eps``: both are
+    required. A group of one has no std: ddof must be below N.
     """
     group = _groups(reward, num_generations)
     if not 0 <= ddof < num_generations:
@@ -1099,8 +1115,9 @@ def leave_one_out(
 ) -> Float[Tensor, " B"]:
     """(6.3) adv = reward - mean of the other N - 1 rewards of its group.
 
-    Source: RLOO (arXiv 2402.14740). The baseline is independent of the sample, so the
-    policy gradient stays unbiased. Equals N/(N-1) times ``group_mean``.
+    Source: the leave-one-out baseline of RLOO (arXiv 2402.14740). It is independent of
+    the sample, so the policy gradient stays unbiased. Equals N/(N-1) times
+    ``group_mean``.
     """
     group = _groups(reward, num_generations)
     if num_generations < 2:
@@ -1118,8 +1135,8 @@ def softmax_contrast(
     The weights of wd1: what the best KL-regularised policy would give the samples, less
     what the worst would, so that a likelihood weighted with them needs no ratio. They
     sum to 0 in each group; for small A they are 2 psi A / N, and saturate for large A.
-    Source: wd1, weighted policy optimization (arXiv 2507.08838), read in its code, which
-    has psi = 1. Loss with (8.1): a sum over the group, "group_sum".
+    Source: wd1, weighted policy optimization (arXiv 2507.08838), read in its code,
+    which has psi = 1. Loss with (8.1): a sum over the group, "group_sum".
     """
     group = _groups(reward, num_generations)
     logits = psi * (group - group.mean(1, keepdim=True))
@@ -1153,14 +1170,15 @@ def stepwise_advantage(
     lam_k step_reward_k) / (1 + lam_k).
 
     ``step_reward`` is the reward of the text that the state before step k would become
-    in one step: an estimate of the state's value at no network call. It is a control
-    variate with coefficient lam/(1 + lam): exact samplers stay unbiased for any lam.
-    ``normalize`` false leaves the division out: the gradient counts 1 + lam times.
-    ``schedule`` linear: lam_k = lam time, time = step / T. Groups are centred rank by
-    rank (members may stand at different steps there), over the valid ones. ``center``
-    reward: only the reward is centred, lam (reward - step_reward) is not. lam = 0:
-    ``group_mean`` in every row. Source: EGSPO-SA (arXiv 2603.12554). Linear and
-    normalised, a constant in all rewards leaves a trace where steps differ.
+    in one step (one-step denoising; the completion reward): an estimate of the state's
+    value at no network call. It is a control variate with coefficient lam/(1 + lam):
+    exact samplers stay unbiased for any lam. ``normalize`` false leaves the division
+    out: the gradient counts 1 + lam times. ``schedule`` linear: lam_k = lam time, time
+    = step / T. Groups are centred rank by rank (members may stand at different steps
+    there), over the valid ones. ``center`` reward: only the reward is centred, lam
+    (reward - step_reward) is not. lam = 0: ``group_mean`` in every row. Source:
+    EGSPO-SA (arXiv 2603.12554). Linear and normalised, a constant in all rewards leaves
+    a trace where steps differ.
     """
     if schedule not in SCHEDULES:
         raise _refused("credit.schedule", schedule, ", ".join(SCHEDULES))
@@ -1191,10 +1209,10 @@ def progress_advantage(
     """(6.5) A_k = (r_k - r_{k-1} + 1) + mean of the later rewards, z-scored over the
     group state by state; the others are 0.
 
-    r_k: reward of the completion of state k in one step, the last of the later ones the
-    final reward. Only the ``num_states`` states of a group with the largest sum of |A|
-    keep theirs: without a KL term no other costs the update a call. Source: MDPO (arXiv
-    2508.13148), code.
+    A process reward. r_k: reward of the completion of state k in one step, the last of
+    the later ones the final reward. Only the ``num_states`` states of a group with the
+    largest sum of |A| keep theirs: without a KL term no other costs the update a call.
+    Source: MDPO (arXiv 2508.13148), code.
     """
     rewards = torch.cat([step_reward * valid, reward[None]])  # r_1 .. r_K, final
     later = _from_here_on(rewards)[1:]
@@ -1233,9 +1251,12 @@ def log_ratio(
 ) -> Float[Tensor, "*s"]:
     """(7.1) log ratio = ll - anchor, nats. The anchor is data.
 
-    Equals 0 where both come from the same weights, plan and precision. With fresh masks
-    for the anchor it is noise even then: the ratio's mean exceeds 1 (Jensen) and its
-    tail is log-normal. That is no importance weight of anything.
+    exp of it is the importance ratio where the anchor is the behaviour policy's: it
+    corrects for the staleness of off-policy samples, or for the train-inference
+    mismatch between sampler and trainer. Equals 0 where both come from the same
+    weights, plan and precision. With fresh masks for the anchor it is noise even then:
+    the ratio's mean exceeds 1 (Jensen) and its tail is log-normal. That is no
+    importance weight of anything.
     """
     if anchor.requires_grad:
         raise ValueError("anchor: carries a gradient; old values are data, detach them")
@@ -1249,9 +1270,10 @@ def kl_term(
     reference). u = ll - ref.
 
     k1   u                 value unbiased; the gradient's mean is 0: useless as a loss
-    k2   u^2 / 2           value biased; gradient that of KL(policy || reference)
+    k2   u^2 / 2           value biased; gradient that of KL(policy || reference), the
+                           reverse KL
     k3   exp(-u) - 1 + u   value unbiased and >= 0; gradient that of the other
-                           direction, KL(reference || policy)
+                           direction, KL(reference || policy), the forward KL
 
     Source: Schulman's note on KL estimators (2020); k3 in GRPO, k2 in ESPO. The
     gradients are tested by enumeration.
@@ -1348,7 +1370,7 @@ def ppo_clip(
     """(8.2) loss = -min(ratio adv, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) adv).
 
     Gradient: -adv ratio grad ll, and 0 where adv > 0 and ratio > 1 + epsilon_high, or
-    adv < 0 and ratio < 1 - epsilon_low. The clip is conditional: with adv < 0 a large
+    adv < 0 and ratio < 1 - epsilon_low. Conditional clipping: with adv < 0 a large
     ratio passes, and its coefficient is unbounded. Source: PPO's clipped surrogate
     (arXiv 1707.06347); GRPO (arXiv 2402.03300); unequal sides: clip-higher, decoupled
     clip of DAPO (arXiv 2503.14476). Equals ``reinforce`` in gradient at ratio 1. With
@@ -1627,7 +1649,8 @@ def drpo(
     that of the authors' code, w stays within 0.92 and 1.08 and nothing is ever turned
     back. Source: DRPO, Divergence Regularized Policy Optimization (arXiv 2606.09821,
     eq. 8 and 9): a smooth, advantage-weighted quadratic regularizer in place of the
-    mask. Penalises, in expectation, the squared distance of the distributions.
+    mask, a smooth penalty for a hard edge. Penalises, in expectation, the squared
+    distance of the distributions.
     """
     _check_above("delta", delta, 0)
     ratio, mu, pi = log_ratio(ll, anchor).exp(), anchor.exp(), ll.detach().exp()
@@ -1677,10 +1700,11 @@ def regression(
     """(8.15) loss = (clip(u, log(1 - epsilon_low), log(1 + epsilon_high)) / L - psi
     adv)^2.
 
-    u = ll - anchor of one mask pair. The target psi adv is the log-ratio per position
-    that the best KL-regularised policy would have. Gradient on policy: -2 psi adv grad
-    ll / L; 0 where the log-ratio of the whole response is beyond the clip, although it
-    is divided by L later. Source: GDSD (arXiv 2605.29398), code.
+    Regression of the log-ratio on the advantage. u = ll - anchor of one mask pair. The
+    target psi adv is the log-ratio per position that the best KL-regularised policy
+    would have. Gradient on policy: -2 psi adv grad ll / L; 0 where the log-ratio of the
+    whole response is beyond the clip, although it is divided by L later. Source: GDSD
+    (arXiv 2605.29398), code.
     """
     u = log_ratio(ll, anchor)
     low, high = math.log(1 - epsilon_low), math.log(1 + epsilon_high)
@@ -1720,8 +1744,8 @@ def aggregate(
     group_sum                  sum_b S_b / G               weights sum to 1 in a group
     entry_mean                 sum_b S_b / number of entries
 
-    Every normaliser is that of the global batch: it never depends on how the batch was
-    split for memory.
+    token_mean is DAPO's token-level loss, the token-mean loss. Every normaliser is that
+    of the global batch: it never depends on how the batch was split for memory.
     """
     present, weight = entries(plan, level)
     total = (loss * weight * present).sum((0, 2))

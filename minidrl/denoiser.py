@@ -102,8 +102,8 @@ class Denoiser(nn.Module):
     ) -> Float[Tensor, "N W D"]:
         """Hidden states of W of T tokens, the others being in ``cache``; the W are added to it.
 
-        ``crop`` undoes that. ``order`` lists the T places in a text: first those in the cache, as
-        they came there, then those of ``tokens``; None: as they stand.
+        A forward with a KV cache; ``crop`` undoes that. ``order`` lists the T places in a text:
+        first those in the cache, as they came there, then those of ``tokens``; None: as they stand.
 
         Exact for block-causal attention over whole blocks: no token sees a later block, so the past
         never changes, and the result is that of ``encode`` on all T tokens. Under bidirectional
@@ -206,7 +206,7 @@ def shifted(
     attention_mask: Bool[Tensor, "N T"] | None,
     column: Int[Tensor, " W"] | None = None,
 ) -> Float[Tensor, "N W D"]:
-    """The state of position i - 1 at position i; the first token keeps its own, as in Dream's code.
+    """Shift by one: the state of i - 1 at position i; the first token keeps its own, as in Dream.
 
     That code takes the first column for the first token. Here it is the first real token, so that a
     padded row equals the row alone; on rows without padding both are the same, and elsewhere they
@@ -379,8 +379,8 @@ def _switched_off(denoiser: Denoiser, name: str, *args: Any, **words: Any) -> Te
 def checkpoint_activations(denoiser: Denoiser) -> None:
     """Keep a hidden state a layer, and compute the rest again on the way back: the same gradient.
 
-    transformers' own switch. It costs one more forward; ``Denoiser`` sees to it that only a forward
-    with a graph pays.
+    Gradient checkpointing by transformers' own switch. It costs one more forward; ``Denoiser`` sees
+    to it that only a forward with a graph pays.
     """
     model = denoiser.model
     if hasattr(model, "activation_checkpointing_enable"):

@@ -55,10 +55,11 @@ def two_pass_backward(
 ) -> Backward:
     """Accumulate d loss_of(features) / d weights, with memory constant in the number of states.
 
-    ``size`` states go through the network at a time. ``feature``: what pass 1 would find, or
-    anything at which ``loss_of`` has the same gradient, where that can be had for less; None: pass
-    1 is made. Raises FloatingPointError for a loss that is not finite, ValueError for a network
-    that draws random numbers.
+    Gradients accumulate over the states; as in gradient checkpointing, what pass 1 did not keep is
+    computed again. ``size`` states go through the network at a time. ``feature``: what pass 1 would
+    find, or anything at which ``loss_of`` has the same gradient, where that can be had for less;
+    None: pass 1 is made. Raises FloatingPointError for a loss that is not finite, ValueError for a
+    network that draws random numbers.
     """
     refuse_random_modules(model)
     how = {"temperature": temperature, "size": size, "reference": reference}

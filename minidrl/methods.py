@@ -113,8 +113,9 @@ class Method:
 
     plan          the masked states: a function of (rollout, generator)
     refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all
-                  scored by the old weights first. independent: a new plan an update, the old value
-                  kept from its own plan (the ratio is then noise). scheduled: as paired, and the
+                  scored by the old weights first; both sides of a ratio share their masks, as in
+                  VRPO's antithetic sampling. independent: a new plan an update, the old value kept
+                  from its own plan (the ratio is then noise). scheduled: as paired, and the
                   plan is told how far the updates on this rollout have come (``progress``, 0 to 1)
                   and given a generator that is the same for all of them (``schedule``)
     order         the sampler's order that the row is about; another one is refused
@@ -475,6 +476,13 @@ row("justgrpo", "JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "tokens from
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(reinforce), aggregation="fixed_length")
 
+row("espo", "ESPO (arXiv 2512.03759) and its code (ML-GSAI/ESPO)", "one ELBO ratio a sequence",
+  differs="counts are not stratified over the rows of a call; beta as in its yaml (0.001 to 0.01)",
+  plan=P(complementary_plan, num_states=4, domain="all"),
+  anchor="old", refresh="paired", reduction="sequence", normalizer="padded_length",
+  credit=P(leave_one_out), kl=KL("k2", 0.01, of="per_token"),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+
 # fmt: on
 
 
@@ -520,8 +528,8 @@ def reduced(
 
 
 def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
-    """The sampler's own log-probabilities as anchor: what was really drawn, in the state in which
-    it was."""
+    """The sampler's own log-probabilities, those of the behaviour policy, as anchor: what was
+    really drawn, in the state in which it was."""
     if not plan.replay or method.temperature != "sampling" or "order_logp" in method.features:
         allowed = "replay plans scored at the sampling temperature, "
         allowed += "without order_logp (which the sampler does not record)"

@@ -327,7 +327,7 @@ def any_order_log_likelihood(
 
         p_AO(y) = mean over orders s of prod_j p(y_s(j) | y_s(1), .., y_s(j-1))
 
-    computed by the dynamic programme over hidden sets
+    an exact likelihood by dynamic programming over hidden sets:
 
         P({}) = 1,     P(M) = 1/|M| sum_{i in M} exp(ll_i(M)) P(M without i),     p_AO = P({0..L-1})
 
@@ -590,9 +590,10 @@ def trajectories(
     """Every trajectory of the block-wise sampler, with P(tau) = prod_s transition_s.
 
     Blocks of `block_length` positions are completed from left to right, each in block_length /
-    tokens_per_step steps of `transition`. All randomness is summed over: proposals, random
-    positions, and the tie rule. A trajectory is known by its response and its unmask_step; the
-    state before step s hides the positions whose unmask_step is -1 or >= s.
+    tokens_per_step steps of `transition`. All randomness is summed over, by brute-force
+    enumeration: proposals, random positions, and the tie rule. A trajectory is known by its
+    response and its unmask_step; the state before step s hides the positions whose unmask_step is
+    -1 or >= s.
 
     Args:
         order: "random", "low_confidence", "left_to_right" or "right_to_left".

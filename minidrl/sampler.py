@@ -449,9 +449,9 @@ def encode_block(
 ) -> Float[Tensor, "R W D"]:
     """Hidden states of the W positions from ``start``, the current block of a block-causal model.
 
-    ``cache`` holds a past of ``rows`` that does not change any more: the prompt, and the finished
-    blocks but the last, which is computed, and stays, with the first step of the block after it.
-    The current block is taken out again: it goes on changing.
+    The exact KV cache of block diffusion: ``cache`` holds a past of ``rows`` that does not change
+    any more: the prompt, and the finished blocks but the last, which is computed, and stays, with
+    the first step of the block after it. The current block is taken out again: it goes on changing.
     """
     width = settings.block_length
     end = trace.tokens.shape[1] - settings.length + start + width
@@ -473,11 +473,11 @@ def encode_rest(
 ) -> Float[Tensor, "R M D"]:
     """Hidden states of the M response positions from ``start`` to the last (dual: the block's).
 
-    ``cache`` is empty before the first step of a block, which computes all positions, these M at
-    the end. They are taken out again, so that the later steps meet the others' keys and values as
-    the first one left them: attention does not mind in which order keys are given, and their
-    positions are in them. Where predictions are shifted, all of this is so of the position before
-    the M, too.
+    The approximate KV caches of Fast-dLLM: prefix cache and dual cache. ``cache`` is empty before
+    the first step of a block, which computes all positions, these M at the end. They are taken out
+    again, so that the later steps meet the others' keys and values as the first one left them:
+    attention does not mind in which order keys are given, and their positions are in them. Where
+    predictions are shifted, all of this is so of the position before the M, too.
     """
     tokens, attention_mask = trace.tokens[rows], trace.attention_mask[rows]
     first = tokens.shape[1] - settings.length + start
@@ -588,7 +588,10 @@ def confidence(z: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Te
 def most_confident(
     conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int
 ) -> Int[Tensor, "R n"]:
-    """The n hidden candidates of highest confidence; ties (``topk`` has no rule) to the lower."""
+    """Low-confidence remasking: the n hidden candidates of highest confidence, ties to the lower.
+
+    ``topk`` promises no order on ties.
+    """
     ranked = conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True)
     return ranked.indices[:, :n]
 

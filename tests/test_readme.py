@@ -114,7 +114,7 @@ def test_every_command_is_documented(capsys):
         main(["--help"])
     verbs = re.search(r"\{([\w,]+)\}", capsys.readouterr().out).group(1).split(",")
     page = (ROOT / "docs" / "commands.md").read_text()
-    assert set(verbs) <= set(re.findall(r"^python -m minidrl (\w+)", page, re.MULTILINE))
+    assert set(verbs) == set(re.findall(r"^python -m minidrl (\w+)", page, re.MULTILINE))
 
 
 def test_nothing_is_left_to_fill_in(readme):

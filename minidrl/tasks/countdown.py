@@ -245,7 +245,7 @@ class Countdown:
     def _answer(self, response: str) -> str:
         return tagged_answer(response) if self.prompt_format == "chat" else response
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
+    def tokenizer(self) -> Any:
         """The characters of prompts and calculations."""
         return tokenizer()
 

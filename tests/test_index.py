@@ -1,0 +1,185 @@
+"""The index is read off the sources: nothing is missing, every line is right, and a term is found where it is implemented."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import judged
+from minidrl import config, index, methods, sampler
+from minidrl.__main__ import main
+from minidrl.tasks.countdown import Countdown
+
+ROOT = Path(__file__).parent.parent
+KNOWN = index.entries()
+COMMAND = "run `python -m minidrl.index`"
+
+
+def test_the_page_is_current():
+    assert index.PAGE.read_text(encoding="utf-8") == index.page(KNOWN), f"docs/index.md is not what the sources say: {COMMAND}"
+
+
+def missing(page: str) -> list[str]:
+    """The equations and rows without a line of their own in docs/index.md."""
+    wanted = [f"| ({tag}) |" for tag, _, _ in judged.equations()]
+    wanted += [f"| [`{name}`](../minidrl/methods.py#L" for name in methods.METHODS]
+    lines = page.splitlines()
+    return [start for start in wanted if sum(line.startswith(start) for line in lines) != 1]
+
+
+def test_every_equation_and_every_row_is_in_the_page():
+    assert missing(index.PAGE.read_text(encoding="utf-8")) == [], COMMAND
+
+
+@pytest.mark.parametrize("start", ["| (2.6) |", "| [`gdpo`]"])
+def test_an_equation_or_a_row_that_is_missing_is_seen(start):
+    page = index.page(KNOWN)
+    assert len(missing("\n".join(line for line in page.splitlines() if not line.startswith(start)))) == 1
+
+
+def test_every_line_is_where_the_name_is_defined():
+    sources = {}
+    for entry in KNOWN:
+        lines = sources.setdefault(entry.file, (ROOT / entry.file).read_text(encoding="utf-8").splitlines())
+        name, line = entry.name.rpartition(".")[2], lines[entry.line - 1]
+        if entry.kind == "row":
+            assert line == "row(" and f'"{name}"' in lines[entry.line], entry
+        elif entry.kind != "module":
+            assert name in line, entry
+        for paragraph in entry.prose:
+            for number, text in enumerate(paragraph.lines):
+                assert text in lines[paragraph.line - 1 + number], entry
+
+
+def test_every_row_and_its_functions_are_those_of_the_table():
+    rows = {entry.name: entry for entry in KNOWN if entry.kind == "row"}
+    assert list(rows) == list(methods.METHODS)
+    for name, method in methods.METHODS.items():
+        parts = {part: getattr(method, part) for part in index.PARTS}
+        assert rows[name].functions == {part: value.func.__name__ for part, value in parts.items() if value}
+        assert [paragraph.lines[0] for paragraph in rows[name].prose] == [method.title, method.source, method.differs]
+
+
+# Query and the name that comes first, with what else must be among the answers.
+FOUND = {
+    "SDMC": ("quadrature_plan", "gdpo"),
+    "unconditional clipping": ("self_normalized_weights", "self_normalized_clip"),
+    "Binary-TV mask": ("trust_mask", "dppo-tv"),
+    "2606.09821": ("drpo", "drpo"),
+    "arXiv:2510.08554": ("gdpo", "quadrature_plan"),
+    "8.13": ("drpo", "drpo"),
+    "(2.6)": ("quadrature_plan", "quadrature_plan"),
+    "gdpo": ("gdpo", "quadrature_plan"),
+    "quadrature_plan": ("quadrature_plan", "quadrature_plan"),
+    "two pass backward": ("two_pass_backward", "two_pass_backward"),
+}
+
+
+@pytest.mark.parametrize("query", FOUND)
+def test_a_term_is_found_where_it_is_implemented(query):
+    hits = [hit.entry.name for hit in index.where(query, KNOWN)]
+    first, also = FOUND[query]
+    assert hits[0] == first and also in hits and len(hits) <= index.MOST
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_a_method_is_its_row_and_the_lines_of_its_parts(name):
+    hits = [hit.entry for hit in index.where(name, KNOWN)]
+    method = methods.METHODS[name]
+    assert (hits[0].kind, hits[0].name) == ("row", name)
+    named = [entry.name for entry in hits if entry.room == "algorithms"]
+    assert {method.plan.func.__name__, method.objective.func.__name__, method.credit.func.__name__} <= set(named)
+
+
+@pytest.mark.parametrize("tag", sorted({tag for tag, _, _ in judged.equations()}))
+def test_a_tag_is_its_equation(tag):
+    (hit,) = index.where(tag, KNOWN)
+    assert hit.entry.tag == tag
+
+
+def test_spellings_and_hyphens_make_no_difference():
+    for queries in (
+        ("self-normalised weights", "self normalized weight", "SelfNormalized-weights"),
+        ("behaviour policy", "Behavior-Policy", "behaviour policies"),
+        ("low-confidence remasking", "low confidence remasking", "lowconfidence re-masking"),
+        ("Rényi divergence", "renyi divergences"),
+    ):
+        assert len({tuple(hit.entry.place for hit in index.where(query, KNOWN)[:1]) for query in queries}) == 1, queries
+
+
+def test_a_word_does_not_match_inside_others():
+    """ "tis" is neither in "that is" nor in "statistics"."""
+    text = index._Text(index.Paragraph(1, ("that is statistics, k - 1",)), index.plain)
+    assert text.phrase(["tis"]) is None and text.phrase(["k1"]) is not None and text.phrase(["thatis"]) is not None
+
+
+def test_the_line_that_matched_is_printed(capsys):
+    assert main(["where", "coupled", "sampling"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("minidrl/algorithms.py:") and "  complementary_plan  (2.4) ELBO from pairs" in first
+    number, _, text = second.strip().partition(": ")
+    assert "coupled sampling" in text
+    assert (ROOT / "minidrl" / "algorithms.py").read_text().splitlines()[int(number) - 1].strip() == text
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["quadrture"], "near: quadrature"),
+        (["gdpp"], "gdpo"),
+        (["stratfied", "sampling"], "near: stratified"),
+        (["xyzzyx"], "nothing is near"),
+        (["coupled", "staircase"], "not all in one place"),
+        (["--", "?"], "holds"),
+    ],
+)
+def test_an_unknown_word_is_one_line_with_the_nearest(words, near, capsys):
+    assert main(["where", *words]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("minidrl: where: got ") and error.count("\n") == 1 and near in error
+
+
+def test_no_room_is_imported():
+    """An answer is due within a second: index.py may import what is at hand, and tables.py."""
+    tree = ast.parse((ROOT / "minidrl" / "index.py").read_text())
+    froms = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in froms if name.startswith("minidrl")} == {"minidrl.tables"}
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert not {"torch", "numpy", "transformers"} & {name.partition(".")[0] for name in names | froms}
+
+
+# ------------------------------------------------------------------------------------------- the keys that --help lists
+
+
+def shown(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
+
+
+def expected(kind: type) -> dict[str, str]:
+    """{key: default} from the classes themselves."""
+    made = sampler.Sampler(order="random", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
+    settings, keys = kind(sampler=made), {}
+    required = [f.name for f in dataclasses.fields(made) if f.default is dataclasses.MISSING]
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if not dataclasses.is_dataclass(value):
+            keys[field.name] = shown(value)
+            continue
+        for inner in dataclasses.fields(value):
+            keys[f"{field.name}.{inner.name}"] = shown(getattr(value, inner.name))
+    keys |= {f"sampler.{name}": "(required)" for name in required}
+    return keys | {"task.name": Countdown.name}
+
+
+@pytest.mark.parametrize("kind", [config.Train, config.Pretrain])
+def test_help_lists_every_key_with_its_default(kind, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([kind.__name__.lower(), "--help"])
+    out, error = capsys.readouterr()
+    assert stopped.value.code == 0 and error == ""
+    lines = [line.split() for line in out.splitlines() if line.startswith("  --") and "default runs" not in line]
+    listed = {line[0].removeprefix("--"): line[1] for line in lines if line[0] not in ("--out", "--resume")}
+    assert listed == expected(kind)
