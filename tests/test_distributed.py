@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, distributed, gradient, runs, sampler, trainer
+from minidrl import config, denoiser, distributed, gradient, sampler, trainer
 from minidrl import features as feat
 from minidrl.__main__ import _report, main
 from minidrl.launch import LocalError, RunError
@@ -508,5 +508,10 @@ def test_without_torchrun_nothing_is_connected_and_nothing_copied():
     with distributed.process_group("cpu"):
         assert (distributed.num_processes(), distributed.rank(), torch.distributed.is_initialized()) == (1, 0, False)
         assert distributed.share_plan(plan) == (plan, None)
-        assert distributed.sum_shares(values, None) is distributed.keep_own(values, None) is distributed.from_main(values) is values
+        assert (
+            distributed.sum_shares(values, None)
+            is distributed.keep_own(values, None)
+            is distributed.from_main(values)
+            is values
+        )
         assert distributed.unsharded_copy(model) is distributed.empty_copy(model) is model

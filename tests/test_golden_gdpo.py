@@ -152,7 +152,9 @@ def test_diffu_grpo(case):
     method = d1_method(given)
     rollout, plan = one_prompt(given["keep"])
     logp = double(given["logp_new"]).requires_grad_()
-    anchor, ref = (methods.reduced(method, plan, rollout, {"logp": double(given[f"logp_{name}"])[None]}) for name in ("old", "ref"))
+    anchor, ref = (
+        methods.reduced(method, plan, rollout, {"logp": double(given[f"logp_{name}"])[None]}) for name in ("old", "ref")
+    )
     adv = methods.advantages(method, plan, rollout, double(given["rewards"]))
     same(adv, out["adv"], "adv")
     loss = methods.method_loss(method, plan, rollout, {"logp": logp[None]}, adv, anchor, ref)

@@ -57,7 +57,9 @@ def test_egspo_loss(case):
     plan = method.plan(rollout, laws.seeded())
     tokens = lambda values: {"logp": (values / n)[None, :, None].expand(1, rows, n)}  # noqa: E731
     new = double(given["step_logp_new"]).requires_grad_()
-    anchor, ref = (methods.reduced(method, plan, rollout, tokens(double(given[f"step_logp_{name}"]))) for name in ("old", "ref"))
+    anchor, ref = (
+        methods.reduced(method, plan, rollout, tokens(double(given[f"step_logp_{name}"]))) for name in ("old", "ref")
+    )
     loss = methods.method_loss(method, plan, rollout, tokens(new), double(given["adv"]), anchor, ref)
     same(loss, out["loss"], "loss")
     same(torch.autograd.grad(loss, new)[0], out["grad_step_logp_new"], "gradient")
@@ -167,7 +169,9 @@ def test_step_merge(case):
         methods.with_options(methods.METHODS["diffu-grpo-released"], options), plan=partial(alg.merged_plan, merge=merge)
     )
     keep = torch.tensor(given["keep"]).bool()
-    rollout = laws.rollout_of(SHIPPED, given["x"], keep, unmask_step=torch.tensor(given["unmask_step"]), num_generations=given["G"])
+    rollout = laws.rollout_of(
+        SHIPPED, given["x"], keep, unmask_step=torch.tensor(given["unmask_step"]), num_generations=given["G"]
+    )
     plan = method.plan(rollout, laws.seeded())
     for k, b in itertools.product(range(given["N"]), range(given["G"])):
         inside = [s == k for s in given["segment"][b]] if plan.valid[k, b] else [False] * given["L"]

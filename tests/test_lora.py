@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import test_loading
 import tiny
-from minidrl import checkpoints, config, denoiser, report, runs, trainer
+from minidrl import checkpoints, config, denoiser, report, trainer
 from minidrl.launch import RunError
 from minidrl.tasks.countdown import Countdown, tokenizer
 

@@ -450,9 +450,7 @@ def test_out_of_memory_leaves_the_last_checkpoint(wide, tmp_path, monkeypatch):
 
 def test_a_run_says_what_was_predicted_once_and_measures_nothing_on_a_cpu(wide, tmp_path, capfd, monkeypatch):
     settings = tiny.settings(wide, steps=3, save_every=1)
-    line = (
-        f"memory: predicted {memory.peak(memory.predicted_memory(settings)) / 1e9:.3f} GB at its peak, not measured on a CPU"
-    )
+    line = f"memory: predicted {memory.peak(memory.predicted_memory(settings)) / 1e9:.3f} GB at its peak, not measured on a CPU"
     step, told = trainer.Learner.step, []
 
     def second_fails(learner, number: int) -> dict:

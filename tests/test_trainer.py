@@ -89,7 +89,9 @@ def method_problem(learner: trainer.Learner) -> tuple[Problem, Callable[[], obje
     def loss_of(feature):
         return methods.method_loss(method, at.plan, rollout, feature, at.adv, at.anchor, at.ref)
 
-    problem = Problem(learner.model, rollout, at.plan, loss_of, learner._how()["temperature"], method.features, learner.reference)
+    problem = Problem(
+        learner.model, rollout, at.plan, loss_of, learner._how()["temperature"], method.features, learner.reference
+    )
     return problem, lambda: learner.update(experience, at.plan, at.adv, at.anchor, trainer.Clock())
 
 
@@ -511,9 +513,7 @@ def test_a_run_is_not_resumed_as_another_one(base, tmp_path, no_curve):
 
 def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, no_curve, monkeypatch):
     settings, out, save = tiny.settings(base, steps=3, save_every=1), tmp_path / "run", runs.save_file
-    monkeypatch.setattr(
-        runs, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path)
-    )
+    monkeypatch.setattr(runs, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path))
     with pytest.raises(KeyboardInterrupt):
         trainer.train(settings, out)
     assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2.part"}
