@@ -194,9 +194,8 @@ def measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
     if arguments.methods:
-        names = [
-            name for name in methods.METHODS if arguments.random or not block_wise(name)
-        ]  # the config's base is what it is
+        # The config's base is what it is.
+        names = [name for name in methods.METHODS if arguments.random or not block_wise(name)]
         names = names if arguments.methods == "all" else arguments.methods.split(",")
         rows = []
         for name in tqdm(names):

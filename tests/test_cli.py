@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import tiny
-from minidrl import cards, config, estimators, gradient, methods, oracle, rehearsal, report, trainer
+from minidrl import cards, config, estimators, gradient, methods, oracle, rehearsal, report, runs, trainer
 from minidrl.__main__ import main
 from minidrl.methods import METHODS
 from minidrl.tasks.countdown import Countdown
@@ -172,7 +172,7 @@ METHOD_MISTAKES = {
 
 @pytest.mark.parametrize("arguments", METHOD_MISTAKES)
 def test_what_a_method_refuses_is_one_line_before_anything_is_loaded_or_written(arguments, folder, capfd, monkeypatch):
-    monkeypatch.setattr(trainer.denoiser, "load", lambda *_: pytest.fail("a network was loaded"))
+    monkeypatch.setattr(trainer.checkpoints, "load", lambda *_: pytest.fail("a network was loaded"))
     before = sorted(folder.rglob("*"))
     assert METHOD_MISTAKES[arguments] in refused(capfd, "train", "run.yaml", "--method", *arguments.split())
     assert sorted(folder.rglob("*")) == before
@@ -309,7 +309,7 @@ def test_an_error_of_the_system_is_one_line(folder, capfd, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer, "save_file", full)
+    monkeypatch.setattr(runs, "save_file", full)
     status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
     assert status == 2 and error.splitlines()[-1] == "minidrl: [Errno 28] No space left on device"
 
@@ -379,7 +379,7 @@ def test_the_name_of_a_model_on_the_hub_is_no_path(folder):
 
 
 def test_memory_is_told_before_anything_is_loaded(folder, capfd, monkeypatch):
-    monkeypatch.setattr(trainer.denoiser, "load", lambda *_: pytest.fail("a network was loaded"))
+    monkeypatch.setattr(trainer.checkpoints, "load", lambda *_: pytest.fail("a network was loaded"))
     (folder / "base/model.safetensors").unlink()
     status, out, error = run(capfd, "memory", "run.yaml", "--gradient_checkpointing", "true")
     assert (status, error) == (0, "") and out.splitlines()[-1].startswith("peak ")

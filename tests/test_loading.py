@@ -587,7 +587,7 @@ def test_a_name_of_the_hub_brings_weights_and_files_but_no_code(folders, monkeyp
         asked.append((name, allow_patterns))
         return str(folders["llada"])
 
-    monkeypatch.setattr(denoiser, "snapshot_download", download)
+    monkeypatch.setattr(checkpoints, "snapshot_download", download)
     model, _ = checkpoints.load("GSAI-ML/LLaDA-8B-Instruct")
     assert model.mask_token_id == 198
     [(name, patterns)] = asked
@@ -600,7 +600,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(monkeypatch):
     def download(*_, **__):
         raise OSError("401 Client Error.\n\nRepository Not Found")
 
-    monkeypatch.setattr(denoiser, "snapshot_download", download)
+    monkeypatch.setattr(checkpoints, "snapshot_download", download)
     with pytest.raises(ValueError, match="^model: got 'nobody/nothing', no folder here, and the Hub .*: 401 .* Not Found$"):
         checkpoints.load("nobody/nothing")
 
@@ -609,7 +609,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(monkeypatch):
 def test_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(denoiser, "snapshot_download", lambda *_, **__: pytest.fail("a path was sent to the Hub"))
+    monkeypatch.setattr(checkpoints, "snapshot_download", lambda *_, **__: pytest.fail("a path was sent to the Hub"))
     with pytest.raises(ValueError, match="holds no config.json"):
         checkpoints.load(source)
 

@@ -401,11 +401,11 @@ def out_of_memory(*_, **__):
 
 
 PARTS = {  # what runs out of memory, and what the line must say
-    "loading": (denoiser, "load", "try dtype bfloat16, or quantize"),
+    "loading": (checkpoints, "load", "try dtype bfloat16, or quantize"),
     "evaluation": (trainer, "evaluate", "try a smaller micro_batch"),
     "rollout": (trainer.distributed, "generate", "try a smaller micro_batch"),
-    "scoring": (trainer.alg, "features", "try a smaller micro_batch"),
-    "update": (trainer, "second_pass", "or lora.rank, or gradient_checkpointing true"),
+    "scoring": (gradient, "features", "try a smaller micro_batch"),
+    "update": (gradient, "second_pass", "or lora.rank, or gradient_checkpointing true"),
 }
 
 
