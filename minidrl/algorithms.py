@@ -483,6 +483,61 @@ def _distinct_blocks(
     return order.gather(1, turn).T[..., None]
 
 
+def coupled_plan(
+    rollout: Rollout, generator: torch.Generator, *, low: float, high: float
+) -> Plan:
+    """(2.9) Three states: everything hidden, a random mask S, its complement.
+
+    Each token is scored twice, weights 1/2 with everything hidden and 1/(2r) in S, or
+    1/(2 (1-r)) in the complement; S holds each position with probability r ~ U(low,
+    high), one r for the batch. To be reduced at the level "position". Source: coupled
+    sampling of coupled-GRPO (DiffuCoder, arXiv 2506.20639), read in its code: 0.2 to
+    0.8. Bias: the weights of a token add up to more than 1 (5/4 or more), so its ll is
+    an estimate on a larger scale, and a ratio of it a power of one.
+    """
+    if not 0 < low <= high < 1:
+        raise ValueError(f"plan.low: got {low} to {high}; allowed 0 < low <= high < 1")
+    r = low + (high - low) * float(_uniform((1,), generator, torch.device("cpu")))
+    keep = rollout.keep
+    chosen = _uniform(tuple(keep.shape), generator, keep.device) < r
+    scored = torch.stack([keep, keep & chosen, keep & ~chosen])
+    twice = torch.tensor([1.0, 1 / r, 1 / (1 - r)], dtype=torch.float64)
+    weight = twice.to(keep.device)[:, None] / 2
+    masked = torch.stack([torch.ones_like(keep), chosen, ~chosen])
+    hidden = _after_visible_prompt(rollout, masked)
+    weight = weight.to(rollout.logp.dtype).expand(-1, len(keep))
+    return Plan(hidden, scored, weight, scored.any(-1))
+
+
+def scheduled_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    min_t: float,
+    domain: str,
+    progress: float,
+    schedule: torch.Generator | None = None,
+) -> Plan:
+    """(2.10) One mask whose share grows over the updates: t = t_0 + progress (1 - t_0).
+
+    t_0 ~ U(min_t, 1), one for the batch; ``progress`` runs from 0 at the first update on
+    a rollout to 1 at the last, where everything is hidden: a structured noising
+    schedule. t_0 comes from ``schedule``, which is the same for all of these updates
+    (None: from ``generator``). Each position of the domain is hidden with probability t
+    and, if hidden, scored, weight 1. Source: UniGRPO (MMaDA, arXiv 2505.15809) as
+    re-implemented in facebookresearch/igpo; the paper's own text was not read.
+    """
+    if not 0 <= min_t < 1:
+        raise _refused("plan.min_t", min_t, "0 up to, not including, 1")
+    inside = _domain(rollout, domain)
+    u = float(_uniform((1,), schedule or generator, torch.device("cpu")))
+    start = min_t + (1 - min_t) * u
+    t = start + progress * (1 - start)
+    masked = (_uniform(tuple(inside.shape), generator, inside.device) < t) & inside
+    one = torch.ones(1, len(inside), device=inside.device)
+    return _response_plan(rollout, masked[None], inside, one)
+
+
 # A block-wise model defines p(y) = prod_m p(block m | prompt, blocks before m). Each
 # factor has an ELBO of its own, in states that hide some of block m and all that
 # follows. Where attention is block-causal, M such states, one a block, are one forward
@@ -1710,6 +1765,38 @@ def regression(
     low, high = math.log(1 - epsilon_low), math.log(1 + epsilon_high)
     loss = (u.clamp(low, high) / length - psi * adv).square()
     return _surrogate(loss, (u < low) | (u > high))
+
+
+@declares(reinforce_on_policy=True)
+def tangent(
+    ll: Entries,
+    anchor: Entries,
+    adv: Entries,
+    num_generations: int,
+    *,
+    epsilon_low: float,
+    epsilon_high: float,
+    bound: float,
+) -> Surrogate:
+    """(8.16) PPO's dual clip (8.6) of a bound on adv ratio that is a mean over masks.
+
+    d = ll - anchor of one mask. In the place of the ratio: 1 + d where adv > 0 (the
+    tangent of exp), exp(d) elsewhere (Jensen): so that the mean over the masks, taken
+    outside, lies below adv exp(mean d), and each mask can be back-propagated by itself,
+    at constant memory. Value and gradient are those of the ratio on policy. Source:
+    BGPO, boundary-guided policy optimization (arXiv 2510.11683); clip and dual clip as
+    in a re-implementation (DARE), its own code was not read. Levels "state", "pair".
+    """
+    _check_above("bound", bound, 1)
+    d = log_ratio(ll, anchor)
+    ratio = torch.where(adv > 0, 1 + d, d.exp())
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    above, below = ratio > 1 + epsilon_high, ratio < 1 - epsilon_low
+    beyond = (adv < 0) & (ratio > bound)
+    cut = ((adv > 0) & above) | ((adv < 0) & below) | beyond
+    loss = -torch.minimum(ratio * adv, clipped * adv)
+    loss = torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)
+    return _surrogate(loss, cut, (adv < 0) & above & ~beyond)
 
 
 # ======================================================================= 9. Aggregation

@@ -41,6 +41,7 @@ from minidrl.algorithms import (
     block_replay_plan,
     complementary_plan,
     confident_clip,
+    coupled_plan,
     dppo,
     dppo_released,
     drpo,
@@ -61,10 +62,12 @@ from minidrl.algorithms import (
     replay_plan,
     response_length,
     sandwich,
+    scheduled_plan,
     self_normalized_clip,
     softmax_contrast,
     spo,
     stepwise_advantage,
+    tangent,
     topk_divergence,
     truncated_is,
 )
@@ -101,7 +104,7 @@ CHOICES = {
 RECORDS = {
     "none": (),
     "greedy": ("one_step",),
-    "sampled": ("one_step_sampled",),
+    "sampled": ("one_step", "one_step_sampled"),
     "topk_logp": ("topk",),
 }
 
@@ -483,6 +486,34 @@ row("espo", "ESPO (arXiv 2512.03759) and its code (ML-GSAI/ESPO)", "one ELBO rat
   credit=P(leave_one_out), kl=KL("k2", 0.01, of="per_token"),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
 
+row("ebpo-block", "EBPO (arXiv 2602.08676), eq. 4 and 5", "one block-ELBO ratio a sequence",
+  differs="the report gives no numbers: clip, masks and credit as in a re-implementation (DARE)",
+  plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", reduction="sequence",
+  credit=P(group_z_score, ddof=1, eps=1e-06),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+
+row("coupled-grpo", "DiffuCoder (arXiv 2506.20639) and its code", "token ratios of coupled masks",
+  differs="as its code, with the token mean over the global batch, there over the micro-batch",
+  plan=P(coupled_plan, low=0.2, high=0.8),
+  anchor="old", refresh="paired", reduction="position", kl=KL("k3", 0.01),
+  credit=P(leave_one_out),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
+
+row("bgpo", "BGPO (arXiv 2510.11683)", "a linear bound of the ratio, mask by mask",
+  differs="numbers, clips and padded length as in a re-implementation (DARE); strata a response",
+  plan=P(elbo_count_plan, num_states=16, domain="keep", strata=True),
+  anchor="old", reduction="state", normalizer="padded_length",
+  credit=P(group_z_score, ddof=1, eps=1e-06),
+  objective=P(tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="length_weighted")
+
+row("unigrpo", "UniGRPO (arXiv 2505.15809), facebookresearch/igpo", "masks grow over the updates",
+  differs="by that code: the paper was not read, its re-implementations disagree; padding scored",
+  plan=P(scheduled_plan, min_t=0.1, domain="all", progress=0.0),
+  anchor="old", refresh="scheduled", reduction="token", kl=KL("k3", 0.01),
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="entry_mean")
+
 # fmt: on
 
 
@@ -779,8 +810,8 @@ def _check_like(key: str, value: Any, present: Any) -> None:
 
 
 def _numbers(method: Method) -> list[str]:
-    # The keywords of the components, but for those that something else decides: a word that is None,
-    # and what a plan is told.
+    # The keywords of the components, but for those that something else decides: a word that is
+    # None, and what a plan is told.
     parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
     words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
     given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]

@@ -44,7 +44,7 @@ class Stale(Exception):
 
 
 class Definition(NamedTuple):
-    """A name at the top of a module, Class.member, or row.name of the table: its lines, from 1, and the number of its statement."""
+    """A name at the top of a module, Class.member, or row.name: its lines, from 1, and the number of its statement."""
 
     name: str
     first: int

@@ -87,46 +87,28 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "3.5", "steps = by_block.T.reshape(total, 1)", "steps = by_block.T.flip(0).reshape(total, 1)", "law_block_replay_states"
     ),
+    Mutant("3.5", "unflatten(0, (blocks, -1))", "unflatten(0, (-1, blocks))", "law_block_replay_states"),
+    Mutant("3.5", "steps, steps <= last, one", "steps, steps < last, one", "law_block_replay_gradient_is_the_policy_gradient"),
+    Mutant("3.5", "steps, steps <= last, one", "steps, steps >= 0, one", "law_block_replay_costs_the_steps_of_a_block"),
     Mutant(
         "3.5",
-        "(int(block_numbers(rollout)[-1]) + 1, -1)",
-        "(-1, int(block_numbers(rollout)[-1]) + 1)",
-        "law_block_replay_states",
-    ),
-    Mutant(
-        "3.5",
-        "steps, steps <= last, torch.ones_like(last",
-        "steps, steps < last, torch.ones_like(last",
+        "one = torch.ones_like(last",
+        "one = 2 * torch.ones_like(last",
         "law_block_replay_gradient_is_the_policy_gradient",
     ),
-    Mutant(
-        "3.5",
-        "steps, steps <= last, torch.ones_like(last",
-        "steps, steps >= 0, torch.ones_like(last",
-        "law_block_replay_costs_the_steps_of_a_block",
-    ),
-    Mutant(
-        "3.5",
-        "<= last, torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, block_length=",
-        "<= last, 2 * torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, block_length=",
-        "law_block_replay_gradient_is_the_policy_gradient",
-    ),
-    Mutant(
-        "3.5",
-        "<= last, torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, block_length=",
-        "<= last, torch.ones_like(last, dtype=rollout.logp.dtype))\n    return replace(plan, step=None, block_length=",
-        "law_block_replay_states",
-    ),
+    Mutant("3.5", "replace(plan, block_length=", "replace(plan, step=None, block_length=", "law_block_replay_states"),
     # ---------------------------------------------------------------------------------------------- one forward for all blocks
-    Mutant("", NUMBERS, NUMBERS.replace("//", "%"), "law_block_elbo_states", where="block_numbers"),
+    Mutant("", "return place // rollout", "return place % rollout", "law_block_elbo_states", where="block_numbers"),
     Mutant(
         "",
-        NUMBERS,
-        NUMBERS.replace("device) //", "device) // 2 //"),
+        "return place // rollout",
+        "return place // 2 // rollout",
         "law_block_replay_reproduces_the_sampler",
         where="block_numbers",
     ),
-    Mutant("", NUMBERS, "(" + NUMBERS.replace(") //", ") + 1) //"), "law_one_forward_is_all_forwards", where="block_numbers"),
+    Mutant(
+        "", "return place // rollout", "return (place + 1) // rollout", "law_one_forward_is_all_forwards", where="block_numbers"
+    ),
     Mutant("", NEEDED, NEEDED.replace(".any(1)", ".all(1)"), "law_state_chunks_are_whole_forwards", where="Plan.needed"),
     Mutant("", NEEDED, NEEDED.replace(".any(1)", "[:, 0]"), "law_second_pass_skips_whole_forwards", where="Plan.needed"),
     Mutant("", NEEDED, NEEDED.replace("self.valid & ", ""), "law_second_pass_skips_whole_forwards", where="Plan.needed"),

@@ -61,10 +61,10 @@ MUTANTS: list[Mutant] = [
     Mutant("8.6", "bypass & ~beyond", "bypass", CUT),
     Mutant("8.6", "bypass & ~beyond", "bypass & beyond", CUT),
     Mutant("8.14", "* loss, cut, bypass)", "* loss, cut, bypass & ~bypass)", CUT),
+    Mutant("", "for where in (cut, bypass)", "for where in (~never if cut is None else cut, bypass)", CUT, where="_surrogate"),
     Mutant(
-        "", "loss, never if cut is None else cut, never", "loss, ~never if cut is None else cut, never", CUT, where="_surrogate"
+        "", "for where in (cut, bypass)", "for where in (cut, ~never if bypass is None else bypass)", CUT, where="_surrogate"
     ),
-    Mutant("", "never if bypass is None", "~never if bypass is None", CUT, where="_surrogate"),
     # ----------------------------------------------------------------------------------------------- what an objective declares
     Mutant("8.1", "@declares(linear=True, reinforce_on_policy=True)", "@declares(linear=True)", DECLARED),
     Mutant("8.1", "@declares(linear=True, reinforce_on_policy=True)", ON_POLICY, DECLARED),

@@ -6,11 +6,6 @@ RULE = "x, w = numpy.polynomial.legendre.leggauss(num_nodes)"
 MIDPOINTS = "x, w = (numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / num_nodes)"
 FEWER = "x, w = numpy.polynomial.legendre.leggauss(max(1, num_nodes - 1))"
 WANTED = "(1 + t * (n - 1) + up).floor()"
-BY_TIME = "(w / masks_per_node / t).expand(-1, len(n))"
-BY_COUNT = "(w / masks_per_node * scale).expand(-1, len(n))"
-PLACES = "noise, n = _uniform((len(t), *inside.shape), generator, inside.device), inside.sum(-1)"
-LOST = 'count = (t * n).floor() if counts == "floor"'
-SCALE = 'scale = 1 / t if counts == "floor" else n / count'
 GDPO = 'aggregation="sequence_mean_token_mean"'
 
 MUTANTS: list[Mutant] = [
@@ -27,31 +22,42 @@ MUTANTS: list[Mutant] = [
     Mutant("2.5", '_check_count("plan.num_nodes", num_nodes)', "", "law_quadrature_refusals"),
     # --------------------------------------------------------------------------------------------------------- 2.6 the plan
     Mutant("2.6", "(noise < t[..., None]) & inside", "(noise > t[..., None]) & inside", "law_quadrature_expectation"),
-    Mutant("2.6", BY_TIME, "(w / t).expand(-1, len(n))", "law_quadrature_expectation"),
-    Mutant("2.6", BY_COUNT, "(w * scale).expand(-1, len(n))", "law_quadrature_expectation"),
-    Mutant("2.6", WANTED, "(t * n + up).floor()", "law_quadrature_expectation"),
-    Mutant("2.6", BY_TIME, "(w / masks_per_node / (1 - t)).expand(-1, len(n))", "law_quadrature_is_exact_from_half_the_length"),
-    Mutant("2.6", BY_TIME, "(w / masks_per_node * t).expand(-1, len(n))", "law_quadrature_is_exact_for_smooth_models"),
+    Mutant("2.6", "w = w / masks_per_node", "w = w", "law_quadrature_expectation"),
+    Mutant("2.6", WANTED, "(t * n + up).floor()", "law_quadrature_expectation", where="_count_at"),
+    Mutant("2.6", "(1 / t).expand(", "(1 / (1 - t)).expand(", "law_quadrature_is_exact_from_half_the_length"),
+    Mutant("2.6", "(1 / t).expand(", "t.expand(", "law_quadrature_is_exact_for_smooth_models"),
     Mutant("2.6", "noise < t[..., None]", "noise < 1.1 * t[..., None]", "law_quadrature_error_bound_and_sign"),
-    Mutant("2.6", WANTED, "(t * (n - 1) + up).floor()", "law_stochastic_counts_are_exact_for_linear_models"),
-    Mutant("2.6", WANTED, "(1 + t * n + up).floor()", "law_stochastic_counts_are_exact_for_linear_models"),
+    Mutant("2.6", WANTED, "(t * (n - 1) + up).floor()", "law_stochastic_counts_are_exact_for_linear_models", where="_count_at"),
+    Mutant("2.6", WANTED, "(1 + t * n + up).floor()", "law_stochastic_counts_are_exact_for_linear_models", where="_count_at"),
     Mutant(
-        "2.6", 'if counts == "stochastic" else 0.5', "if False else 0.5", "law_stochastic_counts_are_exact_for_linear_models"
+        "2.6", 'if counts == "stochastic":', "if False:", "law_stochastic_counts_are_exact_for_linear_models", where="_count_at"
     ),
-    Mutant("2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_quadrature_states"),
+    Mutant("2.6", "up = 0.5", "up = 0.0", "law_quadrature_states", where="_count_at"),
+    Mutant("2.6", "up = 0.5", "up = 0.4", "law_rounded_counts_are_the_nearest", where="_count_at"),
+    Mutant("2.6", "up = 0.5", "up = 0.6", "law_rounded_counts_are_the_nearest", where="_count_at"),
+    Mutant("2.6", "up = 0.5", "up = 0.0", "law_rounded_counts_are_the_nearest", where="_count_at"),
     Mutant(
-        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.4', "law_rounded_counts_are_the_nearest"
+        "2.6",
+        "(t * n).floor(), (1 / t).expand(-1, len(n))",
+        "(t * n).floor(), n / (t * n).floor()",
+        "law_constant_models_show_the_scale",
+        where="_count_at",
     ),
     Mutant(
-        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.6', "law_rounded_counts_are_the_nearest"
+        "2.6",
+        "return count, n / count",
+        "return count, (1 / t).expand(-1, len(n))",
+        "law_constant_models_show_the_scale",
+        where="_count_at",
     ),
+    Mutant("2.6", "return (t * n).floor()", "return (t * n).round()", "law_constant_models_show_the_scale", where="_count_at"),
     Mutant(
-        "2.6", 'if counts == "stochastic" else 0.5', 'if counts == "stochastic" else 0.0', "law_rounded_counts_are_the_nearest"
+        "2.6",
+        "return (t * n).floor()",
+        "return (t * n).floor().clamp(min=1)",
+        "law_constant_models_show_the_scale",
+        where="_count_at",
     ),
-    Mutant("2.6", SCALE, "scale = n / count", "law_constant_models_show_the_scale"),
-    Mutant("2.6", SCALE, "scale = 1 / t", "law_constant_models_show_the_scale"),
-    Mutant("2.6", LOST, LOST.replace(".floor()", ".round()"), "law_constant_models_show_the_scale"),
-    Mutant("2.6", LOST, LOST.replace(".floor()", ".floor().clamp(min=1)"), "law_constant_models_show_the_scale"),
     Mutant(
         "2.6",
         "(noise < t[..., None]) & inside",
@@ -59,16 +65,18 @@ MUTANTS: list[Mutant] = [
         "law_quadrature_fails_where_the_doubt_is_at_one_end",
     ),
     Mutant("2.6", RULE, FEWER, "law_quadrature_fails_where_the_doubt_is_at_one_end", where="gauss_legendre"),
-    Mutant("2.6", BY_TIME, "(w**2 / masks_per_node / t).expand(-1, len(n))", "law_quadrature_variance"),
-    Mutant("2.6", BY_TIME, "(w / masks_per_node**0.5 / t).expand(-1, len(n))", "law_quadrature_variance"),
+    Mutant("2.6", "w = w / masks_per_node", "w = w**2 / masks_per_node", "law_quadrature_variance"),
+    Mutant("2.6", "w = w / masks_per_node", "w = w / masks_per_node**0.5", "law_quadrature_variance"),
     Mutant("2.6", "x.repeat_interleave(masks_per_node)", "x.repeat(masks_per_node)", "law_quadrature_states"),
-    Mutant("2.6", BY_COUNT, "(w / masks_per_node / t).expand(-1, len(n))", "law_quadrature_states"),
-    Mutant("2.6", PLACES, PLACES.replace("(len(t), *", "(1, *"), "law_quadrature_frequencies"),
-    Mutant("2.6", PLACES, PLACES.replace("*inside.shape)", "*inside.shape[:1], 1)"), "law_quadrature_frequencies"),
-    Mutant("2.6", "_uniform((len(t), len(n))", "_uniform((1, len(n))", "law_quadrature_frequencies"),
-    Mutant("2.6", "_uniform((len(t), len(n))", "_uniform((len(t), 1)", "law_quadrature_frequencies"),
-    Mutant("2.6", PLACES, PLACES + ".amax().expand(len(inside))", "law_quadrature_rows_are_their_own"),
-    Mutant("2.6", PLACES, PLACES + ".flip(0)", "law_quadrature_rows_are_their_own"),
+    Mutant(
+        "2.6", "return count, n / count", "return count, (1 / t).expand(-1, len(n))", "law_quadrature_states", where="_count_at"
+    ),
+    Mutant("2.6", "_uniform((len(t), *inside.shape)", "_uniform((1, *inside.shape)", "law_quadrature_frequencies"),
+    Mutant("2.6", "_uniform((len(t), *inside.shape)", "_uniform((len(t), *inside.shape[:1], 1)", "law_quadrature_frequencies"),
+    Mutant("2.6", "_uniform((len(t), len(n))", "_uniform((1, len(n))", "law_quadrature_frequencies", where="_count_at"),
+    Mutant("2.6", "_uniform((len(t), len(n))", "_uniform((len(t), 1)", "law_quadrature_frequencies", where="_count_at"),
+    Mutant("2.6", "n = inside.sum(-1)", "n = inside.sum(-1).amax().expand(len(inside))", "law_quadrature_rows_are_their_own"),
+    Mutant("2.6", "n = inside.sum(-1)", "n = inside.sum(-1).flip(0)", "law_quadrature_rows_are_their_own"),
     Mutant("2.6", '_check_count("plan.masks_per_node", masks_per_node)', "", "law_quadrature_refusals"),
     Mutant("2.6", "if counts not in COUNTS:", "if False:", "law_quadrature_refusals"),
     # ------------------------------------------------------------------------------------------------ variance and mean field
@@ -82,8 +90,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "2.1",
-        "drop & rollout.prompt_mask, torch.ones_like(rollout.keep)], -1)[None]",
-        "drop & rollout.prompt_mask, drop[:, :1] | (torch.arange(rollout.keep.shape[1]) % 2 > 0)], -1)[None]",
+        "torch.cat([prompt, torch.ones_like(rollout.keep)], -1)",
+        "torch.cat([prompt, (noise < p_mask_prompt)[:, :1] | (torch.arange(rollout.keep.shape[1]) % 2 > 0)], -1)",
         "law_mean_field_bounds",
     ),
     # ------------------------------------------------------------------------------------------------------- ratios and rows

@@ -6,16 +6,11 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------------ 3.2 most uncertain steps
     Mutant(
         "3.2",
-        "-torch.inf).argsort(dim=0, descending=True, stable=True)",
-        "-torch.inf).argsort(dim=0, descending=False, stable=True)",
+        "ranked.argsort(dim=0, descending=True, stable=True)",
+        "ranked.argsort(dim=0, descending=False, stable=True)",
         "law_entropy_plan_takes_the_most_uncertain_steps",
     ),
-    Mutant(
-        "3.2",
-        "entropy.masked_fill(decided, -torch.inf).argsort(",
-        "entropy.argsort(",
-        "law_entropy_plan_takes_the_most_uncertain_steps",
-    ),
+    Mutant("3.2", "ranked.argsort(", "entropy.argsort(", "law_entropy_plan_takes_the_most_uncertain_steps"),
     Mutant(
         "3.2",
         "[:, None] > last\n    if shared",
@@ -55,7 +50,7 @@ MUTANTS: list[Mutant] = [
     Mutant("3.2", "plan.weight / (num_states * tokens)", "plan.weight / tokens", "law_entropy_plan_weights"),
     Mutant("3.2", ".clamp(min=1) if weight", " if weight", "law_entropy_plan_weights"),
     Mutant("3.2", ".clamp(min=1) if weight", ".clamp(min=2) if weight", "law_entropy_plan_weights"),
-    Mutant("3.2", 'return plan if weight == "sum"', 'return plan if weight == "mean"', "law_entropy_plan_weights"),
+    Mutant("3.2", 'if weight == "sum":', 'if weight == "mean":', "law_entropy_plan_weights"),
     Mutant(
         "3.2",
         "plan.weight / (num_states * tokens)",
@@ -99,8 +94,8 @@ MUTANTS: list[Mutant] = [
         "torch.div(rollout.unmask_step + 1, merge, rounding_mode",
         "law_merged_states",
     ),
-    Mutant("3.3", "min_entropy=0.0), step=None)", "min_entropy=0.0))", "law_merged_states"),
-    Mutant("3.3", "min_entropy=0.0), step=None)", "min_entropy=0.0))", "law_merged_plan_between_replay_and_mean_field"),
+    Mutant("3.3", "return replace(plan, step=None)", "return plan", "law_merged_states"),
+    Mutant("3.3", "return replace(plan, step=None)", "return plan", "law_merged_plan_between_replay_and_mean_field"),
     Mutant(
         "3.3",
         "torch.div(rollout.unmask_step, merge, rounding_mode",
@@ -338,15 +333,13 @@ MUTANTS: list[Mutant] = [
         "6.4", "mean = (group * present).sum(2, keepdim=True)", "mean = group.sum(2, keepdim=True)", "law_stepwise_advantage"
     ),
     Mutant("6.4", "else reward / total", "else reward * total", "law_stepwise_advantage"),
-    Mutant(
-        "6.4", "/ present.sum(2, keepdim=True).clamp(min=1)\n", "/ present.sum(2, keepdim=True)\n", "law_stepwise_advantage"
-    ),
+    Mutant("6.4", "present.sum(2, keepdim=True).clamp(min=1)", "present.sum(2, keepdim=True)", "law_stepwise_advantage"),
     Mutant("6.4", "return R_k - mean", "return base - mean", "law_stepwise_advantage_algebra"),
     Mutant("6.4", "return R_k - mean.expand_as(group).flatten(1, 2)", "return R_k", "law_stepwise_advantage_algebra"),
     Mutant(
         "6.4",
-        "/ present.sum(2, keepdim=True).clamp(min=1)\n",
-        "/ (present.sum(2, keepdim=True) - 1).clamp(min=1)\n",
+        "present.sum(2, keepdim=True).clamp(min=1)",
+        "(present.sum(2, keepdim=True) - 1).clamp(min=1)",
         "law_stepwise_advantage_algebra",
     ),
     Mutant(
@@ -382,7 +375,8 @@ MUTANTS: list[Mutant] = [
         where="advantages",
     ),
     Mutant("6.4", "    if lam < 0:\n", "    if lam < -1:\n", "law_stepwise_refusals"),
-    Mutant("6.4", "        if value not in allowed:\n", "        if False:\n", "law_stepwise_refusals"),
+    Mutant("6.4", "if schedule not in SCHEDULES:", "if False:", "law_stepwise_refusals"),
+    Mutant("6.4", 'if center not in ("rank", "reward"):', "if False:", "law_stepwise_refusals"),
     Mutant("6.4", "1 + lam_k if normalize else", "1 + 2 * lam_k if normalize else", "law_stepwise_advantage_is_unbiased"),
     Mutant("6.4", "((1 + lam_k) * reward - lam_k", "(lam_k * reward - lam_k", "law_stepwise_advantage_is_unbiased"),
     Mutant(

@@ -16,10 +16,10 @@ MUTANTS: list[Mutant] = [
         "[..., rollout.prompt.shape[1] :]\n    targets",
         "law_prediction_plan",
     ),
-    Mutant("5.1", "ll = pairs * (ll * plan.weight", "ll = (ll * plan.weight", "law_pair_reduction"),
-    Mutant("5.1", ".unflatten(0, (pairs, -1)).sum(1)", ".unflatten(0, (-1, pairs)).sum(1)", "law_reductions"),
+    Mutant("5.1", "ll = parts * (ll * plan.weight", "ll = (ll * plan.weight", "law_pair_reduction"),
+    Mutant("5.1", ".unflatten(0, (parts, -1)).sum(1)", ".unflatten(0, (-1, parts)).sum(1)", "law_reductions"),
     Mutant(
-        "5.1", ".unflatten(0, (pairs, -1)).any(1)", ".unflatten(0, (pairs, -1)).all(1)", "law_pair_reduction", where="entries"
+        "5.1", ".unflatten(0, (parts, -1)).any(1)", ".unflatten(0, (parts, -1)).all(1)", "law_pair_reduction", where="entries"
     ),
     Mutant("6.5", "+ 1 + later / remaining", "+ 1", "law_progress_advantage"),
     Mutant(
@@ -85,7 +85,6 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("6.5", "x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)", "law_progress_advantage", where="_from_here_on"),
     Mutant("6.5", "step_reward[:-1]])", "step_reward[1:]])", "law_progress_advantage"),
-    Mutant("10.1", 'ref = anchor if method.kl.target == "old" else ref', "ref = ref", "law_methods_of_the_zoo"),
     Mutant("6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(1) - 1 / 4", "law_softmax_contrast"),
     Mutant(
         "6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(0) - (-logits).softmax(0)", "law_softmax_contrast"

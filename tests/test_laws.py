@@ -90,6 +90,10 @@ WORDS = {
     "shared": False,
     "weight": "sum",
     "merge": 2,
+    "low": 0.2,
+    "high": 0.8,
+    "progress": 0.5,
+    "schedule": None,
 }
 WITHOUT_CHANCE = ("entropy_plan", "merged_plan", "prediction_plan", "block_replay_plan")
 PLANS = [name for _, name, _ in judged.equations() if name.endswith("_plan")]

@@ -4,18 +4,13 @@ A mutant is the source of the modules that the laws judge (judged.ROOMS) with on
 a detach, a side of a clip or of a mask, an off-by-one. A law that no mutant fails judges nothing.
 """
 
+import importlib
+from pathlib import Path
+
 import pytest
 
 import judged
 import laws
-import mutants_block
-import mutants_declared
-import mutants_gdpo
-import mutants_stabledrl
-import mutants_steps
-import mutants_trust
-import mutants_papers
-import mutants_zoo
 from mutant import Mutant
 
 # A wrong result, or an error that the law provokes. NameError, TypeError and the like would mean a broken mutant.
@@ -61,9 +56,9 @@ MUTANTS = [
     Mutant("2.3", 'if domain not in ("keep", "all"):', "if False:", "law_plan_refusals", where="_domain"),
     Mutant("2.4", "or value < least:", "or value < 0:", "law_plan_refusals", where="_check_count"),
     # ------------------------------------------------------------------------------------------------------- 2.1 mean field
-    Mutant("2.1", ".prompt.device) < p_mask_prompt", ".prompt.device) > p_mask_prompt", "law_mean_field_states"),
-    Mutant("2.1", ".prompt.device) < p_mask_prompt", ".prompt.device) > p_mask_prompt", "law_mean_field_frequencies"),
-    Mutant("2.1", "drop & rollout.prompt_mask", "drop", "law_mean_field_states"),
+    Mutant("2.1", "(noise < p_mask_prompt)", "(noise > p_mask_prompt)", "law_mean_field_states"),
+    Mutant("2.1", "(noise < p_mask_prompt)", "(noise > p_mask_prompt)", "law_mean_field_frequencies"),
+    Mutant("2.1", "(noise < p_mask_prompt) & rollout.prompt_mask", "(noise < p_mask_prompt)", "law_mean_field_states"),
     Mutant("2.1", "torch.ones_like(rollout.keep)], -1)[None]", "rollout.keep], -1)[None]", "law_mean_field_states"),
     Mutant(
         "2.1",
@@ -81,25 +76,15 @@ MUTANTS = [
     # -------------------------------------------------------------------------------------------------- 2.2 ELBO, time form
     Mutant("2.2", "inside, 1 / (num_states * t))", "inside, 1 / t)", "law_time_plan_expectation"),
     Mutant("2.2", "inside, 1 / (num_states * t))", "inside, 0 * t + 1 / num_states)", "law_time_plan_frequencies"),
-    Mutant("2.2", "t = min_t + (1 - min_t) * _uniform(", "t = min_t + _uniform(", "law_time_plan_expectation"),
-    Mutant("2.2", "t = min_t + (1 - min_t) * _uniform(", "t = 2 * min_t + (1 - 2 * min_t) * _uniform(", "law_time_plan_bias"),
+    Mutant("2.2", "t = min_t + (1 - min_t) * u", "t = min_t + u", "law_time_plan_expectation"),
+    Mutant("2.2", "t = min_t + (1 - min_t) * u", "t = 2 * min_t + (1 - 2 * min_t) * u", "law_time_plan_bias"),
+    Mutant("2.2", "(noise < t[..., None]) & inside", "(noise > t[..., None]) & inside", "law_time_plan_expectation"),
+    Mutant("2.2", "u = _uniform((num_states,", "u = _uniform((1,", "law_time_plan_frequencies"),
+    Mutant("2.2", "_uniform((num_states, *inside.shape)", "_uniform((1, *inside.shape)", "law_time_plan_frequencies"),
     Mutant(
         "2.2",
-        ", inside.device) < t[..., None]) & inside",
-        ", inside.device) > t[..., None]) & inside",
-        "law_time_plan_expectation",
-    ),
-    Mutant("2.2", "(1 - min_t) * _uniform((num_states, ", "(1 - min_t) * _uniform((1, ", "law_time_plan_frequencies"),
-    Mutant(
-        "2.2",
-        "masked = (_uniform((num_states, *inside.shape)",
-        "masked = (_uniform((1, *inside.shape)",
-        "law_time_plan_frequencies",
-    ),
-    Mutant(
-        "2.2",
-        "masked = (_uniform((num_states, *inside.shape)",
-        "masked = (_uniform((num_states, *inside.shape[:1], 1)",
+        "_uniform((num_states, *inside.shape)",
+        "_uniform((num_states, *inside.shape[:1], 1)",
         "law_time_plan_frequencies",
     ),
     Mutant("2.2", "if not 0 <= min_t < 1:", "if not 0 <= min_t <= 1:", "law_plan_refusals"),
@@ -125,10 +110,7 @@ MUTANTS = [
     Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + u[:1]) / num_states", "law_count_plan_frequencies"),
     Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + 0.5 + 0 * u) / num_states", "law_count_plan_frequencies"),
     Mutant(
-        "2.3",
-        "_random_subset(_uniform((num_states, *inside.shape)",
-        "_random_subset(_uniform((1, *inside.shape)",
-        "law_strata_do_not_raise_the_variance",
+        "2.3", "_uniform((num_states, *inside.shape)", "_uniform((1, *inside.shape)", "law_strata_do_not_raise_the_variance"
     ),
     Mutant(
         "2.3",
@@ -155,7 +137,7 @@ MUTANTS = [
     # ---------------------------------------------------------------------------------------------- 2.4 complementary pairs
     Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_expectation"),
     Mutant("2.4", "* (n + 1)).floor()", "* n).floor()", "law_complementary_frequencies"),
-    Mutant("2.4", "inside, (n + 1)", "inside, n", "law_complementary_expectation"),
+    Mutant("2.4", "weight = (n + 1).double()", "weight = n.double()", "law_complementary_expectation"),
     Mutant(
         "2.4",
         '"ELBO, complementary": partial(alg.complementary_plan',
@@ -167,12 +149,7 @@ MUTANTS = [
     Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_single_position_is_exact"),
     Mutant("2.4", "[masked, inside & ~masked]", "[masked, ~masked]", "law_complementary_states"),
     Mutant("2.4", "[masked, inside & ~masked]", "[masked, masked]", "law_complementary_variance"),
-    Mutant(
-        "2.4",
-        "_random_subset(_uniform((pairs, *inside.shape)",
-        "_random_subset(_uniform((1, *inside.shape)",
-        "law_complementary_expectation",
-    ),
+    Mutant("2.4", "_uniform((pairs, *inside.shape)", "_uniform((1, *inside.shape)", "law_complementary_expectation"),
     Mutant("2.4", "if num_states % 2:", "if False:", "law_plan_refusals"),
     # ----------------------------------------------------------------------------------------------------------- 3.1 replay
     Mutant(
@@ -242,7 +219,11 @@ MUTANTS = [
     ),
     Mutant("3.1", "available.clamp(min=1, max=num_states)", "num_states", "law_replay_subset_is_unbiased", where="_choose"),
     Mutant(
-        "3.1", "valid.device).masked_fill(~valid, torch.inf)", "valid.device)", "law_replay_subset_is_unbiased", where="_choose"
+        "3.1",
+        "noise.masked_fill(~valid, torch.inf).argsort(0)",
+        "noise.argsort(0)",
+        "law_replay_subset_is_unbiased",
+        where="_choose",
     ),
     Mutant(
         "3.1",
@@ -252,11 +233,7 @@ MUTANTS = [
         where="_choose",
     ),
     Mutant(
-        "3.1",
-        "return noise.argsort(0)[:num_states].sort(0).values",
-        "return noise.argsort(0)[: num_states - 1].sort(0).values",
-        "law_replay_subset_frequencies",
-        where="_choose",
+        "3.1", "return order[:num_states]", "return order[: num_states - 1]", "law_replay_subset_frequencies", where="_choose"
     ),
     Mutant("3.1", ">= min_entropy)", "> min_entropy)", "law_replay_entropy_threshold"),
     Mutant("3.1", ">= min_entropy)", "< min_entropy)", "law_replay_entropy_loss_is_bounded"),
@@ -274,8 +251,8 @@ MUTANTS = [
         "        steps, scale",
         "law_plan_refusals",
     ),
-    Mutant("3.1", "valid = valid & (_step_entropy(", "valid = (_step_entropy(", "law_replay_entropy_threshold"),
-    Mutant("3.1", "+ 1)[: steps.shape[0]] >= min_entropy)", "+ 1)[:1] >= min_entropy)", "law_replay_entropy_threshold"),
+    Mutant("3.1", "valid = valid & (entropy[", "valid = (entropy[", "law_replay_entropy_threshold"),
+    Mutant("3.1", "entropy[: steps.shape[0]] >= min_entropy", "entropy[:1] >= min_entropy", "law_replay_entropy_threshold"),
     # --------------------------------------------------------------------------------------------------------- 4.1 features
     Mutant(
         "4.1",
@@ -345,18 +322,18 @@ MUTANTS = [
     Mutant("5.1", "ll = ll.sum(-1, keepdim=True)", "ll = ll.mean(-1, keepdim=True)", "law_mean_field_is_integrand_at_one"),
     Mutant(
         "5.1",
-        "(ll * plan.weight[..., None]).unflatten(0, (pairs, -1)).sum(1)",
+        "parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1)",
         "(ll * plan.weight[..., None]).mean(0, keepdim=True)",
         "law_count_plan_expectation",
     ),
     Mutant("5.1", "(ll * plan.weight[..., None]).unflatten(", "ll.unflatten(", "law_complementary_expectation"),
     Mutant("5.1", "else ll / normalizer[..., None]", "else ll * normalizer[..., None]", "law_reductions"),
     Mutant("5.1", "if level not in LEVELS:", "if False:", "law_reductions"),
-    Mutant("5.1", "unflatten(0, (pairs, -1)).any(1)", "unflatten(0, (pairs, -1)).all(1)", "law_entries", where="entries"),
+    Mutant("5.1", ".unflatten(0, (parts, -1)).any(1)", ".unflatten(0, (parts, -1)).all(1)", "law_entries", where="entries"),
     Mutant(
         "5.1",
-        "return present, torch.ones_like(present, dtype=plan.weight.dtype)",
-        "return present, plan.weight.sum(0)[None, :, None]",
+        "weight = torch.ones_like(plan.weight[:parts, :, None])",
+        "weight = plan.weight.sum(0)[None, :, None]",
         "law_entries",
         where="entries",
     ),
@@ -405,17 +382,17 @@ MUTANTS = [
     Mutant(
         "6.2", "group.std(1, keepdim=True, correction=ddof)", "group.std(0, keepdim=True, correction=ddof)", "law_advantages"
     ),
-    Mutant("6.2", "correction=ddof) + eps)", "correction=ddof).clamp(min=eps))", "law_advantages"),
-    Mutant("6.2", "correction=ddof) + eps)", "correction=ddof).square() + eps)", "law_z_score_scale"),
+    Mutant("6.2", "(std + eps)", "std.clamp(min=eps)", "law_advantages"),
+    Mutant("6.2", "(std + eps)", "(std.square() + eps)", "law_z_score_scale"),
     Mutant("6.2", "if not 0 <= ddof < num_generations:", "if not 0 <= ddof <= num_generations:", "law_credit_refusals"),
     Mutant(
         "6.3",
-        "return (num_generations / (num_generations - 1) *",
-        "return ((num_generations - 1) / num_generations *",
+        "scale = num_generations / (num_generations - 1)",
+        "scale = (num_generations - 1) / num_generations",
         "law_advantages",
     ),
-    Mutant("6.3", "return (num_generations / (num_generations - 1) *", "return (1.0 *", "law_leave_one_out_is_unbiased"),
-    Mutant("6.3", "return (num_generations / (num_generations - 1) *", "return (1.0 *", "law_advantages_scale"),
+    Mutant("6.3", "scale = num_generations / (num_generations - 1)", "scale = 1.0", "law_leave_one_out_is_unbiased"),
+    Mutant("6.3", "scale = num_generations / (num_generations - 1)", "scale = 1.0", "law_advantages_scale"),
     Mutant("6.3", "if num_generations < 2:", "if num_generations < 1:", "law_credit_refusals"),
     # ------------------------------------------------------------------------------------------------------ 7 ratios and KL
     Mutant("7.1", "return ll - anchor", "return anchor - ll", "law_log_ratio"),
@@ -430,7 +407,7 @@ MUTANTS = [
     Mutant("7.2", "torch.expm1(-u) + u", "(torch.expm1(-u) + u).float().double()", "law_kl_by_enumeration"),
     Mutant("7.2", "torch.expm1(-u) + u", "torch.exp(-u).float() - 1 + u", "law_kl_sign"),
     Mutant("7.2", "u.square() / 2", "u.square()", "law_kl_by_enumeration"),
-    Mutant("7.2", 'return u if form == "k1"', 'return u.abs() if form == "k1"', "law_kl_by_enumeration"),
+    Mutant("7.2", 'if form == "k1":\n        return u', 'if form == "k1":\n        return u.abs()', "law_kl_by_enumeration"),
     Mutant("7.2", "if ref.requires_grad:", "if False:", "law_kl_sign"),
     # --------------------------------------------------------------------------------------------------------- 8 objectives
     Mutant("8.1", "_surrogate(-adv * (ll if", "_surrogate(adv * (ll if", "law_reinforce_gradient"),
@@ -580,7 +557,7 @@ MUTANTS = [
     ),
     Mutant("10.1", "surrogate + beta * penalty", "surrogate + penalty", "law_methods"),
     Mutant("10.1", "target, form=method.kl.form)", 'target, form="k2")', "law_method_loss_adds_the_penalty", where="penalty"),
-    Mutant("10.1", "feature), target, form", "feature).detach(), target, form", "law_methods", where="penalty"),
+    Mutant("10.1", "alg.kl_term(ll, target, form=", "alg.kl_term(ll.detach(), target, form=", "law_methods", where="penalty"),
     Mutant("10.1", "adv.to(ll.dtype)[..., None]", "-adv.to(ll.dtype)[..., None]", "law_methods", where="surrogate"),
     Mutant("10.1", '"how": method.aggregation', '"how": "sequence_mean"', "law_methods", where="method_loss"),
     Mutant("10.1", '"how": method.aggregation', '"how": "token_mean"', "law_methods_treat_prompts_apart", where="method_loss"),
@@ -678,20 +655,83 @@ MUTANTS = [
         "law_single_precision_stays_single",
         where="_response_plan",
     ),
+    # ----------------------------------------------------------------------- levels position and state, a mean over entries
+    Mutant("5.1", 'if level not in ("token", "position"):', 'if level != "token":', "law_reductions"),
+    Mutant("5.1", 'if level not in ("token", "step"):', 'if level not in ("token", "step", "position"):', "law_reductions"),
+    Mutant("5.1", 'if level not in ("token", "step"):', 'if level not in ("token", "step", "state"):', "law_reductions"),
+    Mutant("5.1", '{"state": states,', '{"state": 1,', "law_reductions", where="_parts"),
+    Mutant("5.1", '{"state": states,', '{"state": 1,', "law_entries", where="_parts"),
+    Mutant("5.1", 'whole = level in ("token", "position")', 'whole = level == "token"', "law_entries", where="entries"),
+    Mutant("5.1", 'if level in ("token", "step"):', 'if level in ("token", "step", "state"):', "law_entries", where="entries"),
+    Mutant(
+        "5.1", 'if level in ("token", "step"):', 'if level in ("token", "step", "position"):', "law_entries", where="entries"
+    ),
+    Mutant(
+        "5.1",
+        'return present, weight / parts if level == "state" else weight',
+        "return present, weight",
+        "law_entries",
+        where="entries",
+    ),
+    Mutant(
+        "9.1",
+        '"entry_mean": total.sum() / present.sum().clamp(min=1)',
+        '"entry_mean": total.sum() / present.numel()',
+        "law_aggregation",
+    ),
+    Mutant(
+        "9.1",
+        '"entry_mean": total.sum() / present.sum().clamp(min=1)',
+        '"entry_mean": total.sum() / (present * weight).sum()',
+        "law_aggregation",
+    ),
+    Mutant(
+        "9.1",
+        '"entry_mean": total.sum() / present.sum().clamp(min=1)',
+        '"entry_mean": total.sum() / rollout.lengths.sum()',
+        "law_aggregation",
+    ),
+    Mutant(
+        "9.1",
+        '"entry_mean": total.sum() / present.sum().clamp(min=1)',
+        '"entry_mean": (total / present.sum((0, 2)).clamp(min=1)).mean()',
+        "law_aggregation",
+    ),
+    # ------------------------------------------------------------- a penalty divided once, a plan that is told, an order
+    Mutant(
+        "10.1",
+        "kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None]",
+        "kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None].square()",
+        "law_penalty_of_whole_likelihoods",
+        where="penalty",
+    ),
+    Mutant(
+        "10.1",
+        'if method.kl.of != "per_token":',
+        'if method.kl.of == "ratio":',
+        "law_penalty_of_whole_likelihoods",
+        where="penalty",
+    ),
+    Mutant(
+        "10.1",
+        'if method.kl.of == "ratio" else plain',
+        'if method.kl.of != "log_likelihood" else plain',
+        "law_penalty_of_whole_likelihoods",
+        where="kl_target",
+    ),
+    Mutant("10.1", "update / max(1, updates - 1)", "update / max(1, updates)", "law_draw", where="draw"),
+    Mutant("10.1", "update / max(1, updates - 1)", "(update + 1) / updates", "law_draw", where="draw"),
+    Mutant("10.1", "schedule=schedule)", "schedule=generator)", "law_draw", where="draw"),
+    Mutant("10.1", 'if method.refresh != "scheduled":', 'if method.refresh == "fixed":', "law_draw", where="draw"),
+    Mutant("10.1", '"left_to_right", "right_to_left")', '"left_to_right")', "law_order_of_a_row", where="CHOICES"),
+    Mutant("10.1", 'order: str = "any"', 'order: str = "random"', "law_order_of_a_row", where="Method.order"),
     Mutant("", "if not len(logs):", "if False:", "law_diagnostics", where="ratio_diagnostics"),
     Mutant("8.4", '_check_above("cap", cap, 0)', '_check_above("cap", cap, 1)', "law_self_normalized_gradient"),
 ]
 
-MUTANTS += (
-    mutants_block.MUTANTS
-    + mutants_declared.MUTANTS
-    + mutants_gdpo.MUTANTS
-    + mutants_stabledrl.MUTANTS
-    + mutants_steps.MUTANTS
-    + mutants_trust.MUTANTS
-    + mutants_papers.MUTANTS
-    + mutants_zoo.MUTANTS
-)
+# Those of the method families: every file mutants_*.py beside this one.
+for path in sorted(Path(__file__).parent.glob("mutants_*.py")):
+    MUTANTS += importlib.import_module(path.stem).MUTANTS
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.tag or 'helper'}-{mutant.law}")

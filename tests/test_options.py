@@ -35,12 +35,10 @@ def test_every_number_of_every_row_can_be_replaced_by_itself(name):
     """And the row is then the row: an option changes what it names and nothing else."""
     row = methods.METHODS[name]
     parts = {part: getattr(row, part) for part in ("plan", "credit", "objective", "extra") if getattr(row, part)}
-    options = {f"{part}.{key}": value for part, value in parts.items() for key, value in value.keywords.items()}
-    for key in [key for key, value in options.items() if value is None and key != "plan.num_states"]:  # said elsewhere
-        assert (name, key) == ("dppo-topk", "objective.form"), "the form is that of the likeliest tokens, extra.form"
-        refuses(
-            lambda key=key: with_options(row, {key: options.pop(key)}), f"method_options.{key}", "no such option", "extra.form"
-        )
+    options = {f"{part}.{key}": value for part, p in parts.items() for key, value in p.keywords.items()}
+    for elsewhere in {"dppo-topk": ["objective.form"], "unigrpo": ["plan.progress"]}.get(name, []):
+        del options[elsewhere]  # said by extra.form, and by the trainer
+        refuses(lambda key=elsewhere: with_options(row, {key: 0.5}), f"method_options.{elsewhere}", "no such option", name)
     options |= {key: getattr(row, key) for key in SHARED} | (
         {f"kl.{k}": v for k, v in row.kl._asdict().items()} if row.kl else {}
     )
@@ -49,6 +47,13 @@ def test_every_number_of_every_row_can_be_replaced_by_itself(name):
         now, was = getattr(same, field.name), getattr(row, field.name)
         pair = (now.func, now.keywords) == (was.func, was.keywords) if field.name in parts else now == was
         assert pair, field.name
+
+
+def test_a_word_that_the_row_says_elsewhere_is_no_option():
+    """dppo-topk's divergence has its form in extra: one given to the objective would be ignored."""
+    row = methods.METHODS["dppo-topk"]
+    refuses(lambda: with_options(row, {"objective.form": "kl"}), "method_options.objective.form", "dppo-topk", "extra.form")
+    assert with_options(row, {"extra.form": "kl"}).extra.keywords == {"form": "kl"}
 
 
 def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
