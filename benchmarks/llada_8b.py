@@ -41,6 +41,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minidrl import checkpoints, config, denoiser, memory, rehearsal, tables, trainer
 from minidrl import features as feat
+from minidrl.tasks import Verdict
 
 RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
@@ -58,12 +59,12 @@ class Words:
     prompt_length: int
     prompt_format: str = "plain"
 
-    def puzzles(self, count: int, rng: np.random.Generator) -> list[SimpleNamespace]:
+    def problems(self, count: int, rng: np.random.Generator) -> list[SimpleNamespace]:
         words = rng.integers(2, 100, (count, self.prompt_length))
         return [SimpleNamespace(prompt=" ".join(f"w{i}" for i in row)) for row in words]
 
-    def score(self, puzzle: Any, response: str) -> float:
-        return zlib.crc32(response.encode()) / 2**32
+    def judge(self, problem: Any, response: str) -> Verdict:
+        return Verdict(zlib.crc32(response.encode()) / 2**32, False, {})
 
 
 def words_tokenizer(size: int, mask: int) -> PreTrainedTokenizerFast:

@@ -436,7 +436,7 @@ ROLLOUT = {  # what is wrong: (where, a passage of it, its replacement)
     ),
 }
 KL = {
-    "temperature 1": ("micro_batch, s.temperature", "micro_batch, 1.0"),
+    "temperature 1": ('"temperature": s.temperature', '"temperature": 1.0'),
     "unkept tokens count": ("(plan.scored & rollout.keep)", "plan.scored"),
     "as if all steps were drawn": ("plan.weight[..., None] *", "torch.ones_like(plan.weight)[..., None] *"),
     "over all positions": ("rollout.keep.sum()", "rollout.keep.numel()"),

@@ -115,7 +115,7 @@ def few_forwards(folder: Path, forwards: int, method: str, spoil: Callable = lam
         plan = dataclasses.replace(plan, valid=plan.valid & chosen.view_as(plan.needed).repeat_interleave(plan.blocks, 0))
         spoil(patch, learner)
         calls.clear()
-        feature = learner.score(learner.network, rollout, plan, trainer.Clock())
+        feature = learner.score(rollout, plan, trainer.Clock())
         cotangent = {"logp": torch.linspace(-1, 1, plan.scored.numel()).view(plan.scored.shape).double() * plan.scored}
         seen, count = gradient.second_pass(learner.network, rollout, plan, cotangent, temperature=1.0, size=1)
         found = {"feature": feature["logp"], "seen": seen["logp"], "gradients": gradient_of(learner.model), "count": count}

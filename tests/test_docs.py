@@ -61,7 +61,7 @@ def imports_of(name: str, source: str, modules: Iterable[str], packages: Iterabl
 
 
 def import_problems(graph: dict[str, set[str]]) -> list[str]:
-    """Imports that do not point one way: __main__ -> trainer -> {runs, memory, rehearsal} -> methods -> algorithms."""
+    """Imports that do not point one way: __main__ -> trainer -> runs, memory, rehearsal -> features, methods -> algorithms."""
     found = []
     for name in sorted(set(FOUNDATIONS) & set(graph)):
         found += [f"{name} imports {other}" for other in sorted(graph[name] - FOUNDATIONS[name])]

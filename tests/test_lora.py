@@ -187,7 +187,7 @@ def test_without_peft_one_line_says_what_to_install(monkeypatch):
 
 
 def test_without_bitsandbytes_one_line_says_what_to_install(base, monkeypatch):
-    monkeypatch.setattr(denoiser.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"quantize: .* pip install 'minidrl\[quantized\]'"):
         checkpoints.load(base, quantize=True)
 

@@ -1,6 +1,5 @@
 """The verb verify: passes for trained weights in LLaDA's format, and each of its checks fails for what it is there for."""
 
-import dataclasses
 import json
 import shutil
 import weakref
@@ -17,9 +16,10 @@ import tiny
 from minidrl import checkpoints, denoiser, memory, sampler, trainer, verify
 from minidrl.__main__ import main
 from minidrl.tasks import text as texts
-from minidrl.tasks.countdown import tokenizer
+from minidrl.tasks.countdown import Countdown, tokenizer
 
 BASE = Path(__file__).parents[1] / "tiny_models/countdown_base"
+PUZZLE = Countdown().example()
 NAMES = ["load", "loss", "answer", "reload", "step", "memory", "adapters"]
 
 
@@ -115,9 +115,9 @@ def test_chats_of_other_families_of_any_length_fail_only_for_what_they_answer(fa
 def test_a_prompt_that_is_not_whole_blocks_is_said(tmp_path, monkeypatch):
     test_loading.sdar(tmp_path)  # blocks of 4, and a token for each letter
     model, tok = checkpoints.load(tmp_path)
-    monkeypatch.setattr(text, "decode", lambda *_: ["4"])
+    monkeypatch.setattr(verify, "decode", lambda *_: ["4"])
     for prompt, end in (("2+2=", "with '4'"), ("1+1+2=", "with '4'; of the prompt's blocks of 4 the first has 2 tokens")):
-        said = verify._answer(model, tok, dataclasses.replace(verify.QUESTIONS["words"], prompt=prompt))
+        said = verify._answer(model, tok, verify.QUESTIONS["words"]._replace(prompt=prompt))
         assert said == f"{prompt!r} -> '4', {end}"
 
 
@@ -151,18 +151,18 @@ def test_a_question_of_ones_own(trained):
 @pytest.mark.parametrize(("reply", "good"), [("64", True), ("7*64=9", True), ("(64)", True), ("640", False), ("164", False)])
 def test_an_answer_is_a_whole_word(reply, good, trained, monkeypatch):
     model, tok = checkpoints.load(trained)
-    monkeypatch.setattr(text, "decode", lambda *_: [reply])
+    monkeypatch.setattr(verify, "decode", lambda *_: [reply])
     if good:
-        assert repr(reply) in verify._answer(model, tok, verify.QUESTIONS["countdown"])
+        assert repr(reply) in verify._answer(model, tok, PUZZLE)
     else:
         with pytest.raises(verify.Failed, match=f"'{reply}', which lacks '64'"):
-            verify._answer(model, tok, verify.QUESTIONS["countdown"])
+            verify._answer(model, tok, PUZZLE)
 
 
 def test_a_question_goes_through_the_chat_template(trained):
     """The template completes the puzzle: without it, and without the opening of the answer, there is nothing to solve."""
     model, tok = checkpoints.load(trained)
-    asked = dataclasses.replace(verify.QUESTIONS["countdown"], prompt="7,9,4")
+    asked = PUZZLE._replace(prompt="7,9,4")
     with pytest.raises(verify.Failed):
         verify._answer(model, tok, asked)
     tok.chat_template = "{% for m in messages %}{{ m['content'] }}>64{% endfor %}{% if add_generation_prompt %}:{% endif %}"
@@ -176,7 +176,7 @@ def test_the_kind_of_model_decides_what_is_asked(random, trained):
         asked[name] = verify._question(tok, None, None, None)
     tok = checkpoints.load(random)[1]
     tok.chat_template = None
-    assert asked | {"words": verify._question(tok, None, None, None)} == verify.QUESTIONS
+    assert asked | {"words": verify._question(tok, None, None, None)} == verify.QUESTIONS | {"countdown": PUZZLE}
     other = verify._question(checkpoints.load(trained)[1], "a", "b", "other words")
     assert (other.prompt, other.answer, other.text, other.before) == ("a", "b", "other words", "")
 
@@ -318,7 +318,7 @@ def test_memory_is_compared_with_the_prediction(share, extra, status, trained, m
 def _settings_of_the_step(folder: Path):
     model, tok = checkpoints.load(folder)
     plain = verify._settings(str(folder), "cpu", "stored")
-    return verify._fitted(plain, model, tok, verify.QUESTIONS["countdown"])
+    return verify._fitted(plain, model, tok, PUZZLE)
 
 
 def test_the_step_has_room_for_its_prompts(random):
