@@ -766,6 +766,7 @@ def token_features(
     topk_logp    log-probabilities of the M tokens ``topk_ids``                  (R, M)
     kl_ref       KL(policy || reference), exact over the vocabulary
     confidence   log softmax(z)[target] at temperature 1, detached: what (4.2) needs
+    logit        z[target]: what (4.4) needs
 
     ``names`` says which of them; logp is always there. z: the network's logits, float32
     at least; [MASK] has -inf. Units: nats. Source: LLaDA (arXiv 2502.09992): the logit
@@ -783,6 +784,8 @@ def token_features(
     if "confidence" in names:
         confidence = token_confidence(logits).detach()
         values["confidence"] = confidence.gather(-1, target[:, None])[:, 0]
+    if "logit" in names:
+        values["logit"] = logits.gather(-1, target[:, None])[:, 0]
     return values
 
 
@@ -858,12 +861,35 @@ def order_logp(
     Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with
     centred rewards, a noisier gradient. Source: minidrl's own. Relatives: DCoLT (arXiv
     2505.10446), a Plackett-Luce order term from a learned head; Mask-Aware Policy
-    Gradients (arXiv 2607.15200), a softmax over maximal logits: neither is the law of
+    Gradients (arXiv 2607.15200), a softmax over logits (4.4): neither is the law of
     this sampler.
     """
     state, _ = passed.nonzero(as_tuple=True)
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
     return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
+
+
+def position_logp(
+    own: Float[Tensor, "S L"],
+    best: Float[Tensor, " R"],
+    scored: Bool[Tensor, "S L"],
+    passed: Bool[Tensor, "S L"],
+) -> Float[Tensor, "S L"]:
+    """(4.4) log of the share of each scored position i in a softmax with those passed
+    over: s_i - log(exp s_i + sum_j exp c_j).
+
+    s_i, ``own``: the logit of the token placed. c_j, ``best``: the largest logit of
+    each of the R candidates ``passed`` over, in order; 0 where there is none. Both at
+    temperature 1; both carry a gradient. It is not the law of this sampler, whose
+    choice is deterministic given the tokens proposed; (4.2) is. Tokens of one step do
+    not compete. Source: Mask-Aware Policy Gradients (arXiv 2607.15200), as in the draft
+    of its code; there all hidden positions compete, later blocks included, and a step
+    is a segment of four. Relative: DCoLT (arXiv 2505.10446), a Plackett-Luce order term
+    from a learned head.
+    """
+    nothing = own.new_full(own.shape, torch.finfo(own.dtype).min)  # log 0, but finite
+    rivals = nothing.masked_scatter(passed, best).logsumexp(-1, keepdim=True)
+    return (own - torch.logaddexp(own, rivals)) * scored
 
 
 # A block-causal network reads the states of all M blocks of a response in one forward
