@@ -973,7 +973,7 @@ def staircase_positions(
 LEVELS = ("token", "position", "step", "state", "pair", "sequence")
 Entries = Float[
     Tensor, "*s"
-]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
+]  # a number for each entry of ll: (K, B, L), (K, B, 1), (1, B, 1), (2, B, 1)
 Advantage = Float[Tensor, "*K B"]
 
 
@@ -1022,7 +1022,7 @@ def entries(
     plan: Plan, level: str
 ) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
     """Which entries of ll exist, and the weight with which each enters a sum (a
-    sequence has absorbed its weights)."""
+    sequence has absorbed its weights). Two ratios of a sequence share them."""
     whole = level in ("token", "position")
     present = plan.scored if whole else plan.scored.any(-1, keepdim=True)
     if level in ("token", "step"):

@@ -7,9 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laws import Formula, close, formula, graph_features, judges, normal, oracle, positions, recorded, seeded, walk
+from laws import (
+    Formula,
+    close,
+    experience,
+    features_of,
+    formula,
+    graph_features,
+    judges,
+    normal,
+    oracle,
+    positions,
+    recorded,
+    refuses,
+    seeded,
+    walk,
+)
+from minidrl import methods
 from minidrl.sampler import Sampler
-
 
 # ------------------------------------------------------------------------------------------------------------ JustGRPO
 
@@ -65,7 +80,7 @@ def law_position_logp(alg: ModuleType) -> None:
 
 
 def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_length: int) -> dict[int, Tensor]:
-    """The position part of the scored positions of one state, from the table: rivals are hidden, in the same block, not scored."""
+    """The position part of the scored positions of one state, from the table; rivals: hidden, same block, not scored."""
     hidden, scored = positions(plan.hidden[k, b, 3:]), positions(plan.scored[k, b])
     response = rollout.response[b].tolist()
     logits = model.logits_at(tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response)))
@@ -99,3 +114,41 @@ def law_position_feature(alg: ModuleType) -> None:
             alg.two_pass_backward(model, rollout, plan, loss, size=size, **how)
             close(model.table.grad, expected, f"{order}, blocks of {block}: gradient")
             model.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------------ Mask-Aware PG
+
+
+@formula("mask-aware")
+def mask_aware(f: Formula) -> Tensor:
+    """GSPO on the tokens plus GSPO on their positions, each clipped by itself, with the leave-one-out advantage."""
+
+    def tokens(model: Any, k: int, b: int) -> dict[int, Tensor]:
+        return f.tokens(model, k, b)
+
+    def places(model: Any, k: int, b: int) -> dict[int, Tensor]:
+        return position_logps(model, f.rollout, f.plan, k, b, 4)
+
+    total = 0.0
+    for b, of in itertools.product(f.rows, (tokens, places)):
+        change = sum(
+            sum(of(f.new, k, b).values()) - sum(of(f.old, k, b).values()).detach() for k in f.states if of(f.old, k, b)
+        )
+        total = total + f.clipped((change / f.length[b]).exp(), f.centred(b) * 4 / 3, 3e-4, 4e-4)
+    return total / 8
+
+
+@judges("10.1", "4.4")
+def law_mask_aware_options(alg: ModuleType) -> None:
+    """Its two ratios are those of a sequence, no other word is allowed; an exact KL is added once, to the tokens."""
+    row = alg.METHODS["mask-aware"]
+    for word in ("token", "step", "pair"):
+        refuses(lambda word=word: methods.dataclasses.replace(row, reduction=word), "reduction", repr(word), "sequence")
+    drawn, old, new, _, reward = experience("mask-aware")
+    rollout, method = alg.Rollout(**vars(drawn)), methods.with_options(row, {"kl.form": "exact", "kl.beta": 0.5})
+    plan = row.plan(rollout, seeded())
+    feature = alg.features(new, rollout, plan, temperature=1.0, names=method.features, reference=old)
+    anchor = alg.reduced(row, plan, rollout, features_of(alg, row, old, rollout, plan))
+    adv = alg.advantages(row, plan, rollout, reward)
+    loss = [alg.method_loss(m, plan, rollout, feature, adv, anchor, None) for m in (method, row)]
+    close(loss[0] - loss[1], 0.5 * (feature["kl_ref"].sum((0, 2)) / rollout.lengths).mean(), "exact KL")

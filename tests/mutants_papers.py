@@ -10,7 +10,7 @@ MUTANTS: list[Mutant] = [
     Mutant("10.1", 'of="per_token"', 'of="log_likelihood"', "law_methods", where="row.espo"),
     Mutant("10.1", 'normalizer="padded_length"', 'normalizer="kept_length"', "law_methods", where="row.espo"),
     Mutant("10.1", "credit=P(leave_one_out)", "credit=P(group_mean)", "law_methods", where="row.espo"),
-    # ------------------------------------------------------------------------------------ 4.4, the position part of Mask-Aware PG
+    # ---------------------------------------------------------------------------------- 4.4, the position part of Mask-Aware PG
     Mutant("4.4", "own - torch.logaddexp(own, rivals)", "torch.logaddexp(own, rivals) - own", "law_position_logp"),
     Mutant("4.4", "own - torch.logaddexp(own, rivals)", "own - rivals", "law_position_logp"),
     Mutant("4.4", "rivals)) * scored", "rivals))", "law_position_logp"),
@@ -45,5 +45,19 @@ MUTANTS: list[Mutant] = [
         '["logit"] = (logits / temperature).gather(',
         "law_position_feature",
         where="token_features",
+    ),
+    # ------------------------------------------------------------------------------------------------------ Mask-Aware PG
+    Mutant("10.1", "epsilon_low=3e-4", "epsilon_low=4e-4", "law_clips_of_the_rows", where="row.mask-aware"),
+    Mutant("10.1", "credit=P(leave_one_out)", "credit=P(group_mean)", "law_methods", where="row.mask-aware"),
+    Mutant("10.1", 'normalizer="kept_length"', 'normalizer="none"', "law_methods", where="row.mask-aware"),
+    Mutant("10.1", 'features=("logp", "position_logp")', 'features=("logp",)', "law_methods", where="row.mask-aware"),
+    Mutant("10.1", 'logp, feature["position_logp"]]', 'logp + feature["position_logp"]]', "law_methods", where="reduced"),
+    Mutant("10.1", '("sequence",)', "alg.LEVELS", "law_mask_aware_options", where="Method.__post_init__"),
+    Mutant(
+        "10.1",
+        '{"logp": feature["kl_ref"]}',
+        '{"logp": feature["kl_ref"], "position_logp": feature["kl_ref"]}',
+        "law_mask_aware_options",
+        where="penalty",
     ),
 ]
