@@ -821,6 +821,7 @@ def token_features(
     topk_logp    log-probabilities of the M tokens ``topk_ids``                  (R, M)
     kl_ref       KL(policy || reference), exact over the vocabulary
     confidence   log softmax(z)[target] at temperature 1, detached: what (4.2) needs
+    logit        z[target]: what (4.4) needs
 
     ``names`` says which of them; logp is always there. z: the network's logits, float32
     at least; [MASK] has -inf. Units: nats. Source: LLaDA (arXiv 2502.09992): the logit
@@ -838,6 +839,8 @@ def token_features(
     if "confidence" in names:
         confidence = token_confidence(logits).detach()
         values["confidence"] = confidence.gather(-1, target[:, None])[:, 0]
+    if "logit" in names:
+        values["logit"] = logits.gather(-1, target[:, None])[:, 0]
     return values
 
 
@@ -913,12 +916,35 @@ def order_logp(
     Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with
     centred rewards, a noisier gradient. Source: minidrl's own. Relatives: DCoLT (arXiv
     2505.10446), a Plackett-Luce order term from a learned head; Mask-Aware Policy
-    Gradients (arXiv 2607.15200), a softmax over maximal logits: neither is the law of
+    Gradients (arXiv 2607.15200), a softmax over logits (4.4): neither is the law of
     this sampler.
     """
     state, _ = passed.nonzero(as_tuple=True)
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
     return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
+
+
+def position_logp(
+    own: Float[Tensor, "S L"],
+    best: Float[Tensor, " R"],
+    scored: Bool[Tensor, "S L"],
+    passed: Bool[Tensor, "S L"],
+) -> Float[Tensor, "S L"]:
+    """(4.4) log of the share of each scored position i in a softmax with those passed
+    over: s_i - log(exp s_i + sum_j exp c_j).
+
+    s_i, ``own``: the logit of the token placed. c_j, ``best``: the largest logit of
+    each of the R candidates ``passed`` over, in order; 0 where there is none. Both at
+    temperature 1; both carry a gradient. It is not the law of this sampler, whose
+    choice is deterministic given the tokens proposed; (4.2) is. Tokens of one step do
+    not compete. Source: Mask-Aware Policy Gradients (arXiv 2607.15200), as in the draft
+    of its code; there all hidden positions compete, later blocks included, and a step
+    is a segment of four. Relative: DCoLT (arXiv 2505.10446), a Plackett-Luce order term
+    from a learned head.
+    """
+    nothing = own.new_full(own.shape, torch.finfo(own.dtype).min)  # log 0, but finite
+    rivals = nothing.masked_scatter(passed, best).logsumexp(-1, keepdim=True)
+    return (own - torch.logaddexp(own, rivals)) * scored
 
 
 # A block-causal network reads the states of all M blocks of a response in one forward
@@ -1002,7 +1028,7 @@ def staircase_positions(
 LEVELS = ("token", "position", "step", "state", "pair", "sequence")
 Entries = Float[
     Tensor, "*s"
-]  # a number for each entry of ll: (K, B, L), (K, B, 1) or (1, B, 1)
+]  # a number for each entry of ll: (K, B, L), (K, B, 1), (1, B, 1), (2, B, 1)
 Advantage = Float[Tensor, "*K B"]
 
 
@@ -1051,7 +1077,7 @@ def entries(
     plan: Plan, level: str
 ) -> tuple[Bool[Tensor, "K2 B L2"], Float[Tensor, "K2 B 1"]]:
     """Which entries of ll exist, and the weight with which each enters a sum (a
-    sequence has absorbed its weights)."""
+    sequence has absorbed its weights). Two ratios of a sequence share them."""
     whole = level in ("token", "position")
     present = plan.scored if whole else plan.scored.any(-1, keepdim=True)
     if level in ("token", "step"):

@@ -49,7 +49,8 @@ def method_rows() -> list[dict[str, str]]:
             "likelihood": _call(m.plan),
             "ratio": m.reduction
             + _unless("none", m.normalizer, " / ")
-            + (" + order" if "order_logp" in m.features else ""),
+            + (" + order" if "order_logp" in m.features else "")
+            + (", and of positions" if "position_logp" in m.features else ""),
             "anchor": m.anchor,
             "masks": m.refresh,
             "temperature": m.temperature,
@@ -206,6 +207,8 @@ def _formulas(method: Method) -> list[tuple[str, Callable, str]]:
     steps.append(("reduction", alg.reduce_logp, f"{method.reduction}: {told}"))
     if "order_logp" in method.features:
         steps.insert(1, ("order", alg.order_logp, first_sentence(alg.order_logp)))
+    if "position_logp" in method.features:
+        steps.insert(1, ("position", alg.position_logp, first_sentence(alg.position_logp)))
     if method.anchor != "none":
         steps.append(("ratio", alg.log_ratio, first_sentence(alg.log_ratio)))
     parts = {"credit": method.credit, "extra": method.extra, "objective": method.objective}
@@ -245,6 +248,7 @@ def loss_in_words(method: Method) -> str:
     """The loss of a row as a sentence, from the names of its components."""
     what = "log-likelihood" if method.anchor == "none" else "ratio"
     order = " and the order" if "order_logp" in method.features else ""
+    order += ", and apart from it of the positions," if "position_logp" in method.features else ""
     score = f", with {_name(method.extra)}" if method.extra else ""
     kl, against = method.kl, f" against {ANCHORS[method.anchor]}"
     target = {"reference": "the reference", "old": ANCHORS["old"]}

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from minidrl import algorithms as alg
 from minidrl.algorithms import Plan, Rollout
 
-FEATURES = ("logp", "entropy", "order_logp", "topk_logp", "kl_ref")
+FEATURES = ("logp", "entropy", "order_logp", "position_logp", "topk_logp", "kl_ref")
 HEAD_NUMBERS = (
     1 << 24
 )  # logits that exist at a time: 67 MB in float32, the rows of 132 positions of LLaDA
@@ -104,7 +104,8 @@ def state_features(
     names: tuple[str, ...] = ("logp",),
     reference: Network | None = None,
 ) -> dict[str, Float[Tensor, "S L *M"]]:
-    """The features (4.1) at the scored positions of S states, 0 elsewhere, and order_logp (4.2).
+    """The features (4.1) at the scored positions of S states, 0 elsewhere; order_logp (4.2) and
+    position_logp (4.4).
 
     The vocabulary head is applied where it is needed only, to some rows at a time. S flat state
     numbers k*B + b, in any order (of a staircase: a forward's M states in a row, as `state_chunks`
@@ -125,6 +126,9 @@ def state_features(
         confidence = _spread(values.pop("confidence"), scored)
         order = _order_logp(model, rollout, plan, states, h, confidence, temperature)
         values["order_logp"] = order[scored]
+    if "position_logp" in names:
+        own = _spread(values.pop("logit"), scored)
+        values["position_logp"] = _position_logp(model, rollout, plan, states, h, own)[scored]
     return {name: _spread(values[name], scored) for name in names}
 
 
@@ -186,6 +190,7 @@ def _read(
     with torch.no_grad():
         theirs = None if their_h is None else reference.head(their_h)
     names = (*names, "confidence") if "order_logp" in names else names
+    names = (*names, "logit") if "position_logp" in names else names
     extra = {"topk_ids": topk_ids, "reference_logits": theirs}
     return alg.token_features(model.head(h), target, temperature=temperature, names=names, **extra)
 
@@ -210,6 +215,20 @@ def _order_logp(
     rows = {"h": _at(h, passed, plan), "limit": limit, "later": later}
     log_f = _in_parts(read, rows, math.ceil(most * model.vocab_size / HEAD_NUMBERS))["log_f"]
     return alg.order_logp(log_f, scored, passed)
+
+
+def _position_logp(
+    model: Network, rollout: Rollout, plan: Plan, states: States, h, own: Float[Tensor, "S L"]
+) -> Float[Tensor, "S L"]:
+    scored = plan.scored.flatten(0, 1)[states]
+    passed = _candidates(rollout, plan, states) & ~scored
+    most, rows = len(states) * rollout.sampler.block_length, {"h": _at(h, passed, plan)}
+
+    def read(*, h: Tensor) -> dict[str, Tensor]:
+        return {"best": model.head(h).max(-1).values}
+
+    best = _in_parts(read, rows, math.ceil(most * model.vocab_size / HEAD_NUMBERS))["best"]
+    return alg.position_logp(own, best, scored, passed)
 
 
 def _candidates(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S L"]:

@@ -83,8 +83,10 @@ TRANSIENT = ("activations", "layer", "logits", "rollout", "gradients", "earlier"
 FLOAT = 4  # bytes
 # Float32 arrays of R x V that are alive at once, counted on a call of the head and its backward
 # pass; a feature adds.
-ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0, "order_logp": 0.0}
-PASSED = 5.25  # and where R are the positions that a step passed over, of which order_logp is made
+ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0}
+ARRAYS |= {"order_logp": 0.0, "position_logp": 1.0}
+# And where R are the positions that a step passed over, of which these are made.
+PASSED = {"order_logp": 5.25, "position_logp": 2.5}
 ADDED = 3  # gradients of a trained head while two are added up: both and their sum
 # Bytes a token of the vocabulary while the sampler draws: logits, log-probs and probs in float32,
 # their sums in float64.
@@ -293,12 +295,12 @@ def _calls(settings: config.Train, method: Method, plan: Plan) -> list[_Call]:
     scored = plan.scored.flatten(0, 1)
     rows = scored.sum(-1)
     calls = [_Call(rows, int(rows.max()), sum(ARRAYS[name] for name in method.features))]
-    if "order_logp" in method.features:
+    for name in PASSED.keys() & set(method.features):
         block, chooses = settings.sampler.block_length, settings.sampler.order == "low_confidence"
         left = plan.hidden.flatten(0, 1)[:, -settings.sampler.length :] & ~scored
         current = scored.unflatten(1, (-1, block)).any(-1)
         passed = left.unflatten(1, (-1, block)).sum(-1) * current
-        calls.append(_Call(passed.sum(-1) * chooses, block, PASSED))
+        calls.append(_Call(passed.sum(-1) * chooses, block, PASSED[name]))
     return calls
 
 
@@ -321,15 +323,18 @@ def _logits(
         parts = [max(1, math.ceil(number / feat.HEAD_NUMBERS)) for number in numbers]
         at_once = [math.ceil(count / part) for count, part in zip(rows, parts, strict=True)]
 
-        # A part as it is read, beside the gradient that earlier parts have left.
-        read = max(count * call.arrays for count, call in zip(at_once, calls, strict=True)) * array
+        # A part as it is read, beside the gradient that earlier parts have left. The first call's
+        # log-probabilities stay while the second is made.
+        read = [count * call.arrays * array for count, call in zip(at_once, calls, strict=True)]
+        kept = array * rows[0] if parts[0] == 1 else 0
+        read = max(read[:1] + [kept + other for other in read[1:]])
         reading = read + (gradient if max(parts) > 1 else 0)
-        # The head's own way back: a gradient of the logits, and two of its weights being added up.
-        adding = array * max(at_once) + gradient * (ADDED if sum(parts) > 1 else 1)
-        # Log-probabilities of the first call stay while the second is made.
-        kept = array * rows[0] if len(calls) > 1 and parts[0] == 1 else 0
+        # The head's own way back: a gradient of the logits, and two of its weights being added up;
+        # that of a second call waits for the first one's.
+        added = at_once[: 1 if parts[-1] == 1 else None]
+        adding = array * max(added) + gradient * (ADDED if sum(parts) > 1 else 1)
         hidden = sum(rows) * 2 * size * shape.hidden_size
-        most = max(most, math.ceil(kept + max(reading, adding)) + hidden)
+        most = max(most, math.ceil(max(reading, adding)) + hidden)
     return most + head * (gpus > 1)
 
 

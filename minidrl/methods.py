@@ -135,7 +135,8 @@ class Method:
     extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout,
                   normalizer) to its keywords
     kl            a penalty, or None
-    features      what the network is asked for; order_logp is added to logp before the reduction
+    features      what the network is asked for; order_logp is added to logp before the reduction;
+                  position_logp makes a second ratio of each sequence, whose loss is added
     aggregation   losses to a number (9.1)
     """
 
@@ -159,7 +160,8 @@ class Method:
     aggregation: str
 
     def __post_init__(self):
-        for key, allowed in CHOICES.items():
+        one = {"reduction": ("sequence",)} if "position_logp" in self.features else {}
+        for key, allowed in (CHOICES | one).items():
             if getattr(self, key) not in allowed:
                 got = f"{key}: got {getattr(self, key)!r} for {self.name}"
                 raise ValueError(f"{got}; allowed {', '.join(allowed)}")
@@ -514,6 +516,13 @@ row("unigrpo", "UniGRPO (arXiv 2505.15809), facebookresearch/igpo", "masks grow 
   credit=P(group_mean),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="entry_mean")
 
+row("mask-aware", "Mask-Aware PG (arXiv 2607.15200) and its draft code", "clips tokens, positions",
+  differs="draft code; 12 of 32 merged segments there; here all steps, past EOS, rivals by block",
+  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+  anchor="old", reduction="sequence", normalizer="kept_length",
+  credit=P(leave_one_out), features=("logp", "position_logp"),
+  objective=P(ppo_clip, epsilon_low=3e-4, epsilon_high=4e-4), aggregation="sequence_mean")
+
 # fmt: on
 
 
@@ -550,12 +559,14 @@ def reduced(
     method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]
 ) -> Float[Tensor, "K2 B L2"]:
     """The method's ll: logp, and order_logp where the row asks for it, with its level and
-    normaliser."""
+    normaliser; position_logp is an entry of its own, the second of each sequence."""
     logp = feature["logp"]
     if "order_logp" in method.features:
         logp = logp + feature["order_logp"]
     scale = normalizer(method, plan, rollout).to(logp.dtype)
-    return alg.reduce_logp(logp, plan, level=method.reduction, normalizer=scale)
+    parts = [logp, feature["position_logp"]] if "position_logp" in method.features else [logp]
+    how = {"level": method.reduction, "normalizer": scale}
+    return torch.cat([alg.reduce_logp(part, plan, **how) for part in parts])
 
 
 def behaviour_anchor(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "K2 B L2"]:
@@ -620,8 +631,8 @@ def penalty(
     if method.kl is None:
         return None
     if method.kl.form == "exact":
-        scale = normalizer(method, plan, rollout).to(feature["kl_ref"].dtype)
-        return alg.reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=scale)
+        blank = dict.fromkeys(method.features, torch.zeros_like(feature["kl_ref"]))
+        return reduced(method, plan, rollout, blank | {"logp": feature["kl_ref"]})
     target = anchor if method.kl.target == "old" else ref
     ll = kl_target(method, plan, rollout, feature)
     kl = alg.kl_term(ll, target, form=method.kl.form)

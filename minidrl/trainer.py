@@ -443,7 +443,8 @@ class Learner:
         self, model: Network, rollout: Rollout, plan: Plan, clock: Clock
     ) -> dict[str, Tensor]:
         """Those features of which an ll is made: all that an anchor or a reference needs."""
-        names = tuple(name for name in self.method.features if name in ("logp", "order_logp"))
+        made_of = ("logp", "order_logp", "position_logp")
+        names = tuple(name for name in self.method.features if name in made_of)
         return self._features(model, rollout, plan, clock, names)
 
     def _features(

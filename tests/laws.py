@@ -1350,20 +1350,22 @@ def models() -> tuple[oracle.TabularDenoiser, oracle.TabularDenoiser, oracle.Tab
 def experience(row: str = "") -> tuple[Any, oracle.TabularDenoiser, oracle.TabularDenoiser, oracle.TabularDenoiser, Tensor]:
     """Two prompts x 4 responses of an old model, with the new and the reference model, and rewards.
 
-    One block of two steps; two blocks of two steps each for the rows about blocks.
+    One block of two steps; two blocks of two steps each for the rows about blocks. In random order; by confidence for the row
+    that is about it.
     """
     reward = double([1.0, 0.0, 0.3, 0.0, 0.2, 2.0, 0.5, 1.0])
-    return _drawn(block_length=2 if row.endswith("-block") else 4), *models(), reward
+    order = "low_confidence" if row == "mask-aware" else "random"
+    return _drawn(2 if row.endswith("-block") else 4, order), *models(), reward
 
 
 @functools.cache
-def _drawn(block_length: int) -> Any:
+def _drawn(block_length: int, order: str) -> Any:
     old, _, _ = models()
     sizes = {"length": 4, "block_length": block_length, "tokens_per_step": block_length // 2}
-    settings = Sampler(order="random", temperature=0.8, **sizes)
+    settings = Sampler(order=order, temperature=0.8, **sizes)
     prompt, mask = torch.tensor([[0, 1, 0], [2, 0, 1]]), torch.tensor([[False, True, True], [True, True, True]])
-    records = ["entropy", "one_step"]
-    drawn = generate(old, prompt, mask, settings, eos_token_id=2, num_generations=4, generator=seeded(47), records=records)
+    records, seed = ["entropy", "one_step"], 47 if order == "random" else 65  # both have answers beyond every clip
+    drawn = generate(old, prompt, mask, settings, eos_token_id=2, num_generations=4, generator=seeded(seed), records=records)
     drawn.records.update(likeliest(old, drawn, 1))
     return drawn
 
@@ -1734,6 +1736,7 @@ def law_clips_of_the_rows(alg: ModuleType) -> None:
     two_sided |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
     two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28)}
     two_sided |= dict.fromkeys(("spo", "espo", "ebpo-block", "unigrpo"), (0.8, 1.2))
+    two_sided |= {"mask-aware": (0.9997, 1.0004)}
     caps = dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
     caps |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0), "stabledrl-released": (0.0, 5.0)}
     caps |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))

@@ -378,7 +378,7 @@ def model_tokens() -> int:
     return tokenizer().mask_token_id
 
 
-ALL = ("logp", "entropy", "order_logp", "kl_ref")
+ALL = ("logp", "entropy", "order_logp", "position_logp", "kl_ref")
 
 
 @judges("4.1", "4.2", "2.8", "3.5")
@@ -544,7 +544,7 @@ def law_head_in_parts(alg: ModuleType) -> None:
             for states in alg.state_chunks(plan, 4):
                 if len(states) == 4 * plan.blocks:
                     some = Watched(model)
-                    alg.state_features(some, rollout, plan, states, temperature=0.7, names=("logp", "order_logp"))
+                    alg.state_features(some, rollout, plan, states, temperature=0.7, names=ALL[:4])
                     calls.add(len(some.rows))
             assert len(calls) == 1, f"{name}: calls of the head {calls}"
         close(value, truth.item(), f"{name}: loss", 1e-12)

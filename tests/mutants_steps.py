@@ -148,8 +148,8 @@ MUTANTS: list[Mutant] = [
     Mutant("7.2", "torch.expm1(-u) + u", "torch.expm1(u) - u", "law_exact_kl_is_the_mean_of_k3"),
     Mutant(
         "10.1",
-        'reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=scale)',
-        'reduce_logp(feature["kl_ref"], plan, level=method.reduction, normalizer=None)',
+        "return reduced(method, plan, rollout, blank",
+        'return reduced(dataclasses.replace(method, normalizer="none"), plan, rollout, blank',
         "law_exact_kl_in_the_loss",
         where="penalty",
     ),

@@ -313,6 +313,7 @@ FEATURES = {
     "kl_ref": ("grpo", EXACT),
     "topk_logp": ("dppo-topk", {}),
     "order_logp": ("egspo-exact", {"plan.num_states": 4}),
+    "position_logp": ("mask-aware", {"plan.num_states": 4}),
 }
 
 

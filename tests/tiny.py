@@ -162,7 +162,7 @@ def options(name: str) -> dict:
 
 def sampler_of(name: str, **changes) -> sampler.Sampler:
     """A row that scores the choice of positions is of interest where the sampler makes one; a staircase needs blocks."""
-    if name in methods.METHODS and "order_logp" in methods.METHODS[name].features:
+    if name in methods.METHODS and {"order_logp", "position_logp"} & {*methods.METHODS[name].features}:
         changes = {"order": "low_confidence", **changes}
     if in_blocks(name):
         changes = {"block_length": BLOCK, "attention": "block_causal", **changes}
