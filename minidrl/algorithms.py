@@ -520,8 +520,8 @@ def scheduled_plan(
 ) -> Plan:
     """(2.10) One mask whose share grows over the updates: t = t_0 + progress (1 - t_0).
 
-    t_0 ~ U(min_t, 1), one for the batch; ``progress`` runs from 0 at the first update on
-    a rollout to 1 at the last, where everything is hidden: a structured noising
+    t_0 ~ U(min_t, 1), one for the batch; ``progress`` runs from 0 at the first update
+    on a rollout to 1 at the last, where everything is hidden: a structured noising
     schedule. t_0 comes from ``schedule``, which is the same for all of these updates
     (None: from ``generator``). Each position of the domain is hidden with probability t
     and, if hidden, scored, weight 1. Source: UniGRPO (MMaDA, arXiv 2505.15809) as

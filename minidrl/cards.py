@@ -21,7 +21,7 @@ import torch
 from minidrl import algorithms as alg
 from minidrl import index
 from minidrl.algorithms import Rollout
-from minidrl.methods import KL, METHODS, Method
+from minidrl.methods import KL, METHODS, Method, numbers
 from minidrl.tables import markdown_table
 
 # --------------------------------------------------------------------------------------- 1. The map
@@ -119,11 +119,9 @@ def fields(method: Method) -> dict[str, Any]:
 
 def settings(method: Method) -> dict[str, Any]:
     """The numbers and words of a row, each under its key in ``--method_options``."""
-    numbers = {key: value for key, value in fields(method).items() if "." in key}
-    return {key: value for key, value in numbers.items() if value is not None or key == _STEPS}
-
-
-_STEPS = "plan.num_states"  # None: every step
+    options = numbers(method)
+    known = fields(method).items()
+    return {key: value for key, value in known if key in options or key.startswith("kl.")}
 
 
 def differences(method: Method, other: Method) -> dict[str, tuple[Any, Any]]:
@@ -232,7 +230,9 @@ REFRESH = {
     "fixed": "one plan for all updates on a rollout",
     "paired": "a new plan an update; the old weights score the same one",
     "independent": "a new plan an update; the old weights score one of their own",
+    "scheduled": "as a schedule over the updates says; the old weights score the same ones",
 }
+ORDERS = {"any": "any order of the sampler"}
 TEMPERATURES = {"one": "scored at temperature 1", "sampling": "scored at that of the sampler"}
 NORMALIZERS = {
     "none": "",
@@ -307,7 +307,8 @@ def calls(method: Method) -> dict[str, dict[str, str]]:
 def _calls(method: Method, n: str) -> dict[str, str]:
     one, twice = n == "1", "kl_ref" in method.features
     own = method.anchor == "old" and method.refresh != "independent"
-    old = {"independent": "K", "paired": "0" if one else "(n - 1) K"}.get(method.refresh, "0")
+    others = "0" if one else "(n - 1) K"
+    old = {"independent": "K", "paired": others, "scheduled": others}.get(method.refresh, "0")
     on_record = method.anchor == "behaviour" and method.features == ("logp",)
     reference = method.kl is not None and method.kl.target == "reference"
     if method.linear:
@@ -366,6 +367,7 @@ def card(name: str) -> dict[str, Any]:
         "anchor": ANCHORS[method.anchor],
         "masks": REFRESH[method.refresh],
         "temperature": TEMPERATURES[method.temperature],
+        "order": ORDERS.get(method.order, f"{method.order}, and no other"),
         "settings": {key: _plain(value) for key, value in settings(method).items()},
         "states": states(method),
         "calls": calls(method),
@@ -395,7 +397,7 @@ def _say(value: Any) -> str:
 
 def card_text(told: Mapping[str, Any]) -> str:
     """``card`` in lines."""
-    numbers = {k: "null" if v is None else _say(v) for k, v in told["settings"].items()}
+    options = {k: "null" if v is None else _say(v) for k, v in told["settings"].items()}
     changes = [f"{k} {_say(mine)} ({_say(its)})" for k, (mine, its) in told["except"].items()]
     parts = [
         ("source", f"{told['source']}; {told['at']}"),
@@ -405,7 +407,8 @@ def card_text(told: Mapping[str, Any]) -> str:
         ("anchor", told["anchor"]),
         ("masks", told["masks"]),
         ("temperature", told["temperature"]),
-        ("settings", ", ".join(f"{key} {value}" for key, value in numbers.items()) or "none"),
+        ("order", told["order"]),
+        ("settings", ", ".join(f"{key} {value}" for key, value in options.items()) or "none"),
         ("calls", f"forwards of a plan K = {told['states']}, steps of the sampler T"),
         *(("", f"{when}: {_sum(phases)}") for when, phases in told["calls"].items()),
         ("records", ", ".join(told["records"])),

@@ -729,7 +729,7 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
         return dataclasses.replace(method, step_value=value)
     if key in _WORDS:
         return dataclasses.replace(method, **{part: value})
-    if key not in _numbers(method):
+    if key not in numbers(method):
         allowed = ", ".join(_options(method))
         raise ValueError(
             f"method_options.{key}: no such option of {method.name}; allowed {allowed}"
@@ -809,9 +809,11 @@ def _check_like(key: str, value: Any, present: Any) -> None:
         raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
 
 
-def _numbers(method: Method) -> list[str]:
-    # The keywords of the components, but for those that something else decides: a word that is
-    # None, and what a plan is told.
+def numbers(method: Method) -> list[str]:
+    """The keywords of the components that are options.
+
+    Not those that something else decides: a word that is None, and what a plan is told.
+    """
     parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
     words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
     given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]
@@ -820,4 +822,4 @@ def _numbers(method: Method) -> list[str]:
 
 def _options(method: Method) -> list[str]:
     credit = ["credit"] if method.step_value == "none" else ["step_value"]
-    return _numbers(method) + [f"kl.{name}" for name in KL._fields] + credit + list(_WORDS)
+    return numbers(method) + [f"kl.{name}" for name in KL._fields] + credit + list(_WORDS)

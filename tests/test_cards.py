@@ -75,7 +75,7 @@ def test_every_setting_is_an_option_with_its_published_value(name):
     numbers = {key: value for key, value in settings.items() if not key.startswith("kl.")}
     assert methods.with_options(method, settings) is not None
     assert cards.fields(methods.with_options(method, settings)) == cards.fields(method)
-    assert set(numbers) == set(methods._numbers(method))
+    assert set(numbers) == set(methods.numbers(method))
     text = " ".join(cards.card_text(cards.card(name)).split())
     assert all(f"{key} " in text for key in settings)
 

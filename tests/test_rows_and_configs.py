@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "tiny_configs"
 FILES = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
 TRAINING = {name: data for name, data in FILES.items() if "model" in data}
 # Rows whose states share a forward, all blocks of them: of a network without blocks there is no such forward.
-STAIRCASES = {"stabledrl-block", "trace-block"}
+STAIRCASES = {name for name in METHODS if name.endswith("-block")}
 NO_BLOCKS = "sampler.attention: got 'bidirectional'; allowed block_causal, as {} scores all blocks at once"
 
 
@@ -33,12 +33,17 @@ def test_what_ships_is_what_is_tried():
 
 @pytest.mark.parametrize("file", TRAINING)
 @pytest.mark.parametrize("name", METHODS)
-def test_a_row_is_accepted_or_needs_blocks_that_the_config_does_not_have(name, file):
+def test_a_row_is_accepted_or_needs_blocks_or_an_order_that_the_config_does_not_have(name, file):
     settings = chosen(file, name)
     if name in STAIRCASES and not in_blocks(TRAINING[file]):
         with pytest.raises(ValueError) as error:
             rehearsal.method_of(settings)
         assert str(error.value) == NO_BLOCKS.format(name)
+    elif METHODS[name].order not in ("any", settings.sampler.order):
+        with pytest.raises(ValueError) as error:
+            rehearsal.method_of(settings)
+        allowed = f"allowed {METHODS[name].order}, which {name} is about"
+        assert str(error.value) == f"sampler.order: got {settings.sampler.order!r}; {allowed}"
     else:
         assert rehearsal.method_of(settings).name == name
 
