@@ -323,7 +323,7 @@ MUTANTS = {  # what is wrong: (a passage of staircase_mask or staircase_position
     "clean rows read the noisy stream": ("context.new_zeros(len(block), length)", "context.new_ones(len(block), length)"),
     "streams swapped": ('block if clean == "block" else place', 'place if clean == "block" else block'),
     "blocks of the whole row": ("clamp(min=-1)", "clamp(min=-length)"),
-    "padding is seen": ("pattern & F.pad(prompt_mask,", "pattern & F.pad(prompt_mask | True,"),
+    "padding is seen": ("real = pad(prompt_mask,", "real = pad(prompt_mask | True,"),
     "noisy positions go on": ("[prompt, response, response]", "[prompt, response, response + length]"),
     "padding is counted": ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1] + 0 * prompt_mask.sum(-1, keepdim=True)"),
     "no gap after the prompt": ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.sum(-1, keepdim=True) - 1"),
@@ -334,7 +334,7 @@ MUTANTS = {  # what is wrong: (a passage of staircase_mask or staircase_position
 def test_the_law_kills(name, monkeypatch):
     old, new = MUTANTS[name]
     source = "\n\n".join(inspect.getsource(f) for f in (alg.staircase_mask, alg.staircase_positions))
-    space = copy.copy(vars(denoiser))
+    space = copy.copy(vars(alg))
     exec("from __future__ import annotations\n" + tiny.replaced(source, old, new), space)
     for function in ("staircase_mask", "staircase_positions"):
         monkeypatch.setattr(denoiser, function, space[function])

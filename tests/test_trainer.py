@@ -681,8 +681,10 @@ def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name,
     learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name)
     experience = half_silent(tiny.experience(learner))
     monkeypatch.setattr(Countdown, "score", lambda *_: 0.5)  # of the completions in one step
-    purpose = "plan 0" if learner.method.refresh == "fixed" else "plan 1"
-    drawn = learner.method.plan(experience.rollout, learner.generator(0, purpose))
+    second = learner.method.refresh != "fixed"  # else the plan of the first update is that of the second
+    noise, schedule = learner.generator(0, f"plan {int(second)}"), learner.generator(0, "schedule")
+    told = {"update": int(second), "updates": 2, "schedule": schedule}
+    drawn = methods.draw(learner.method, experience.rollout, noise, **told)
     at, rows = second_update(learner, experience), tiny.GENERATIONS
     assert drawn.valid[:, :rows].any(), "there was something to leave out"
     assert torch.equal(at.plan.scored[:, rows:], drawn.scored[:, rows:])
@@ -868,7 +870,7 @@ def test_independent_masks_make_the_first_ratio_noise(name, base):
 # With one update on a rollout, these read more off the score than its ratio to itself, or to what the sampler recorded.
 NEED_A_FIRST_PASS = {"diffu-grpo", "diffu-grpo-released", "egspo-released", "egspo-sa-released", "mdpo", "dppo-topk", "spg"}
 NEED_A_FIRST_PASS |= {"gdpo-released", "stabledrl", "stabledrl-released", "stabledrl-elbo", "stabledrl-block"}
-NEED_A_FIRST_PASS |= {"clip-only", "self-norm-only"}
+NEED_A_FIRST_PASS |= {"clip-only", "self-norm-only", "espo", "coupled-grpo", "unigrpo"}
 
 
 def one_update(monkeypatch, name: str, updates: int | None, always: bool = False) -> tuple[torch.Tensor, dict, bool]:
@@ -1047,7 +1049,11 @@ def test_a_sampled_step_value_reads_its_own_record(base, monkeypatch):
     row = dataclasses.replace(methods.METHODS["egspo-sa"], step_value="sampled")
     monkeypatch.setitem(methods.METHODS, "egspo-sa", row)
     learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
-    assert set(whole_experience(learner).rollout.records) == {"entropy", "one_step_sampled"}
+    made = whole_experience(learner).rollout
+    assert (
+        set(made.records) == {"entropy", *methods.RECORDS["sampled"]} and methods.RECORDS["sampled"][-1] == "one_step_sampled"
+    )
+    assert rehearsal.completions(learner.method, made) is made.records["one_step_sampled"]
     assert learner.step(0)["grad_norm"] > 0
 
 
