@@ -673,7 +673,7 @@ MUTANTS = [
     ("division by zero escapes", "except (_Malformed, ZeroDivisionError):", "except _Malformed:"),
     ("division by zero is 0", "return left / right", "return left / right if right else right"),
     ("minus turned round", "left - right if op ==", "right - left if op =="),
-    ("no precedence", 'self._left_associative(lambda: self._atom(depth), "*/"), "+-")', 'self._atom(depth), "*/+-")'),
+    ("no precedence", 'lambda: self._term(depth), "+-")', 'lambda: self._atom(depth), "*/+-")'),
     (
         "right-associative",
         "operand())\n        return value",
