@@ -1,7 +1,8 @@
-# Five verbs; each makes .venv from requirements.txt when it is missing or older than that file.
+# Six verbs; each makes .venv from requirements.txt when it is missing or older than that file.
 #
 #   make train        a rising reward curve on tiny Countdown, on a CPU
 #   make test         all tests, then every notebook, with its stored outputs compared
+#   make chaos        faults: runs killed at every file operation, damaged, without disk; up to 15 minutes
 #   make notebooks    execute the notebooks again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
 #   make pages        what is generated from the table of methods: docs/, and the map of notebook 10
@@ -10,11 +11,13 @@
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
 #   make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # ARGS="..."               added to the train command, e.g. make train ARGS="--steps 20"
+# JOBS=4                   processes of `make test`, of one thread each (default: one a core, at most 8)
 
 SHELL     := /bin/sh
 PYTHON    ?= python3
 PIP_FLAGS ?=
 ARGS      ?=
+JOBS      ?= auto
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -24,16 +27,20 @@ STAMP := $(VENV)/requirements.stamp
 unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 
 .DELETE_ON_ERROR:
-.PHONY: train test notebooks lint pages
+.PHONY: train test chaos notebooks lint pages
 
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown_cpu.yaml --out runs/countdown_cpu $(ARGS)
 
-# One process (no xdist): nbval's cells of one notebook share a kernel and must run in order.
+# Tests: one thread a process; two that share two cores with two threads each are many times slower than one.
+# Notebooks: one process with all threads; nbval's cells of one notebook share a kernel and must run in order.
 test: $(STAMP)
-	$(PY) -m pytest -p no:xdist tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal tests
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; \
-	$(PY) -m pytest -p no:xdist -p no:python --nbval --nbval-current-env --nbval-cell-timeout=120 "$$@"; fi
+	$(PY) -m pytest -p no:xdist -p no:python --nbval --nbval-current-env --nbval-cell-timeout=240 "$$@"; fi
+
+chaos: $(STAMP)
+	$(PY) tests/chaos.py
 
 notebooks: $(STAMP)
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi

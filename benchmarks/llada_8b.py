@@ -6,6 +6,8 @@ made up, and no response ends early. The first step is a warm-up; the second is 
 
     --predict      nothing is run: products and bytes as predicted, and the seconds that they take at best at given rates
     --shape tiny   the same with a network that a CPU runs in seconds
+    --device cpu   one reduced step at full size, from files: `reduced` below; --shape names other models too
+    --reduced      the same on any device and with any shape
 
 Counted are the products that the method needs. Of a sequence of T tokens of which R rows go through the head, forward:
 
@@ -23,8 +25,10 @@ recipe's matmul_precision.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -36,6 +40,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -45,6 +50,51 @@ from minidrl.tasks import Verdict
 
 RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
+
+# Other models at full size: config.json as far as it decides what is computed, the id of the mask, and where both were read.
+QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+SDAR = {**QWEN, "model_type": "sdar", "architectures": ["SDARForCausalLM"], "attention_bias": False, "head_dim": 128}
+SDAR |= {"num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 32768, "eos_token_id": 151643}
+SDAR |= {"block_size": 4}  # which the page of SDAR-4B-Chat lacks; JetAstra/SDAR: 4 where a name has no -b8, -b16, ...
+SHAPES: dict[str, tuple[dict, int]] = {
+    "8b": (checkpoints.PUBLISHED[LLADA], 126336),
+    # config.json of apple/DiffuCoder-7B-Instruct (69c039a), which is trained from Dream's format; a copy of Dream-Coder has the
+    # same sizes. The page of Dream-v0-Instruct-7B itself was not at hand.
+    "dream-7b": (
+        {
+            **QWEN,
+            "model_type": "Dream",
+            "architectures": ["DreamModel"],
+            "hidden_size": 3584,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "intermediate_size": 18944,
+            "vocab_size": 152064,
+            "max_position_embeddings": 131072,
+            "mask_token_id": 151666,
+            "eos_token_id": 151643,
+        },
+        151666,
+    ),
+    # Sizes of Qwen3-1.7B, on which it was trained (README of JetAstra/SDAR). They make 4.06 GB, as the model.safetensors of
+    # JetLM/SDAR-1.7B-Chat has, whose own config.json was not at hand.
+    "sdar-1.7b": (
+        {**SDAR, "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144},
+        151669,
+    ),
+    # config.json of JetLM/SDAR-4B-Chat.
+    "sdar-4b": (
+        {**SDAR, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728},
+        151669,
+    ),
+    # Sizes of Qwen/Qwen3-8B (its config.json). They make 16.4 GB, as the four files of JetLM/SDAR-8B-Chat do; as before.
+    "sdar-8b": (
+        {**SDAR, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
+        151669,
+    ),
+}
+SHARDS = 6  # files of published LLaDA-8B
 TINY = {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 192, "embedding_size": 500}
 TINY |= {"vocab_size": 500, "mask_token_id": 498, "eos_token_id": 497}
 END = 1  # the made-up tokenizer's [EOS]
@@ -166,7 +216,7 @@ def work(settings: config.Train) -> dict[str, tuple[int, Products]]:
     plan = method.plan(rehearsal.blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
     states, drawn = int(plan.valid.sum()), settings.num_prompts * settings.num_generations * settings.sampler.num_steps
     rows, most = int(plan.scored.sum()) / states, min(settings.micro_batch, states) * int(plan.scored.sum(-1).max())
-    in_parts = most * checkpoints.describe(settings.model)[0].vocab_size > feat.HEAD_NUMBERS
+    in_parts = feat.head_parts(most, checkpoints.describe(settings.model)[0].vocab_size) > 1
     return {
         "rollout": (drawn, products(settings, settings.sampler.block_length, backward=False)),
         "scoring": (settings.num_iterations * states, products(settings, rows, backward=False)),
@@ -202,6 +252,151 @@ def measured(settings: config.Train) -> tuple[dict, float]:
     row = learner.step(1)
     wait(settings.device)
     return row, time.perf_counter() - started
+
+
+# ----------------------------------------------------------------------------------------------------- the reduced step
+def write_checkpoint(raw: dict, mask: int, folder: Path, shards: int = SHARDS) -> int:
+    """config.json, a tokenizer of words, and random weights under the family's names; returns their bytes.
+
+    Matrices hold one block of normal numbers again and again: what is measured depends on shapes and not on values. Its length
+    is odd, so that no two rows are the same. Norms are 1.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    words_tokenizer(raw["vocab_size"], mask).save_pretrained(folder)
+    shape, family, dtype = checkpoints.describe(folder)
+    with torch.device("meta"):
+        sizes = {name: p.shape for name, p in family.network(shape).named_parameters()}
+    block = torch.empty(2**22 + 1).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).to(dtype)
+    most, index = -(-sum(map(np.prod, sizes.values())) // shards), {}
+    for number, names in enumerate(files_of(sizes, most), 1):
+        path = folder / f"model-{number:05}.safetensors"
+        made = {checkpoints.stored_name(name, family): filled(name, sizes[name], block) for name in names}
+        save_file(made, path, metadata={"format": "pt"})
+        index |= dict.fromkeys(made, path.name)
+    (folder / checkpoints.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def files_of(sizes: dict[str, torch.Size], most: int) -> list[list[str]]:
+    """The names in order, cut into files of at most ``most`` numbers, or of one tensor."""
+    files, room = [], 0
+    for name, size in sizes.items():
+        if not files or size.numel() > room:
+            files.append([])
+            room = most
+        files[-1].append(name)
+        room -= size.numel()
+    return files
+
+
+def filled(name: str, size: torch.Size, block: torch.Tensor) -> torch.Tensor:
+    """1 for a norm, else the block's numbers again and again."""
+    if "norm" in name:
+        return torch.ones(size, dtype=block.dtype)
+    return block.repeat(-(-size.numel() // len(block)))[: size.numel()].view(size)
+
+
+def reduced(raw: dict, folder: Path, device: str) -> config.Train:
+    """The recipe's step in its smallest form: adapters of rank 8, a prompt of 4 tokens, 2 responses of 8 in 2 steps, 2 updates.
+
+    The row's 3 masked states and gradient checkpointing stay.
+    """
+    recipe = dataclasses.replace(config.load(config.Train, RECIPE), device=device)
+    own = raw.get("block_size")
+    attention = {"block_length": own, "attention": "block_causal"} if own else {"block_length": 8}
+    decoding = dataclasses.replace(recipe.sampler, length=8, tokens_per_step=4, **attention)
+    small = {"num_prompts": 1, "num_generations": 2, "num_iterations": 2, "micro_batch": 6}
+    lora = dataclasses.replace(recipe.lora, rank=8)
+    return dataclasses.replace(recipe, model=str(folder), task=Words(4), sampler=decoding, lora=lora, **small)
+
+
+class Frozen(torch.autograd.Function):
+    """A product with weights that are not trained, whose way back is multiplied in float32, a part of the weights at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        return LINEAR(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        total, rows = 0, 4096
+        for start in range(0, len(ctx.weight), rows):
+            total = total + gradient[..., start : start + rows].float() @ ctx.weight[start : start + rows].float()
+        return total.to(gradient.dtype), None, None
+
+
+LINEAR = torch.nn.functional.linear
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's, but for the way back through frozen bfloat16."""
+    return Frozen.apply(x, weight, bias) if weight.dtype == torch.bfloat16 and x.requires_grad else LINEAR(x, weight, bias)
+
+
+def without_instructions(device: str) -> bool:
+    """True of a CPU that has no bfloat16 products: torch's own way back through such weights is then slower than 1 GFLOP/s."""
+    return torch.device(device).type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
+    """Write the checkpoint, load it as any other, do one step: no warm-up, so that the first use of everything is in it."""
+    settings = reduced(raw, folder, device)
+    started = time.perf_counter()
+    size = write_checkpoint(raw, mask, folder)
+    written, files = time.perf_counter() - started, len(list(folder.glob("*.safetensors")))
+    gpu = torch.device(device).type == "cuda"
+
+    # What stands before the network, on either device, is not the network's.
+    resident = memory.Resident()
+    started = time.perf_counter()
+    learner = trainer.Learner(settings)
+    wait(device)
+    loaded, started = time.perf_counter() - started, time.perf_counter()
+    slow = without_instructions(device)
+    with mock.patch.object(torch.nn.functional, "linear", linear) if slow else contextlib.nullcontext():
+        row = learner.step(0)
+    wait(device)
+    took = time.perf_counter() - started
+    found = memory.measured(torch.device(device)) if gpu else resident.peak()
+
+    if not np.isfinite([row["loss"], row["grad_norm"], row["entropy"]]).all():
+        raise SystemExit(f"not finite: loss {row['loss']}, gradient norm {row['grad_norm']}, entropy {row['entropy']}")
+    peak = memory.peak(memory.predicted_memory(settings))
+    counted = "not measured" if found is None else f"measured {found / 1e9:.3g} GB"
+    what = "allocated on the GPU" if gpu else "resident (VmHWM since before loading, less VmRSS then)"
+    told = "; no bfloat16 instructions, backward through the frozen weights in float32" if slow else ""
+    phases = [name for name in ("rollout", "scoring", "update") if f"seconds/{name}" in row]
+    rows = [{"phase": p, "sequences": row[f"network_calls/{p}"], "seconds": row[f"seconds/{p}"]} for p in phases]
+    base = learner.model.num_parameters() - sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    return (
+        f"{torch.cuda.get_device_name() if gpu else f'CPU, {torch.get_num_threads()} threads'}, torch {torch.__version__}: "
+        f"{base:,} random weights in {raw['torch_dtype']}, written in {written:.0f} s as {files} files of {size / 1e9:.3g} GB, "
+        f"loaded by checkpoints.load with adapters in {loaded:.1f} s{told}\n\n{table(rows)}\n\n"
+        f"whole step: {took:.1f} s (loss {row['loss']:.3g}, gradient norm {row['grad_norm']:.3g}, "
+        f"entropy {row['entropy']:.3g} of ln V = {np.log(raw['vocab_size']):.3g})\n"
+        f"peak {what}: predicted {peak / 1e9:.3g} GB, {counted}"
+    )
+
+
+def refuse_small(raw: dict, mask: int, folder: Path, device: str) -> None:
+    """SystemExit in one line where disk or main memory has no room for the reduced step."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    parts = memory.predicted_memory(reduced(raw, folder, device))
+    needs = {"disk": (parts["weights"], shutil.disk_usage(folder).free)}
+    if torch.device(device).type == "cpu" and (free := available()) is not None:
+        needs["memory"] = (memory.peak(parts), free)
+    for name, (asked, free) in needs.items():
+        if asked > free:
+            raise SystemExit(f"{name}: got {free / 1e9:.1f} GB free; allowed from {asked / 1e9:.1f} GB")
+
+
+def available() -> int | None:
+    """Bytes of main memory that a program can have, where Linux says it."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -272,18 +467,28 @@ def measure(settings: config.Train) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b")
+    parser.add_argument("--shape", choices=(*SHAPES, "tiny"), default="8b", help="8b: LLaDA's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--reduced", action="store_true", help="one reduced step from files")
+    parser.add_argument("--dir", help="where a reduced step's checkpoint is written for a while; default: the temporary folder")
     parser.add_argument("--rate", type=float, default=700.0, help="TFLOP/s in bfloat16, for --predict")
     parser.add_argument("--rate32", type=float, default=400.0, help="TFLOP/s of float32 products, for --predict")
     arguments = parser.parse_args(argv)
-    if arguments.shape == "8b" and arguments.device == "cpu" and not arguments.predict:
-        parser.error("no GPU: --predict, or --shape tiny")
-    with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(arguments.shape, "cuda" if arguments.predict else arguments.device, Path(folder))
+    full = arguments.shape != "tiny"
+    small = arguments.reduced or (full and (arguments.device == "cpu" or arguments.shape != "8b"))
+    if arguments.predict and arguments.shape not in ("8b", "tiny"):
+        parser.error(f"--predict: got --shape {arguments.shape}; allowed 8b, tiny")
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         rates = (arguments.rate * 1e12, arguments.rate32 * 1e12)
-        print(predict(settings, *rates) if arguments.predict else measure(settings))
+        if arguments.predict:
+            print(predict(settings_of(arguments.shape, "cuda", Path(folder)), *rates))
+        elif small:
+            raw, mask = SHAPES[arguments.shape] if full else (SHAPES["8b"][0] | TINY, TINY["mask_token_id"])
+            refuse_small(raw, mask, Path(folder), arguments.device)
+            print(measure_reduced(raw, mask, Path(folder), arguments.device))
+        else:
+            print(measure(settings_of(arguments.shape, arguments.device, Path(folder))))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile] [--methods all]`.
+"""Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile] [--methods all] [--device cpu]`.
 
 With `--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml` the same for the network of 11 M
-parameters that is meant for a GPU, here on the CPU: with random weights, since none ship, made-up rewards, and 16 responses.
+parameters that is meant for a GPU: with random weights, since none ship, and made-up rewards; on a CPU 16 responses a step.
 
 The floor of a phase is its matrix products divided by the rate at which this machine multiplies large matrices. It counts
 only network calls that the method needs: one forward for a rolled-out state and for a state that old weights or a reference
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import statistics
 import tempfile
-import time
 import zlib
 from typing import Any
 
@@ -30,19 +29,20 @@ from minidrl.tasks.countdown import tokenizer
 
 
 def seconds(call, repeats: int = 7) -> float:
-    """Median wall time of a call, after one warm-up."""
+    """Median wall time of a call, after one warm-up; a GPU is waited for."""
     call()
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = trainer.now()
         call()
-        times.append(time.perf_counter() - started)
+        times.append(trainer.now() - started)
     return statistics.median(times)
 
 
-def machine_rate(size: int = 1024) -> float:
+def machine_rate(device: torch.device, quick: bool = False) -> float:
     """Floating-point operations a second of a large float32 matrix product."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    size = 64 if quick else 1024 if device.type == "cpu" else 8192
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     return 2 * size**3 / seconds(lambda: a @ b, 30)
 
 
@@ -57,9 +57,9 @@ def forward_flops(model: denoiser.Denoiser, width: int) -> float:
 def fewest_operations(model: denoiser.Denoiser, tokens: torch.Tensor) -> torch.Tensor:
     """The hidden states of rows without padding, in as few operations as torch has for them: what a forward could take."""
     c, h = model.model.config, F.embedding(tokens, model.model.model.embed_tokens.weight)
-    heads, place = c.num_attention_heads, torch.arange(tokens.shape[1])[None]
+    heads, place = c.num_attention_heads, torch.arange(tokens.shape[1], device=tokens.device)[None]
     cos, sin = (table[:, :, None] for table in model.model.model.rotary_emb(h, place))
-    sin = sin * torch.cat([-torch.ones(sin.shape[-1] // 2), torch.ones(sin.shape[-1] // 2)])
+    sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], -1)
     norm = functools.partial(F.rms_norm, normalized_shape=h.shape[-1:], eps=c.rms_norm_eps)
     for layer in model.model.model.layers:
         a, mlp = layer.self_attn, layer.mlp
@@ -75,12 +75,12 @@ def fewest_operations(model: denoiser.Denoiser, tokens: torch.Tensor) -> torch.T
     return norm(h, weight=model.model.model.norm.weight)
 
 
-def forward_rows(learner: trainer.Learner, rate: float, sizes: tuple[int, ...] = (32, 128)) -> list[dict]:
-    """Forwards of 256 rows, so many at a time: by transformers' layers, and in the fewest operations."""
+def forward_rows(learner: trainer.Learner, rate: float, count: int, repeats: int) -> list[dict]:
+    """Forwards of ``count`` rows, an eighth or a half at a time: by transformers' layers, and in the fewest operations."""
     width, rows = learner.task.prompt_length + learner.settings.sampler.length, []
-    floor, encode = 256 * forward_flops(learner.model, width) / rate, torch.no_grad()(learner.network.encode)
-    for size in sizes:
-        tokens = torch.randint(5, (size, width))
+    floor, encode = count * forward_flops(learner.model, width) / rate, torch.no_grad()(learner.network.encode)
+    for size in (max(1, count // 8), count // 2):
+        tokens = torch.randint(5, (size, width), device=learner.model.device)
         everything = torch.ones_like(tokens, dtype=torch.bool)
         torch.testing.assert_close(fewest_operations(learner.model, tokens), encode(tokens, everything), atol=1e-4, rtol=1e-4)
         calls = {
@@ -88,7 +88,7 @@ def forward_rows(learner: trainer.Learner, rate: float, sizes: tuple[int, ...] =
             "fewest": lambda t=tokens: fewest_operations(learner.model, t),
         }
         for name, call in calls.items():
-            rows.append(table_row(f"forward, {name}, {size} rows", 256 / size * seconds(call, 30), floor))
+            rows.append(table_row(f"forward, {name}, {size} rows", count / size * seconds(call, 6 * repeats), floor))
     return rows
 
 
@@ -97,12 +97,13 @@ def table_row(phase: str, took: float, floor: float) -> dict:
     return {"phase": phase, "ms": 1000 * took, "floor, ms": 1000 * floor, "share of floor": floor / took}
 
 
-def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
-    """One rollout of 256 responses of a prompt without padding, and the bare forwards that it needs."""
+def sampler_row(learner: trainer.Learner, rate: float, order: str, count: int, repeats: int) -> dict:
+    """One rollout of ``count`` responses of a prompt without padding, and the bare forwards that it needs."""
     s = dataclasses.replace(learner.settings.sampler, order=order)
     width = learner.task.prompt_length + s.length
-    prompt = torch.full((256, learner.task.prompt_length), 5)
-    mask, tokens = torch.ones_like(prompt, dtype=torch.bool), torch.full((256, width), 5)
+    device = learner.model.device
+    prompt = torch.full((count, learner.task.prompt_length), 5, device=device)
+    mask, tokens = torch.ones_like(prompt, dtype=torch.bool), torch.full((count, width), 5, device=device)
     everything = torch.ones_like(tokens, dtype=torch.bool)
 
     def loop():
@@ -122,8 +123,8 @@ def sampler_row(learner: trainer.Learner, rate: float, order: str) -> dict:
         for _ in range(s.num_steps):
             learner.network.encode(tokens, everything)
 
-    floor = 256 * s.num_steps * forward_flops(learner.model, width) / rate
-    took, forwards = seconds(loop, 5), seconds(bare, 5)
+    floor = count * s.num_steps * forward_flops(learner.model, width) / rate
+    took, forwards = seconds(loop, repeats), seconds(bare, repeats)
     return table_row(f"rollout, {order}", took, floor) | {"bare forwards, ms": 1000 * forwards}
 
 
@@ -154,13 +155,15 @@ def block_wise(name: str) -> bool:
 
 def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
     """The config's learner; with --random that of a network of random weights, block-causal where the row asks for it."""
-    overrides = {"threads": arguments.threads, "compile": arguments.compile, "device": "cpu", **changes}
+    overrides = {"threads": arguments.threads, "compile": arguments.compile, "device": arguments.device, **changes}
+    overrides |= {"num_prompts": 1} if arguments.quick else {}
     if arguments.random:
         network, task = config.load(config.Pretrain, arguments.random), config.load(config.Train, arguments.config)
         size = network.sampler.length // 3 if block_wise(changes.get("method", task.method)) else None
         model = denoiser.build(dataclasses.asdict(network.network), tokenizer(), 0, block_length=size)
         checkpoints.save(model, tokenizer(), arguments.folder)
-        overrides |= {"model": arguments.folder, "num_prompts": 2, "micro_batch": 64}
+        overrides |= {"model": arguments.folder}
+        overrides |= {"num_prompts": 2, "micro_batch": 64} if arguments.device == "cpu" else {}
         overrides |= {"sampler.attention": "block_causal", "sampler.block_length": size} if size else {}
     learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
     if arguments.random:  # which solves nothing: without rewards there is no update
@@ -184,6 +187,8 @@ def main() -> None:
     parser.add_argument(
         "--random", help="a config of pretrain: its network with random weights, in the place of the config's base"
     )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="8 rows once: only to see that everything runs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as arguments.folder:
         measure(arguments)
@@ -192,20 +197,25 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     """Print the table."""
     torch.set_num_threads(arguments.threads)
-    print(f"{arguments.threads} threads, products at {machine_rate() / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
+    device = torch.device(arguments.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"{arguments.threads} threads"
+    count, repeats, steps = (8, 1, 2) if arguments.quick else (256, 5, arguments.steps)
+    print(f"{name}, products at {machine_rate(device, arguments.quick) / 1e9:.0f} GFLOP/s, compile: {arguments.compile}\n")
     if arguments.methods:
         # The config's base is what it is.
         names = [name for name in methods.METHODS if arguments.random or not block_wise(name)]
         names = names if arguments.methods == "all" else arguments.methods.split(",")
         rows = []
         for name in tqdm(names):
-            rows.append(step_row(learner_of(arguments, method=name, method_options={}), machine_rate(), arguments.steps))
+            rows.append(
+                step_row(learner_of(arguments, method=name, method_options={}), machine_rate(device, arguments.quick), steps)
+            )
             tqdm.write(f"{name}: {rows[-1]['ms']:.0f} ms, {rows[-1]['share of floor']:.2f} of the floor")
     else:
         learner = learner_of(arguments)
-        rows = forward_rows(learner, machine_rate())
-        rows += [sampler_row(learner, machine_rate(), order) for order in sampler.ORDERS]
-        rows.append(step_row(learner, machine_rate(), arguments.steps))
+        rows = forward_rows(learner, machine_rate(device, arguments.quick), count, repeats)
+        rows += [sampler_row(learner, machine_rate(device, arguments.quick), order, count, repeats) for order in sampler.ORDERS]
+        rows.append(step_row(learner, machine_rate(device, arguments.quick), steps))
     print(tables.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
 
 

@@ -6,14 +6,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from minidrl.launch import LocalError, RunError, launched_processes, launched_rank
+from minidrl.launch import LocalError, RunError, launched_processes, launched_rank, one_line
+
+GOES_ON = {
+    **dict.fromkeys(("train", "pretrain"), "the same command with --resume goes on"),
+    **dict.fromkeys(("compare", "controls"), "the same command goes on"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a verb; returns the exit status: 0, 1 (a run had to stop) or 2 (wrong settings)."""
+    """Run a verb; returns the exit status.
+
+    0; 1 where a run had to stop; 2 for wrong settings and files; 130 and 143 after Ctrl-C and
+    SIGTERM.
+    """
     arguments, rest = _parser().parse_known_args(argv)
     try:
         if arguments.verb != "train" and (processes := launched_processes()) > 1:
@@ -24,12 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         return _report(error, 2)
     except (RunError, FloatingPointError) as error:
         return _report(error, 1)
+    except KeyboardInterrupt as error:
+        asked, said = getattr(error, "signal", signal.SIGINT), one_line(error) or "interrupted"
+        return _report(f"{said}; {GOES_ON.get(arguments.verb, 'nothing was written')}", 128 + asked)
     return 0
 
 
-def _report(error: Exception, status: int) -> int:
+def _report(error: Exception | str, status: int) -> int:
     if launched_rank() == 0 or isinstance(error, LocalError):  # else the others say the same
-        print(f"minidrl: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"minidrl: {one_line(error)}", file=sys.stderr)
     return status
 
 
@@ -49,67 +63,62 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="minidrl",
-        description="Reinforcement learning for masked diffusion language models.",
-        allow_abbrev=False,
-    )
+    text = "Reinforcement learning for masked diffusion language models."
+    parser = _Parser(prog="minidrl", description=text, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
 
-    def verb(name: str, run, text: str) -> argparse.ArgumentParser:
+    def verb(name: str, run: Callable, text: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(run=run)
         return sub
 
+    _add_training(verb)
+    _add_models(verb)
+    _add_comparisons(verb)
+    _add_tables(verb)
+    return parser
+
+
+def _add_training(verb: Callable[..., argparse.ArgumentParser]) -> None:
+    rl = "reinforcement learning; any setting can be given as --key value"
     for name, run, text in (
         ("pretrain", _pretrain, "train the tiny masked diffusion LM itself"),
-        (
-            "train",
-            _train,
-            "reinforcement learning; any setting can be given as --key value",
-        ),
+        ("train", _train, rl),
     ):
         sub = verb(name, run, text)
         sub.settings = name.capitalize()
         sub.add_argument("config")
         sub.add_argument("--out", default=None, help="output folder (default runs/<config name>)")
-        sub.add_argument(
-            "--resume", action="store_true", help="continue from the folder's last checkpoint"
-        )
+        text = "continue from the folder's newest whole checkpoint"
+        sub.add_argument("--resume", action="store_true", help=text)
+
+
+def _add_models(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub = verb("memory", _memory, "the bytes that a run will need, part by part; nothing is loaded")
     sub.add_argument("config")
     sub.add_argument("--gpus", default="1", help="over which the weights are cut, as by torchrun")
     sub.add_argument("--json", action="store_true")
-    sub = verb(
-        "verify",
-        _verify,
-        "does everything work with these weights? seven checks, from loading to an RL step",
-    )
+    text = "does everything work with these weights? seven checks, from loading to an RL step"
+    sub = verb("verify", _verify, text)
     sub.add_argument("model", help="a folder, or the name of a model on the Hub")
-    sub.add_argument(
-        "--prompt", help="a question whose answer is known (default: one for the kind of model)"
-    )
+    text = "a question whose answer is known (default: one for the kind of model)"
+    sub.add_argument("--prompt", help=text)
     sub.add_argument("--answer", help="the word that the greedy reply must hold")
-    sub.add_argument(
-        "--text",
-        help="on which the loss is computed: what the model was trained on, 8 tokens or more",
-    )
+    text = "on which the loss is computed: what the model was trained on, 8 tokens or more"
+    sub.add_argument("--text", help=text)
     sub.add_argument("--device", help="default cuda where torch finds a GPU, else cpu")
     sub.add_argument("--dtype", default="stored")
-    sub.add_argument(
-        "--out",
-        help="an existing folder with room for a copy of the weights (default: the temporary one)",
-    )
+    text = "an existing folder with room for a copy of the weights (default: the temporary one)"
+    sub.add_argument("--out", help=text)
+
+
+def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub = verb("evaluate", _evaluate, "solved rate of a model folder on held-out puzzles")
     sub.add_argument("model")
-    sub.add_argument(
-        "--task", help="default: that of the config; python -m minidrl tasks lists them"
-    )
-    sub.add_argument(
-        "--config",
-        default="tiny_configs/countdown_cpu.yaml",
-        help="where difficulty and sampler are read from",
-    )
+    text = "default: that of the config; python -m minidrl tasks lists them"
+    sub.add_argument("--task", help=text)
+    config, text = "tiny_configs/countdown_cpu.yaml", "where difficulty and sampler are read from"
+    sub.add_argument("--config", default=config, help=text)
     sub.add_argument("--n", default="512")
     sub.add_argument("--temperature", default="1.0")
     sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
@@ -119,12 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--methods", required=True, help="comma-separated")
     sub.add_argument("--seeds", default="3", help="number of seeds")
     sub.add_argument("--out", required=True)
-    sub = verb(
-        "controls",
-        _controls,
-        "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training",
-    )
+    text = "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training"
+    sub = verb("controls", _controls, text)
     sub.add_argument("runs", nargs="+", help="folders of finished runs")
+
+
+def _add_tables(verb: Callable[..., argparse.ArgumentParser]) -> None:
     text = "bias, std and network calls of every likelihood estimator against the exact values"
     verb("estimators", _estimators, text).add_argument("--json", action="store_true")
     sub = verb("methods", _methods, "every method; with a name, that method's card")
@@ -133,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "the lines that implement a tag, a term, an arXiv number or a method"
     verb("where", _where, text).add_argument("word", nargs="+")
     verb("tasks", _tasks, "what can be trained on, and how it is judged")
-    return parser
 
 
 def _overrides(rest: list[str]) -> dict[str, str]:
@@ -252,7 +260,7 @@ def _compare(arguments, overrides) -> None:
     for settings in planned.values():  # a wrong name must not surface after hours of other runs
         rehearsal.method_of(settings)
     for out, settings in planned.items():
-        if (out / "summary.json").exists():
+        if runs.read_summary(out):
             config.check_unchanged(settings, out)
         else:
             trainer.train(settings, out, resume=runs.has_checkpoint(out))
@@ -260,15 +268,13 @@ def _compare(arguments, overrides) -> None:
 
 
 def _controls(arguments, overrides) -> None:
-    from minidrl import controls
+    from minidrl import controls, report
 
     _no_overrides(overrides)
     folders = [Path(run) for run in arguments.runs]
     for folder in folders:
-        if not (folder / "summary.json").is_file():
-            what = f"{str(folder)!r}, which holds no summary.json"
-            raise ValueError(f"runs: got {what}; allowed folders of finished runs")
-        if not (folder / "controls.json").exists():
+        if not controls.read(folder):
+            report.read_summary(folder)  # raises where the run is not finished
             controls.measure(folder)
     print(controls.table(folders))
 

@@ -269,11 +269,11 @@ def elbo_time_plan(
     probability t, weight 1/t.
 
     The evidence lower bound (ELBO) whose negative is the pre-training loss of masked
-    diffusion; t, the timestep, is the mask ratio (linear noise schedule). Source: LLaDA
-    (arXiv 2502.09992) and its pre-training code, which uses min_t = 1e-3. Bias: min_t
-    (B - g(0)) to first order, g(0) = n times the mean logp of a single hidden token;
-    unbiased at min_t = 0, where the variance is infinite: a lone hidden token at t -> 0
-    gets the weight 1/t. Prefer (2.3).
+    (absorbing-state) diffusion, a weighted cross-entropy; t, the timestep, is the mask
+    ratio (linear noise schedule). Source: LLaDA (arXiv 2502.09992) and its pre-training
+    code, which uses min_t = 1e-3. Bias: min_t (B - g(0)) to first order, g(0) = n times
+    the mean logp of a single hidden token; unbiased at min_t = 0, where the variance is
+    infinite: a lone hidden token at t -> 0 gets the weight 1/t. Prefer (2.3).
     """
     _check_count("plan.num_states", num_states)
     if not 0 <= min_t < 1:
@@ -302,8 +302,9 @@ def elbo_count_plan(
     smaller variance. ``strata``, stratified sampling: the K counts of a sequence come
     from K equal strata of (0, 1], one uniform draw in each (floor arithmetic on
     float64, no rounding to even). Still unbiased, because the strata's mixture is
-    uniform; never a larger variance. Bias: none, for every K. Equals the exact
-    log-likelihood when the model's conditionals come from one joint distribution.
+    uniform; never a larger variance. Bias: none, for every K. It is the ELBO of the
+    any-order sampler, and equals the exact log-likelihood when the model's
+    conditionals come from one joint distribution.
     """
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
@@ -1051,10 +1052,10 @@ def reduce_logp(
                            2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
 
-    This is what makes a token-level, step-level or sequence-level ratio. ``normalizer``
-    (B,) or (K, B) divides ll, length normalisation: None for the log-likelihood itself,
-    the length for the geometric mean per token that GSPO-style ratios use. It changes a
-    ratio by the power 1/length, so it is never implied.
+    This is what makes a token-level, step-level or sequence-level importance ratio.
+    ``normalizer`` (B,) or (K, B) divides ll, length normalisation: None for the
+    log-likelihood itself, the length for the geometric mean per token that GSPO-style
+    ratios use. It changes a ratio by the power 1/length, so it is never implied.
     """
     if level not in LEVELS:
         raise _refused("reduction", level, ", ".join(LEVELS))
@@ -1164,7 +1165,8 @@ def group_mean(
     """(6.1) adv = reward - mean of its prompt's group, no standard deviation.
 
     The group-relative advantage: the group's mean is the baseline, variance reduction
-    without a value network (critic). Source: Dr. GRPO (arXiv 2503.20783); d1, GDPO,
+    without a value network (critic); without the standard deviation there is no
+    question-level difficulty bias. Source: Dr. GRPO (arXiv 2503.20783); d1, GDPO,
     StableDRL (code). Gradient: (N-1)/N of the leave-one-out one, because the mean
     contains the sample itself.
     """
@@ -1332,12 +1334,12 @@ def log_ratio(
 ) -> Float[Tensor, "*s"]:
     """(7.1) log ratio = ll - anchor, nats. The anchor is data.
 
-    exp of it is the importance ratio where the anchor is the behaviour policy's: it
-    corrects for the staleness of off-policy samples, or for the train-inference
-    mismatch between sampler and trainer. Equals 0 where both come from the same
-    weights, plan and precision. With fresh masks for the anchor it is noise even then:
-    the ratio's mean exceeds 1 (Jensen) and its tail is log-normal. That is no
-    importance weight of anything.
+    exp of it, the likelihood ratio, is the importance ratio where the anchor is the
+    behaviour policy's: it corrects for the staleness of off-policy samples, or for the
+    train-inference mismatch between sampler and trainer. Equals 0 where both come from
+    the same weights, plan and precision. With fresh masks for the anchor it is noise
+    even then: the ratio's mean exceeds 1 (Jensen) and its tail is log-normal. That is
+    no importance weight of anything.
     """
     if anchor.requires_grad:
         raise ValueError("anchor: carries a gradient; old values are data, detach them")
@@ -1348,7 +1350,7 @@ def kl_term(
     ll: Float[Tensor, "*s"], ref: Float[Tensor, "*s"], *, form: str
 ) -> Float[Tensor, "*s"]:
     """(7.2) A penalty whose mean over samples of the policy estimates KL(policy ||
-    reference). u = ll - ref.
+    reference), the KL to a reference model or to the old policy. u = ll - ref.
 
     k1   u                 value unbiased; the gradient's mean is 0: useless as a loss
     k2   u^2 / 2           value biased; gradient that of KL(policy || reference), the
@@ -1453,9 +1455,10 @@ def ppo_clip(
     Gradient: -adv ratio grad ll, and 0 where adv > 0 and ratio > 1 + epsilon_high, or
     adv < 0 and ratio < 1 - epsilon_low. Conditional clipping: with adv < 0 a large
     ratio passes, and its coefficient is unbounded. Source: PPO's clipped surrogate
-    (arXiv 1707.06347); GRPO (arXiv 2402.03300); unequal sides: clip-higher, decoupled
-    clip of DAPO (arXiv 2503.14476). Equals ``reinforce`` in gradient at ratio 1. With
-    sequence reduction and normalizer = length it is GSPO (arXiv 2507.18071).
+    (arXiv 1707.06347); GRPO (arXiv 2402.03300); unequal sides, asymmetric clipping:
+    clip-higher, decoupled clip of DAPO (arXiv 2503.14476). Equals ``reinforce`` in
+    gradient at ratio 1. With sequence reduction and normalizer = length it is GSPO
+    (arXiv 2507.18071).
     """
     ratio = log_ratio(ll, anchor).exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
@@ -1857,8 +1860,9 @@ def aggregate(
     group_sum                  sum_b S_b / G               weights sum to 1 in a group
     entry_mean                 sum_b S_b / number of entries
 
-    token_mean is DAPO's token-level loss, the token-mean loss. Every normaliser is that
-    of the global batch: it never depends on how the batch was split for memory.
+    token_mean is DAPO's token-level policy gradient loss, the token-mean loss. Every
+    normaliser is that of the global batch: it never depends on how the batch was split
+    for memory.
     """
     present, weight = entries(plan, level)
     total = (loss * weight * present).sum((0, 2))

@@ -34,6 +34,7 @@ from transformers import (
 from transformers.utils import logging
 
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
+from minidrl.launch import one_line
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -175,13 +176,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-def _ours(name: str, family: Family) -> str:
+def own_name(name: str, family: Family) -> str:
+    """The name that transformers has for a weight of a checkpoint."""
     for theirs, ours in family.keys.items():
         name = name.replace(theirs, ours)
     return name
 
 
-def _theirs(name: str, family: Family) -> str:
+def stored_name(name: str, family: Family) -> str:
+    """The name that a checkpoint has for a weight of transformers'."""
     for theirs, ours in family.keys.items():
         name = name.replace(ours, theirs)
     return name
@@ -278,7 +281,7 @@ def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -
     weights = denoiser.model.state_dict()
     if denoiser.model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
-    weights = {_theirs(name, denoiser.family): value for name, value in weights.items()}
+    weights = {stored_name(name, denoiser.family): value for name, value in weights.items()}
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     _write(denoiser.files, folder)
 
@@ -388,6 +391,12 @@ def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]
         shape._attn_implementation = "sdpa"
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return shape, family, getattr(torch, stored)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint here, as ``load`` returns it; ValueError as there."""
+    raw = _read_config(folder)
+    return _read_tokenizer(folder, raw, FAMILIES[raw["model_type"]])
 
 
 def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
@@ -521,7 +530,7 @@ def _read_network(
     quantize_on: Any = None,
 ) -> PreTrainedModel:
     """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
-    shards, how = _shards(folder), {}
+    paths, how = shards(folder), {}
     if quantize_on is not None:
         how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
@@ -539,11 +548,11 @@ def _read_network(
     wrong = {}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            wrong[kind] = sorted(_theirs(str(key), family) for key in info[kind])[:3]
+            wrong[kind] = sorted(stored_name(str(key), family) for key in info[kind])[:3]
     if wrong:
         raise _refused(folder, f", whose weights do not match its config: {wrong}")
     with _reading(folder):
-        other = [name for path in shards for name in _misread(model, path, family)]
+        other = [name for path in paths for name in _misread(model, path, family)]
     if other:
         raise _refused(folder, f", of which transformers did not read {', '.join(other[:3])}")
     return model
@@ -561,7 +570,7 @@ def _four_bits() -> BitsAndBytesConfig:
     )
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
     """The weight files; the ones that the index names must all be there."""
     if (folder / "model.safetensors").is_file() or not (folder / INDEX).is_file():
         return [folder / "model.safetensors"]
@@ -578,7 +587,7 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
     state, wrong = model.state_dict(), []
     with safe_open(path, framework="pt") as file:
         for name in file.keys():
-            stored, read = file.get_slice(name)[:1], state[_ours(name, family)][:1]
+            stored, read = file.get_slice(name)[:1], state[own_name(name, family)][:1]
             if read.dtype == torch.uint8:  # in 4 bits, which hold something near it
                 continue
             if not torch.allclose(read, stored.to(read.dtype), rtol=0, atol=0, equal_nan=True):
@@ -595,11 +604,6 @@ def _reading(folder: Path):
             yield
     except refused as error:
         raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
-
-
-def one_line(error: Exception) -> str:
-    """The message of an error, however many lines a library gave it."""
-    return " ".join(str(error).split())
 
 
 @contextlib.contextmanager

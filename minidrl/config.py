@@ -145,6 +145,9 @@ class Pretrain:
         if not hasattr(self.task, "demonstrations"):
             raise ValueError(f"task.name: got {self.task.name!r}, which has no demonstrations")
         _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0)
+        if self.stop_after > self.steps:
+            allowed = f"up to steps ({self.steps}), or 0 for all of them"
+            raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
 
 
@@ -153,16 +156,18 @@ class Train:
     """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations
     updates on it.
 
-    ``filter_groups`` leaves out the prompts whose responses all earned the same, so that means are
-    over the others. Three ways to be off-policy on purpose: ``num_iterations`` above 1 (stale
-    rollouts), ``rollout_dtype`` bfloat16 (the sampler's weights and activations are rounded, the
-    trained ones are not), and ``sampler.cache`` prefix or dual (the sampler reads keys and values
-    that are out of date; the metric ``rollout_kl`` says how far that takes it, in nats a token).
+    ``filter_groups`` leaves out the prompts whose responses all earned the same (zero-variance
+    groups, zero advantage), so that means are over the others: the filter of DAPO's dynamic
+    sampling, without sampling anew. Three ways to be off-policy on purpose: ``num_iterations``
+    above 1 (stale rollouts), ``rollout_dtype`` bfloat16 (the sampler's weights and activations are
+    rounded, the trained ones are not), and ``sampler.cache`` prefix or dual (the sampler reads keys
+    and values that are out of date; the metric ``rollout_kl`` says how far that takes it, in nats a
+    token).
 
     Memory (``python -m minidrl memory CONFIG`` adds it up): ``dtype`` of the network, float32,
     bfloat16 or as stored; ``quantize``: the weights of the linear layers in 4 bits, below adapters
-    only; ``gradient_checkpointing``: the activations of a layer are computed again in the backward
-    pass; ``micro_batch`` sequences go through the network at a time.
+    only (QLoRA); ``gradient_checkpointing``: the activations of a layer are computed again in the
+    backward pass; ``micro_batch`` sequences go through the network at a time.
 
     Speed: ``matmul_precision``, in the words of torch.set_float32_matmul_precision, is that of
     float32 products. With high a GPU may round their factors to 10 bits after the point
@@ -330,7 +335,7 @@ def to_dict(settings: Any) -> dict:
 
 def of_run(kind: type, folder: Path) -> Any:
     """The settings with which the run in ``folder`` was started."""
-    return from_dict(kind, yaml.safe_load((folder / "config.yaml").read_text()))
+    return from_dict(kind, _read(folder / "config.yaml"))
 
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:

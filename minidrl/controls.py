@@ -20,9 +20,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minidrl import checkpoints, config, report, sampler, trainer
+from minidrl import checkpoints, config, files, report, sampler, trainer
 from minidrl.denoiser import Denoiser
 
+CONTROLS = "controls.json"
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
@@ -45,6 +46,8 @@ def solved(
 
 def self_training(settings: config.Train) -> trainer.Learner:
     """Supervised fine-tuning on correct samples of the frozen base, with the run's other settings.
+
+    Also known as rejection-sampling fine-tuning; one round of expert iteration.
 
     Each update maximises the log-probability of the solved rollouts of one step. That is REINFORCE
     with reward 1 for solved, no baseline, and a sampler that never learns: the difference to the RL
@@ -85,13 +88,18 @@ def measure(run: Path) -> dict:
         "self-training, temperature 1": rate(trained, 1.0),
         "self-training, greedy": rate(trained, 0.0),
     }
-    (run / "controls.json").write_text(json.dumps(rows, indent=2) + "\n")
+    files.write(run / CONTROLS, json.dumps(rows, indent=2) + "\n")
     return rows
+
+
+def read(run: Path) -> dict:
+    """The controls of a run, from its folder; empty where there are none that can be read."""
+    return files.read_object(run / CONTROLS)
 
 
 def table(runs: list[Path]) -> str:
     """Markdown table of several runs' controls (percent): one column a seed, and the mean."""
-    rows = [json.loads((run / "controls.json").read_text()) for run in runs]
+    rows = [read(run) for run in runs]
     columns = [run.name for run in runs]
     out = []
     for name in rows[0]:

@@ -206,7 +206,8 @@ def shifted(
     attention_mask: Bool[Tensor, "N T"] | None,
     column: Int[Tensor, " W"] | None = None,
 ) -> Float[Tensor, "N W D"]:
-    """Shift by one: the state of i - 1 at position i; the first token keeps its own, as in Dream.
+    """Logit shift by one: the state of i - 1 at position i; the first token keeps its own, as in
+    Dream.
 
     That code takes the first column for the first token. Here it is the first real token, so that a
     padded row equals the row alone; on rows without padding both are the same, and elsewhere they

@@ -25,9 +25,8 @@ from minidrl import algorithms as alg
 from minidrl.algorithms import Plan, Rollout
 
 FEATURES = ("logp", "entropy", "order_logp", "position_logp", "topk_logp", "kl_ref")
-HEAD_NUMBERS = (
-    1 << 24
-)  # logits that exist at a time: 67 MB in float32, the rows of 132 positions of LLaDA
+# Logits that exist at a time: 67 MB in float32, the rows of 132 positions of LLaDA.
+HEAD_NUMBERS = 1 << 24
 States = Int[Tensor, " S"]  # flat numbers k*B + b of a plan's states
 
 
@@ -121,7 +120,7 @@ def state_features(
         with torch.no_grad():
             rows["their_h"] = _at(_encode(reference, rollout, plan, states), scored, plan)
     read = partial(_read, model, reference, names, temperature)
-    values = _in_parts(read, rows, math.ceil(most * model.vocab_size / HEAD_NUMBERS))
+    values = _in_parts(read, rows, head_parts(most, model.vocab_size))
     if "order_logp" in names:
         confidence = _spread(values.pop("confidence"), scored)
         order = _order_logp(model, rollout, plan, states, h, confidence, temperature)
@@ -161,6 +160,11 @@ def _staircase(
 def _at(h: Float[Tensor, "J L D"], where: Bool[Tensor, "S L"], plan: Plan) -> Float[Tensor, "R D"]:
     # A staircase's forward has each block at that block's own state.
     return h[where.unflatten(0, (-1, plan.blocks)).any(1)]
+
+
+def head_parts(rows: int, vocab_size: int) -> int:
+    """In how many parts the vocabulary head is applied to so many rows; 0 for none."""
+    return math.ceil(rows * vocab_size / HEAD_NUMBERS)
 
 
 def _in_parts(
@@ -213,7 +217,7 @@ def _order_logp(
 
     most = len(states) * rollout.sampler.block_length
     rows = {"h": _at(h, passed, plan), "limit": limit, "later": later}
-    log_f = _in_parts(read, rows, math.ceil(most * model.vocab_size / HEAD_NUMBERS))["log_f"]
+    log_f = _in_parts(read, rows, head_parts(most, model.vocab_size))["log_f"]
     return alg.order_logp(log_f, scored, passed)
 
 
@@ -227,7 +231,7 @@ def _position_logp(
     def read(*, h: Tensor) -> dict[str, Tensor]:
         return {"best": model.head(h).max(-1).values}
 
-    best = _in_parts(read, rows, math.ceil(most * model.vocab_size / HEAD_NUMBERS))["best"]
+    best = _in_parts(read, rows, head_parts(most, model.vocab_size))["best"]
     return alg.position_logp(own, best, scored, passed)
 
 

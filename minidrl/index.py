@@ -11,6 +11,7 @@ import ast
 import difflib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -304,6 +305,8 @@ def _found(query: str, known: list[Entry]) -> list[Hit]:
     named = [hit for hit in hits if hit.rank == 0]
     rows = sorted((hit for hit in named if hit.entry.kind == "row"), key=lambda hit: hit.entry.line)
     used = [name for hit in rows for name in hit.entry.functions.values()]
+    sharing = Counter(name for entry in known for name in entry.functions.values())
+    used.sort(key=sharing.__getitem__)  # what a row has of its own comes before what most have
     by_name = {entry.name: entry for entry in known if entry.room == "algorithms"}
     parts = [Hit(1, by_name[name], None) for name in used]
     first: dict[Entry, Hit] = {}
@@ -392,8 +395,11 @@ def _said(entry: Entry) -> str:
 def answer(query: str) -> str:
     """``where`` in lines: place, name, first sentence; below it the line that matched."""
     known = entries()
-    lines = []
-    for hit in where(query, known):
+    hits = where(query, known)
+    lines = (
+        ["no docstring has these words together; it has all of them:"] if hits[0].rank > 2 else []
+    )
+    for hit in hits:
         entry = hit.entry
         lines.append(f"{entry.place}  {entry.name}  {entry.title}".rstrip())
         if hit.matched and not set(hit.matched.lines) <= set(entry.prose[0].lines[:1]):

@@ -1,8 +1,12 @@
-"""How a process was launched, and the errors that end one: known before torch is imported."""
+"""How a process was launched, what ends one, and in what words: known before torch is imported."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 
 
 class RunError(Exception):
@@ -11,6 +15,22 @@ class RunError(Exception):
 
 class LocalError(ValueError):
     """What only this process has to report; other errors that end a run are the same in all."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run that was asked to stop, and did where it can go on; the message says where.
+
+    ``signal``: the number of the signal that asked.
+    """
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.signal = signal
+
+
+def one_line(error: BaseException | str) -> str:
+    """The message of an error, however many lines a library gave it."""
+    return " ".join(str(error).split())
 
 
 def launched_processes() -> int:
@@ -22,3 +42,31 @@ def launched_processes() -> int:
 def launched_rank() -> int:
     """This process's number among those, from 0."""
     return int(os.environ["RANK"]) if launched_processes() > 1 else 0
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Callable[[], int]]:
+    """Inside, Ctrl-C and SIGTERM only ask for a stop; the second one of a kind acts as ever.
+
+    Yields a function that returns the number of the signal that asked, 0 if none has: the caller
+    grants it where nothing is lost. Signals that the process ignores stay ignored, and outside the
+    main thread, where Python cannot catch any, nothing changes.
+    """
+    asked: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    in_main = threading.current_thread() is threading.main_thread()
+    caught = {n: how for n, how in before.items() if in_main and how not in (signal.SIG_IGN, None)}
+
+    def ask(number: int, frame: object) -> None:
+        asked.append(number)
+        signal.signal(number, caught[number])
+        said = "stopping after this step and saving; once more stops at once, without\n"
+        os.write(2, f"\nminidrl: {said}".encode())  # print may have been interrupted itself
+
+    for number in caught:
+        signal.signal(number, ask)
+    try:
+        yield lambda: asked[0] if asked else 0
+    finally:
+        for number, how in caught.items():
+            signal.signal(number, how)

@@ -74,7 +74,7 @@ from transformers import PreTrainedConfig
 from minidrl import checkpoints, config, denoiser, distributed, runs
 from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
-from minidrl.launch import LocalError
+from minidrl.launch import LocalError, one_line
 from minidrl.methods import Method, draw
 from minidrl.rehearsal import blank_rollout, method_of
 
@@ -132,6 +132,32 @@ def table(parts: dict[str, int]) -> str:
 def measured(device: torch.device) -> int | None:
     """The most bytes allocated on a GPU since the run began; None on a CPU: nobody counts them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class Resident:
+    """The main memory of this process on Linux: its peak from now on, less what it holds now.
+
+    Pages in main memory are counted (VmHWM and VmRSS of /proc/self/status), not tensors. Weights
+    that are mapped from their files count as far as they were read: of an embedding, the rows of
+    the tokens that occurred. What libraries take for themselves counts too, and memory that was
+    freed before may be used again without being counted.
+    """
+
+    def __init__(self) -> None:
+        self.before = None
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM falls to VmRSS
+            self.before = _status("VmRSS")
+
+    def peak(self) -> int | None:
+        """Bytes; None where the system has no such counters."""
+        return None if self.before is None else _status("VmHWM") - self.before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])  # kB, which are KiB
 
 
 # ----------------------------------------------------------------------------------------- resident
@@ -319,8 +345,8 @@ def _logits(
     most = 0
     for states in feat.state_chunks(plan, settings.micro_batch):
         rows = [int(call.rows[states].sum()) for call in calls]
-        numbers = [len(states) * call.most * shape.vocab_size for call in calls]
-        parts = [max(1, math.ceil(number / feat.HEAD_NUMBERS)) for number in numbers]
+        cut = [feat.head_parts(len(states) * call.most, shape.vocab_size) for call in calls]
+        parts = [max(1, count) for count in cut]
         at_once = [math.ceil(count / part) for count, part in zip(rows, parts, strict=True)]
 
         # A part as it is read, beside the gradient that earlier parts have left. The first call's
@@ -380,6 +406,6 @@ def out_of_memory(error: torch.OutOfMemoryError, settings: config.Train, out: Pa
     name = error.__notes__[0] if getattr(error, "__notes__", None) else "loading"
     found = runs.checkpoint_folders(out)
     kept = f"{found[-1]} is kept, --resume goes on" if found else "no checkpoint was due yet"
-    said, size = checkpoints.one_line(error).partition(". GPU")[0], settings.micro_batch
+    said, size = one_line(error).partition(". GPU")[0], settings.micro_batch
     where = f"out of memory in the {name} ({said})"
     return LocalError(f"micro_batch: got {size}, {where}; try {_LOWER[name]}; {kept}")

@@ -184,9 +184,8 @@ class Method:
         """True when the gradient, with the ll itself as anchor, does not depend on the features'
         values."""
         extra = self.extra is None or self.extra.func.linear
-        penalty = (
-            self.kl is None or self.kl.target == "old"
-        )  # whose slope at ll = anchor is a constant
+        # The slope of a penalty to the old policy at ll = anchor is a constant.
+        penalty = self.kl is None or self.kl.target == "old"
         return self.objective.func.reinforce_on_policy and penalty and extra
 
 
@@ -666,7 +665,7 @@ def ratio_diagnostics(
     of entries).
 
     clip_fraction, bypass_fraction: what the objective says of its entries (``Surrogate``).
-    Effective sample size: (sum ratio)^2 / (n sum ratio^2), 1 when all ratios agree.
+    Effective sample size (ESS): (sum ratio)^2 / (n sum ratio^2), 1 when all ratios agree.
     """
     ll = reduced(method, plan, rollout, feature)
     present = alg.entries(plan, method.reduction)[0].expand_as(ll)
@@ -717,9 +716,8 @@ def with_options(method: Method, options: dict[str, Any]) -> Method:
     """
     kl = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
     rest = {key: value for key, value in options.items() if not key.startswith("kl.")}
-    for key in sorted(
-        rest, key=lambda key: "." in key
-    ):  # a credit is chosen before its numbers are given
+    # A credit is chosen before its numbers are given.
+    for key in sorted(rest, key=lambda key: "." in key):
         method = _with_option(method, key, rest[key])
     return _with_kl(method, kl) if kl else method
 
@@ -805,13 +803,7 @@ def _check_kl(method: Method, kl: KL) -> None:
 def _check_like(key: str, value: Any, present: Any) -> None:
     # An option keeps its kind: a number stays a number, a word a word. The number of states may be
     # None, which is every step.
-    kinds = (
-        (str,)
-        if isinstance(present, str)
-        else (bool,)
-        if isinstance(present, bool)
-        else (int, float)
-    )
+    kinds = (type(present),) if isinstance(present, str | bool) else (int, float)
     kinds += (type(None),) if key == _NUM_STATES else ()
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")

@@ -10,6 +10,7 @@
 Nothing here needs a display, and matplotlib's global state is not touched.
 """
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from minidrl import files
 from minidrl.tables import markdown_table
 
 BLUE, ORANGE, INK, GRID = "#0072B2", "#D55E00", "#333333", "#E4E4E4"
@@ -112,7 +114,8 @@ def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     """
     rows, path = read_metrics(run), Path(path or Path(run) / "curve.png")
     with _style():
-        draw_curve(rows).savefig(path, format="png")
+        draw_curve(rows).savefig(drawn := io.BytesIO(), format="png")
+    files.write(path, drawn.getvalue())
     return path
 
 

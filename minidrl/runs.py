@@ -6,20 +6,29 @@ uninterrupted one to the bit, and no two draws of a run share a stream.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
+import re
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from minidrl import checkpoints, config, distributed
+from minidrl import checkpoints, config, distributed, files
 from minidrl.denoiser import has_adapters, trained
+from minidrl.launch import one_line
+
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+_NAME = re.compile(r"checkpoint-[0-9]+")
+_NUMBERED = ("checkpoint-*[0-9]", "failed-*[0-9]")  # folders, as in Path.glob
 
 # ------------------------------------------------------------------------------------------- seeds
 
@@ -40,7 +49,11 @@ def keyed_generator(seed: int, step: int, purpose: str) -> torch.Generator:
 def save_checkpoint(
     folder: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict
 ) -> None:
-    """Network, tokenizer, optimiser (safetensors) and counters; the folder appears whole or not."""
+    """All that a run goes on from, whole or not at all: see ``minidrl.files``.
+
+    Network, tokenizer, optimiser (safetensors), counters; and settings and log of the run so far,
+    from the folder above.
+    """
     names = [name for name, _ in trained(model)]
     slots = optimizer.state_dict()["state"].items()
     tensors = {f"{names[i]}/{key}": value for i, slot in slots for key, value in slot.items()}
@@ -51,13 +64,13 @@ def save_checkpoint(
 def _write_checkpoint(
     folder: Path, model: Any, tok: Any, tensors: dict[str, Tensor], state: dict
 ) -> None:
-    partial_folder = folder.with_name(folder.name + ".part")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    checkpoints.save(model, tok, partial_folder)
-    save_file(tensors, partial_folder / "optimizer.safetensors")
-    (partial_folder / "state.json").write_text(json.dumps(state))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial_folder, folder)
+    with files.folder(folder) as part:
+        checkpoints.save(model, tok, part)
+        save_file(tensors, part / "optimizer.safetensors")
+        (part / "state.json").write_text(json.dumps(state))
+        for name in (CONFIG, METRICS):
+            if (folder.parent / name).is_file():
+                shutil.copyfile(folder.parent / name, part / name)
 
 
 def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
@@ -84,7 +97,8 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
 
 def checkpoint_folders(out: Path) -> list[Path]:
     """The checkpoints of a run, the oldest first."""
-    return sorted(out.glob("checkpoint-*[0-9]"), key=_checkpoint_step)
+    found = [path for path in out.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_checkpoint_step)
 
 
 def _checkpoint_step(folder: Path) -> int:
@@ -92,35 +106,113 @@ def _checkpoint_step(folder: Path) -> int:
 
 
 def has_checkpoint(out: Path) -> bool:
-    """True when a run in ``out`` can be resumed."""
-    return bool(checkpoint_folders(out))
+    """True when a run in ``out`` has a checkpoint, be it one whose writing was interrupted."""
+    return any(_NAME.match(path.name) for path in out.glob("checkpoint-*"))
 
 
 # ------------------------------------------------------------------------------------------ folder
 
 
-def open_run(out: Path, settings: Any, resume: bool) -> Path | None:
-    """Create or re-open a folder; returns the checkpoint to resume from. Overwrites nothing."""
-    found = checkpoint_folders(out)
-    if resume:
-        if not found:
-            what = f"{str(out)!r}, which holds no checkpoint"
-            raise ValueError(f"resume: got {what}; start without --resume, or set save_every")
-        _check_resumable(out, settings, _checkpoint_step(found[-1]))
-        _write_config(out, settings)
-        return found[-1]
-    if out.is_file():
-        raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
-    if out.exists() and any(out.iterdir()):
-        allowed = "another --out, or --resume to continue it"
-        raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
-    out.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
+    """The folder of a run, to which no other process writes; the checkpoint to go on from, or None.
+
+    Overwrites no run. The lock is the kernel's: it goes with the process, however that ends.
+    """
+    lock = FileLock(out / ".lock")
+    try:
+        yield distributed.on_main(lambda: _open(out, settings, resume, lock))
+    finally:
+        lock.release()
+
+
+def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None:
+    _refuse_other_folders(out, resume)
+    _lock(out, lock)
+    for pattern in _NUMBERED:
+        files.settle(out, pattern)
+    if checkpoint_folders(out):
+        if not resume:
+            allowed = "another --out, or --resume to continue it"
+            raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
+        return _resumed(out, settings)
+    if any(_is_content(path) for path in out.iterdir()):
+        _check_startable(out, settings)
+        _tell(
+            f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again"
+        )
     _write_config(out, settings)
     return None
 
 
+def _refuse_other_folders(out: Path, resume: bool) -> None:
+    # Before anything is written, the lock included.
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
+    content = [path.name for path in out.iterdir() if _is_content(path)] if out.is_dir() else []
+    if CONFIG in content or has_checkpoint(out):
+        return
+    if resume:
+        got = f"{str(out)!r}, which holds no checkpoint"
+        raise ValueError(f"resume: got {got}; allowed the folder of a run")
+    if content:
+        got = f"{str(out)!r}, which already holds a run or other files"
+        raise ValueError(f"out: got {got}; allowed another --out")
+
+
+def _lock(out: Path, lock: FileLock) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        got = f"{str(out)!r}, to which another process is writing"
+        allowed = "another --out, or wait until that has ended"
+        raise ValueError(f"out: got {got}; allowed {allowed}") from None
+    except OSError as error:
+        raise files.WriteError(f"out: {out} cannot be written to: {one_line(error)}") from None
+
+
+def _is_content(path: Path) -> bool:
+    return path.name != ".lock" and not path.name.endswith(files.PART)
+
+
+def _resumed(out: Path, settings: Any) -> Path:
+    """The newest whole checkpoint, if these settings may continue it."""
+    damaged = []
+    for checkpoint in reversed(checkpoint_folders(out)):
+        found = files.damage(checkpoint)
+        if not found:
+            break
+        damaged.append(f"{checkpoint} {found}")
+    else:
+        allowed = "a run with a whole checkpoint, or another --out"
+        raise ValueError(f"resume: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
+    step = _checkpoint_step(checkpoint)
+    if damaged:
+        _tell(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
+    config.check_unchanged(settings, checkpoint, free=_FREE_ON_RESUME)
+    if step > settings.steps or (step == settings.steps and read_summary(out)):
+        allowed = f"above {step}, where the run in {out} stands"
+        raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
+    _write_config(out, settings)
+    return checkpoint
+
+
+def _tell(said: str) -> None:
+    print(f"minidrl: {said}", file=sys.stderr)
+
+
+def _check_startable(out: Path, settings: Any) -> None:
+    """ValueError unless the folder holds the beginning of this very run, and nothing to lose."""
+    ended = [path.name for path in (out / SUMMARY, *sorted(out.glob("failed-*"))) if path.exists()]
+    if ended:
+        got = f"{str(out)!r}, which already holds a run with {ended[0]} and no checkpoint"
+        raise ValueError(f"out: got {got}; allowed another --out")
+    config.check_unchanged(settings, out)
+
+
 def _write_config(out: Path, settings: Any) -> None:
-    (out / "config.yaml").write_text(yaml.safe_dump(config.to_dict(settings), sort_keys=False))
+    files.write(out / CONFIG, yaml.safe_dump(config.to_dict(settings), sort_keys=False))
 
 
 # What may differ when a run is continued: how long, how observed, on what machine.
@@ -128,17 +220,15 @@ _FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_c
 _FREE_ON_RESUME += ("device", "threads", "compile", "tensorboard")
 
 
-def _check_resumable(out: Path, settings: Any, step: int) -> None:
-    config.check_unchanged(settings, out, free=_FREE_ON_RESUME)
-    if step > settings.steps or (step == settings.steps and (out / "summary.json").exists()):
-        allowed = f"above {step}, where the run in {out} stands"
-        raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
-
-
 def write_summary(out: Path, summary: dict) -> dict:
     """summary.json of a run; returns what it wrote."""
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    files.write(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def read_summary(out: Path) -> dict:
+    """summary.json of a finished run; empty if there is none, or none that can be read."""
+    return files.read_object(out / SUMMARY)
 
 
 # --------------------------------------------------------------------------------------------- log
@@ -147,31 +237,29 @@ def write_summary(out: Path, summary: dict) -> dict:
 class MetricsLog:
     """metrics.jsonl, one JSON object a line; TensorBoard's event files where they are asked for.
 
-    On resume, lines from after the checkpoint are dropped.
+    A resumed run begins with the lines that its checkpoint holds.
     """
 
-    def __init__(self, folder: Path, first_step: int, tensorboard: bool = False):
-        self.path, self.writer = folder / "metrics.jsonl", None
+    def __init__(self, folder: Path, checkpoint: Path | None, step: int, tensorboard: bool = False):
+        self.path, self.writer = folder / METRICS, None
         if not distributed.is_main():
             return
-        lines = _lines(self.path) if first_step else []
-        kept = [line for line in lines if json.loads(line)["step"] <= first_step]
-        self.path.write_text("".join(line + "\n" for line in kept))
+        files.write(self.path, (checkpoint / METRICS).read_text() if checkpoint else "")
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 allowed = "false, or pip install tensorboard"
                 raise ValueError(f"tensorboard: got true, it is missing; {allowed}") from None
-            self.writer = SummaryWriter(folder / "tensorboard")
+            self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
 
     def write(self, row: dict) -> None:
         """One line; floats with seven digits."""
-        if not distributed.is_main():
-            return
+        distributed.on_main(lambda: self._write(row))
+
+    def _write(self, row: dict) -> None:
         short = {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps(short) + "\n")
+        files.append(self.path, json.dumps(short))
         if self.writer is not None:
             for key, value in row.items():
                 if isinstance(value, float):
@@ -181,8 +269,3 @@ class MetricsLog:
         """End the event file."""
         if self.writer is not None:
             self.writer.close()
-
-
-def _lines(path: Path) -> list[str]:
-    # What follows the last newline is empty, or was left unfinished by a run that was killed.
-    return path.read_text().split("\n")[:-1] if path.exists() else []

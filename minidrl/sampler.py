@@ -57,7 +57,8 @@ class Sampler:
 
     length           L, response positions.
     block_length     positions of a block; divides ``length``. ``block_length=length``: no blocks.
-    tokens_per_step  tokens revealed per network call, n; divides ``block_length``.
+    tokens_per_step  tokens revealed per network call, n (parallel decoding); divides
+                     ``block_length``.
     temperature      T of softmax(z / T); 0 is greedy decoding (argmax, lowest token id on ties).
     order            which n hidden positions of the block a step reveals:
         "random"          the next n of a uniformly random permutation of the block;

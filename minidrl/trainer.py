@@ -16,7 +16,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from minidrl import (
     config,
     denoiser,
     distributed,
+    files,
     memory,
     methods,
     report,
@@ -41,7 +42,7 @@ from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network
 from minidrl.gradient import shared_features, two_pass_backward
-from minidrl.launch import RunError
+from minidrl.launch import Interrupted, RunError, stop_requests
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
 from minidrl.runs import MetricsLog, keyed_generator, keyed_seed
@@ -61,15 +62,27 @@ def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
 
 def _train(settings: config.Train, out: Path, resume: bool) -> dict:
     learner = distributed.collectively(lambda: Learner(settings))
-    checkpoint = distributed.on_main(lambda: runs.open_run(out, settings, resume))
-    state = {"step": 0, "seconds": 0.0, "solved_before": None}
-    if checkpoint is not None:
-        state |= distributed.collectively(lambda: learner.restore(checkpoint))
-    log = MetricsLog(out, state["step"], settings.tensorboard)
-    _announce_cache(settings.sampler.cache)
-    if state["solved_before"] is None:
-        state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
-    started, first = time.perf_counter() - state["seconds"], state["step"]
+    with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+        state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
+        if checkpoint is not None:
+            state |= distributed.collectively(lambda: learner.restore(checkpoint))
+        step = state["step"]
+        log = distributed.collectively(
+            lambda: MetricsLog(out, checkpoint, step, settings.tensorboard)
+        )
+        _announce_cache(settings.sampler.cache)
+        if state["solved_before"] is None:
+            state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
+        _train_on(learner, log, out, state, asked)
+        return _finish(learner, log, out, state)
+
+
+def _train_on(
+    learner: Learner, log: MetricsLog, out: Path, state: dict, asked: Callable[[], int]
+) -> None:
+    """The steps that are left; Interrupted where one was ``asked`` to stop."""
+    settings, first = learner.settings, state["step"]
+    started = time.perf_counter() - state["seconds"]
     bar = tqdm(
         range(first, settings.steps),
         desc=learner.method.name,
@@ -79,14 +92,23 @@ def _train(settings: config.Train, out: Path, resume: bool) -> dict:
         disable=not distributed.is_main(),
     )
     for step in bar:
+        if signal := distributed.on_main(asked):
+            bar.close()
+            learner.save(out / f"checkpoint-{step}", state)
+            raise stopped(signal, out, step, settings.steps)
         row = _guarded_step(learner, step, out, state)
         if step == first:  # no step needs more than the first
             memory.report_peak(settings, learner.model.device)
-        state |= {"step": step + 1, "seconds": time.perf_counter() - started}
+        state |= {"step": step + 1, "seconds": time.perf_counter() - started, "solved_after": None}
         bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")
         log.write(row | {"seconds": state["seconds"]})
         _milestones(learner, log, out, state)
-    return _finish(learner, log, out, state)
+
+
+def stopped(signal: int, out: Path, step: int, steps: int) -> Interrupted:
+    """What is raised by a run that was asked to stop, once its checkpoint is written."""
+    saved = out / f"checkpoint-{step}"
+    return Interrupted(f"stopped after {step} of {steps} steps; {saved} is saved", signal)
 
 
 def _announce_cache(cache: str) -> None:
@@ -116,9 +138,10 @@ def _evaluate_into(log: MetricsLog, learner: Learner, step: int, seconds: float)
 
 def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
     s = learner.settings
-    solved_after = _evaluate_into(log, learner, s.steps, state["seconds"])
+    if state["solved_after"] is None:  # else the checkpoint is there already
+        state["solved_after"] = _evaluate_into(log, learner, s.steps, state["seconds"])
+        learner.save(out / f"checkpoint-{s.steps}", state)
     log.close()
-    learner.save(out / f"checkpoint-{s.steps}", state)
     distributed.on_main(lambda: report.write_curve(out))
     summary = {
         "method": learner.method.name,
@@ -126,7 +149,7 @@ def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
         "steps": s.steps,
         "seconds": round(state["seconds"], 1),
         "solved_before": state["solved_before"],
-        "solved_after": solved_after,
+        "solved_after": state["solved_after"],
         "evaluated_on": s.evaluate.n,
         "temperature": s.evaluate.temperature,
     }
@@ -136,24 +159,39 @@ def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
 def _guarded_step(learner: Learner, step: int, out: Path, state: dict) -> dict:
     """A step; where a number in it is not finite, a dump of weights and optimiser from before it.
 
-    All randomness is keyed, so that they are all it takes to repeat the step. With several updates
-    a step, that costs a copy of both: the failure may come after the first of them.
+    All randomness is keyed, so that they are all it takes to repeat the step.
     """
-    several = learner.settings.num_iterations > 1
-    present = [dict(denoiser.trained(learner.model)), learner.optimizer.state_dict()]
-    before = _copied(present) if several else None
-    try:
+    s, folder = learner.settings, out / f"failed-{step}"
+    late = s.num_iterations > 1 or may_overflow(s.optimizer)
+    with _undone(learner.model, learner.optimizer, late) as failed:
         return learner.step(step)
+    learner.save(folder, state)
+    how = "minidrl.trainer.repeat_step repeats it from them"
+    raise RunError(f"{_dumped(step, failed[0], folder)}; {how}")
+
+
+def _dumped(step: int, error: Exception, folder: Path) -> str:
+    held = "weights, optimiser and counters from before that step"
+    return f"step {step}: {error}; stopped. {folder} holds {held}"
+
+
+@contextlib.contextmanager
+def _undone(
+    model: denoiser.Denoiser, optimizer: torch.optim.Optimizer, late: bool
+) -> Iterator[list[Exception]]:
+    """What fails inside because a number is not finite is undone, and goes into the list.
+
+    ``late``: it may fail after an update. To undo one takes a copy of weights and optimiser.
+    """
+    before = _copied([dict(denoiser.trained(model)), optimizer.state_dict()]) if late else None
+    failed: list[Exception] = []
+    try:
+        yield failed
     except (RunError, FloatingPointError) as error:
-        if several:
-            learner.model.load_state_dict(before[0], strict=False)
-            learner.optimizer.load_state_dict(before[1])
-        folder = out / f"failed-{step}"
-        learner.save(folder, state)
-        raise RunError(
-            f"step {step}: {error}; stopped. {folder} holds weights, optimiser and counters from "
-            "before that step; minidrl.trainer.repeat_step repeats it from them"
-        ) from None
+        failed.append(error)
+        if before is not None:
+            model.load_state_dict(before[0], strict=False)
+            optimizer.load_state_dict(before[1])
 
 
 def _copied(value: Any) -> Any:
@@ -174,7 +212,7 @@ def repeat_step(out: Path, failed: Path) -> dict:
 # ----------------------------------------------------------------------------- what a step works on
 
 
-def _now() -> float:
+def now() -> float:
     """Seconds, once a GPU has done its work: else a phase would be charged with the one before."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -191,10 +229,10 @@ class Clock:
     @contextlib.contextmanager
     def phase(self, name: str):
         """What happens inside is charged to the phase."""
-        started = _now()
+        started = now()
         with memory.part(name):
             yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + now() - started
 
     def count(self, name: str, calls: int) -> None:
         """Network calls of a phase."""
@@ -415,7 +453,11 @@ class Learner:
         return methods.advantages(self.method, plan, rollout, experience.reward, step_reward)
 
     def anchors(self, step: int, plans: list[Plan], rollout: Rollout, clock: Clock) -> list[Anchor]:
-        """What each update's ratio is taken against."""
+        """What each update's ratio is taken against: the old policy (pi_old).
+
+        ``refresh`` says with which masks: those of the update, shared masks (fixed, paired: common
+        random numbers), or a plan of the old value's own (independent).
+        """
         method = self.method
         if method.anchor == "none":
             return [None] * len(plans)
@@ -727,19 +769,35 @@ def learning_rate(settings: config.Optimizer, step: int, steps: int) -> float:
 def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: config.Optimizer, lr: float
 ) -> float:
-    """One update at rate ``lr``; returns the gradient norm before clipping.
+    """One update at rate ``lr``, after gradient clipping by global norm; returns the norm before.
 
-    A gradient that is not finite raises, and is not applied.
+    Raises RunError for a gradient that is not finite and for a rate beyond float32, which are not
+    applied, and for weights that are not finite afterwards.
     """
     clipped = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
     norm = float(distributed.full_tensor(clipped))
     if not math.isfinite(norm):
         raise RunError(f"gradient norm is {norm}")
+    if max(lr / (1 - settings.beta1), lr * settings.weight_decay) > torch.finfo(torch.float32).max:
+        raise RunError(f"learning rate {lr:g} is too large for an update in float32")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
+    weights = nn.utils.get_total_norm([p for _, p in denoiser.trained(model)], math.inf)
+    if not math.isfinite(largest := float(distributed.full_tensor(weights.detach()))):
+        raise RunError(f"the largest weight is {largest} after an update at rate {lr:g}")
     return norm
+
+
+def may_overflow(settings: config.Optimizer) -> bool:
+    """True where one update can make finite weights infinite.
+
+    AdamW divides by no less than its epsilon of 1e-8, and clipping bounds what it divides. Decay
+    makes weights larger once rate times decay is above 2.
+    """
+    longest = settings.learning_rate * settings.max_grad_norm / 1e-8
+    return longest > 1e30 or settings.learning_rate * settings.weight_decay > 2
 
 
 # ------------------------------------------------------------------------------------- pre-training
@@ -749,56 +807,88 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     """Train a fresh network by maximising the ELBO (count form, padding included).
 
     The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of
-    hidden tokens equally likely. Returns and writes the summary.
+    hidden tokens equally likely. Returns and writes the summary; its ``distinct_problems`` are
+    those met so far, each key once.
     """
     prepare(settings)
-    checkpoint = runs.open_run(out, settings, resume)
-    tok, state = settings.task.tokenizer(), {"step": 0, "seconds": 0.0}
-    block_causal = settings.sampler.attention == "block_causal"
-    block_length = settings.sampler.block_length if block_causal else None
-    sizes = dataclasses.asdict(settings.network)
-    model = denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device)
+    with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+        return _pretrain(settings, out, checkpoint, asked)
+
+
+def _pretrain(
+    settings: config.Pretrain, out: Path, checkpoint: Path | None, asked: Callable[[], int]
+) -> dict:
+    tok, state = settings.task.tokenizer(), {"step": 0, "seconds": 0.0, "met": []}
+    model = _untrained(settings, tok)
     network = denoiser.compiled(model) if settings.compile else model
     optimizer = make_optimizer(model, settings.optimizer)
     if checkpoint is not None:
         state |= runs.load_checkpoint(checkpoint, model, optimizer)
-    log, started = MetricsLog(out, state["step"]), time.perf_counter() - state["seconds"]
-    last = settings.stop_after or settings.steps
+    log = MetricsLog(out, checkpoint, state["step"])
+    started = time.perf_counter() - state["seconds"]
+    last, met = settings.stop_after or settings.steps, set(state["met"])
     steps = range(state["step"], last)
+
+    def save(step: int, name: str = "checkpoint") -> Path:
+        reached = {"step": step, "seconds": time.perf_counter() - started, "met": sorted(met)}
+        runs.save_checkpoint(out / f"{name}-{step}", model, tok, optimizer, reached)
+        return out / f"{name}-{step}"
+
     bar = tqdm(steps, desc="pretrain", initial=state["step"], total=last, mininterval=2)
     for step in bar:
-        loss = elbo_loss(network, demonstration_rollout(settings, tok, step), settings, step)
-        loss.backward()
-        lr = learning_rate(settings.optimizer, step, settings.steps)
-        norm = optimizer_step(model, optimizer, settings.optimizer, lr)
+        if signal := asked():
+            bar.close()
+            save(step)
+            raise stopped(signal, out, step, last)
+        with _undone(model, optimizer, may_overflow(settings.optimizer)) as failed:
+            problems, rollout = demonstration_rollout(settings, tok, step)
+            loss = elbo_loss(network, rollout, settings, step)
+            loss.backward()
+            lr = learning_rate(settings.optimizer, step, settings.steps)
+            norm = optimizer_step(model, optimizer, settings.optimizer, lr)
+        if failed:
+            raise RunError(_dumped(step, failed[0], save(step, "failed")))
+        met.update(problem.key for problem in problems)
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
             row = {"step": step + 1, "loss": loss.item(), "grad_norm": norm}
             log.write(row | {"learning_rate": lr})
         if settings.save_every and (step + 1) % settings.save_every == 0:
-            state = {"step": step + 1, "seconds": time.perf_counter() - started}
-            runs.save_checkpoint(out / f"checkpoint-{step + 1}", model, tok, optimizer, state)
+            save(step + 1)
     seconds = time.perf_counter() - started
     scores = evaluate(model, tok, settings.task, settings.sampler, n=settings.evaluate.n)
-    checkpoints.save(model, tok, out)
+    with files.into(out) as part:
+        checkpoints.save(model, tok, part)
     summary = {"steps": last, "seconds": round(seconds, 1), "parameters": model.num_parameters()}
+    summary["distinct_problems"] = len(met)
     return runs.write_summary(out, summary | {"held_out": scores})
 
 
-def demonstration_rollout(settings: config.Pretrain, tok: Any, step: int) -> Rollout:
-    """A batch of demonstrations in the shape of a Rollout, for the plans of the ELBO."""
+def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:
+    block_causal = settings.sampler.attention == "block_causal"
+    block_length = settings.sampler.block_length if block_causal else None
+    sizes = dataclasses.asdict(settings.network)
+    return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device)
+
+
+def demonstration_rollout(
+    settings: config.Pretrain, tok: Any, step: int
+) -> tuple[Sequence[Problem], Rollout]:
+    """Problems of the pre-training split, and a demonstration of each, for the plans of the ELBO:
+    in the shape of a Rollout."""
     task, rng = (
         settings.task,
         np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations")),
     )
-    problems = task.problems(settings.batch_size, rng)
+    problems = task.problems(settings.batch_size, rng, "pretrain")
     where = (task.prompt_length, settings.device, task.prompt_format)
     prompt, prompt_mask = encode_prompts(tok, problems, *where)
     texts = task.demonstrations(problems, rng, step / settings.steps)
     response = encode_responses(tok, texts, settings.sampler.length).to(settings.device)
     nothing, keep = torch.full_like(response, -1), torch.ones_like(response, dtype=torch.bool)
     logp = torch.zeros_like(response, dtype=torch.float32)
-    return Rollout(prompt, prompt_mask, response, keep, nothing, logp, 1, settings.sampler)
+    rollout = Rollout(prompt, prompt_mask, response, keep, nothing, logp, 1, settings.sampler)
+    return problems, rollout
 
 
 def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:

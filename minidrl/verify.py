@@ -7,11 +7,14 @@ Each says one line and a number:
               initialisation is
     answer    to a question whose answer is known, greedily, through the checkpoint's chat template
               where it has one
-    reload    the checkpoint written under its own names and read again: equal to the bit
+    reload    the checkpoint written under its own names, and every tensor of its files compared
+              with the network: none missing, none extra, equal to the bit
     step      one RL step with adapters by the trainer: rollout, scoring, two updates
     memory    the peak that minidrl/memory.py predicts for that step, and the one that the GPU
-              counted
+              counted; on a CPU what the process grew by, without a verdict: it counts pages
     adapters  as trained, written in peft's format and read again on their base: equal to the bit
+
+There is never more than one network in memory.
 
 A checkpoint with random weights must fail at loss and answer: telling it from a trained one is what
 these two are for.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import re
 import shutil
@@ -32,12 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from minidrl import checkpoints, config, denoiser, memory, sampler, trainer
 from minidrl.denoiser import Denoiser
-from minidrl.launch import RunError
+from minidrl.launch import RunError, one_line
 from minidrl.tasks import DEFAULT, TASKS, Example, Task, task_class
 from minidrl.tasks.text import chats, decode, encode_prompts
 
@@ -129,9 +133,9 @@ def _checked(name: str, call: Callable[[], str]) -> Check:
     try:
         return Check(name, "ok", call())
     except NotApplicable as reason:
-        return Check(name, "n/a", checkpoints.one_line(reason))
+        return Check(name, "n/a", one_line(reason))
     except (*refused, FloatingPointError) as error:
-        return Check(name, "FAILED", checkpoints.one_line(error))
+        return Check(name, "FAILED", one_line(error))
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -236,11 +240,27 @@ def _answer(model: Denoiser, tok: Any, question: Example) -> str:
 
 def _reload(model: Denoiser, tok: Any, out: str | None) -> str:
     with _folder(out, _bytes(model.named_parameters())) as folder:
-        said, files = _saved_and_read(model, tok, folder), model.files.items()
-        changed = [name for name, content in files if (folder / name).read_bytes() != content]
+        checkpoints.save(model, tok, folder)
+        _refuse(differing(model, folder))
+        _refuse_files(model, tok, folder)
+        return _equal(len(model.state_dict()), folder)
+
+
+def _refuse_files(model: Denoiser, tok: Any, folder: Path) -> None:
+    """Raises Failed unless the files beside the weights say what those that were loaded said."""
+    files = model.files.items()
+    changed = [name for name, content in files if (folder / name).read_bytes() != content]
     if changed:
         raise Failed(f"{', '.join(changed)} changed")
-    return said
+    # Read again, by what loads them: a format of minidrl's own has no files to compare.
+    shape, family, _ = checkpoints.describe(folder)
+    with torch.device("meta"):
+        made = family.network(shape).state_dict()
+    sizes = {name: p.shape for name, p in model.model.state_dict().items()}
+    if {name: p.shape for name, p in made.items()} != sizes:
+        raise Failed("config.json describes another network")
+    if checkpoints.load_tokenizer(folder).get_vocab() != tok.get_vocab():
+        raise Failed("the tokenizer came back different")
 
 
 def _bytes(named: Iterable[tuple[str, Tensor]]) -> int:
@@ -251,7 +271,8 @@ def _step(settings: config.Train, made: dict) -> str:
     if torch.device(settings.device).type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(settings.device)
-    started, learner = time.perf_counter(), trainer.Learner(settings)
+    started, made["resident"] = time.perf_counter(), memory.Resident()
+    learner = trainer.Learner(settings)
     judge = learner.judge
 
     def spread(problems: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -262,6 +283,8 @@ def _step(settings: config.Train, made: dict) -> str:
     learner.judge = spread
     before = {name: p.detach().clone() for name, p in denoiser.trained(learner.model)}
     row = learner.step(0)
+    made["grown"] = made.pop("resident").peak()
+    del learner.judge  # else the learner would hold itself, and outlive its last use
     made["learner"] = learner
     same = [name for name, p in denoiser.trained(learner.model) if torch.equal(p, before[name])]
     # A moves from the second update on, and only if that is not clipped.
@@ -283,7 +306,9 @@ def _memory(settings: config.Train, made: dict) -> str:
     found = memory.measured(torch.device(settings.device))
     said = f"predicted {predicted / 1e9:.3f} GB at its peak"
     if found is None:
-        raise NotApplicable(f"{said}; on a CPU nobody counts")
+        grown = made["grown"]
+        told = "nobody counts" if grown is None else f"the process grew by {grown / 1e9:.3f} GB"
+        raise NotApplicable(f"{said}; on a CPU {told}")
     said = f"{said}, measured {found / 1e9:.3f} GB"
     if abs(found - predicted) > TOLERANCE * predicted + LIBRARIES:
         raise Failed(said)
@@ -294,8 +319,15 @@ def _adapters(made: dict, out: str | None) -> str:
     if "learner" not in made:
         raise NotApplicable("there was no step")
     learner = made.pop("learner")
-    with _folder(out, _bytes(denoiser.trained(learner.model))) as folder:
-        return _saved_and_read(learner.model, learner.tok, folder, _dtype(learner.model))
+    model, tok, dtype = learner.model, learner.tok, _dtype(learner.model)
+    with _folder(out, _bytes(denoiser.trained(model))) as folder:
+        checkpoints.save(model, tok, folder)
+        before = marks(model)
+        del learner, model  # the one that is read brings its base with it
+        after = marks(checkpoints.load(folder, "cpu", dtype)[0])
+        changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
+        _refuse(sorted((before.keys() ^ after.keys()) | changed))
+        return _equal(len(before), folder)
 
 
 # ---------------------------------------------------------------------------------- save and reload
@@ -309,16 +341,14 @@ def _folder(out: str | None, size: int) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _saved_and_read(
-    model: Denoiser, tok: Any, folder: Path, dtype: torch.dtype | None = None
-) -> str:
-    """Raises Failed unless what is read, on a CPU, is what was written, on whatever device."""
-    checkpoints.save(model, tok, folder)
+def _refuse(different: list[str]) -> None:
+    if different:
+        raise Failed(f"{len(different)} tensors came back different: {', '.join(different[:3])}")
+
+
+def _equal(count: int, folder: Path) -> str:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    wrong = different(model, checkpoints.load(folder, "cpu", dtype)[0])
-    if wrong:
-        raise Failed(f"{len(wrong)} tensors came back different: {', '.join(wrong[:3])}")
-    return f"{len(model.state_dict())} tensors, {size / 1e9:.3f} GB written, equal to the bit"
+    return f"{count} tensors, {size / 1e9:.3f} GB written, equal to the bit"
 
 
 def _dtype(model: Denoiser) -> torch.dtype:
@@ -326,15 +356,41 @@ def _dtype(model: Denoiser) -> torch.dtype:
     return model.model.get_input_embeddings().weight.dtype
 
 
-def different(one: nn.Module, other: nn.Module) -> list[str]:
-    """Names of the tensors that only one network has, or that differ in dtype, shape or a bit."""
-    a, b = one.state_dict(), other.state_dict()
-    changed = {name for name in a.keys() & b.keys() if not _same(a[name], b[name])}
-    return sorted((a.keys() ^ b.keys()) | changed)
+def differing(model: Denoiser, folder: Path) -> list[str]:
+    """Names of the tensors in which a network and the weight files of a folder are not the same.
+
+    That is: which only one of them has, which two files have, or which differ in dtype, shape or a
+    bit. Of the files one tensor is in memory at a time.
+    """
+    own, seen, wrong = model.model.state_dict(), set(), []
+    for path in checkpoints.shards(folder):
+        with safe_open(path, framework="pt") as file:
+            for stored in file.keys():
+                name = checkpoints.own_name(stored, model.family)
+                again, known = name in seen, name in own
+                if again or not known or not _same(own[name], file.get_tensor(stored)):
+                    wrong.append(name)
+                seen.add(name)
+    if model.model.config.tie_word_embeddings:
+        seen.add("lm_head.weight")  # the embedding, which is stored once
+    return sorted({*wrong, *(own.keys() - seen)})
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    # nan equals nan, and 0 is not -0
-    return torch.equal(*(x.cpu().contiguous().flatten().view(torch.uint8) for x in (a, b)))
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(a: Tensor) -> Tensor:
+    # As bytes nan equals nan, and 0 is not -0.
+    return a.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def marks(model: nn.Module) -> dict[str, tuple]:
+    """Name -> (dtype, shape, hash of the bits) of each tensor, to compare two networks in turn."""
+
+    def mark(a: Tensor) -> tuple:
+        return a.dtype, a.shape, hashlib.sha256(_bits(a).numpy()).hexdigest()
+
+    return {name: mark(value) for name, value in model.state_dict().items()}

@@ -259,8 +259,8 @@ MUTANTS: list[Mutant] = [
     Mutant("4.1", "max(1, count)", "min(1, count)", "law_head_in_parts", where="_in_parts"),
     Mutant(
         "4.1",
-        "math.ceil(most * model.vocab_size",
-        "math.ceil(len(rows['h']) * model.vocab_size",
+        "head_parts(most, model.vocab_size)",
+        "head_parts(len(rows['h']), model.vocab_size)",
         "law_head_in_parts",
         where="state_features",
     ),

@@ -1,6 +1,10 @@
 """benchmarks/llada_8b.py: its products against a counter of operations, its prediction against arithmetic, a tiny run."""
 
 import contextlib
+import json
+import re
+import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -9,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
+from minidrl import checkpoints, memory, trainer
 from minidrl import features as feat
-from minidrl import memory, trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,12 +111,91 @@ def test_seconds_are_those_of_the_second_step_and_wait_for_the_device(bench, tmp
     assert len(waited) == 2, "before and after the second step; the phases have the trainer's clock"
 
 
-def test_the_published_shape_is_not_run_on_a_cpu(bench, capsys):
-    with pytest.raises(SystemExit) as status:
+# ------------------------------------------------------------------------------------------------------ a reduced step
+TINY_QWEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+TINY_QWEN |= {"intermediate_size": 48, "max_position_embeddings": 64}
+SMALLER = {"8b": {}, "dream-7b": {**TINY_QWEN, "mask_token_id": 299}, "sdar-4b": {**TINY_QWEN, "head_dim": 8}}
+
+
+def smaller(bench, name: str) -> tuple[dict, int]:
+    """A model's config.json with sizes for a test, and its mask."""
+    raw = bench.SHAPES[name][0] | (bench.TINY if name == "8b" else SMALLER[name])
+    return raw, raw.get("mask_token_id", 299)
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_a_reduced_step_loads_random_files_of_every_family(name, bench, tmp_path, monkeypatch):
+    raw, mask = smaller(bench, name)
+    load, loaded = checkpoints.load, []
+    monkeypatch.setattr(checkpoints, "load", lambda *words: loaded.append(load(*words)) or loaded[-1])
+    text = bench.measure_reduced(raw, mask, tmp_path, "cpu")
+    ((model, tok),) = loaded
+    assert model.family is checkpoints.FAMILIES[raw["model_type"]] and tok.mask_token_id == mask
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2 and model.block_length == raw.get("block_size")
+    base = sum(p.numel() for n, p in model.named_parameters() if "lora" not in n)
+    assert f"{base:,} random weights in bfloat16" in text and "loaded by checkpoints.load" in text
+    rows = re.findall(r"^\| (\w+) +\| +(\d+) \| +([\d.]+) \|$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == ["rollout", "scoring", "update"] and all(float(row[2]) > 0 for row in rows)
+    assert int(rows[0][1]) == 2 * 2 and 0 < int(rows[1][1]) <= 2 * 3 * 2, "2 responses in 2 steps; 2 updates of 3 states each"
+    assert re.search(r"peak resident .*: predicted [\d.e-]+ GB, measured [\d.e-]+ GB$", text) or not Path("/proc").is_dir()
+
+
+@pytest.mark.parametrize("name", ["8b", "dream-7b", "sdar-1.7b", "sdar-4b", "sdar-8b"])
+def test_the_shapes_have_the_sizes_of_the_published_files(name, bench, tmp_path):
+    """Bytes of the weights on the Hub, GB: the files of LLaDA-8B-Instruct, SDAR-1.7B-, 4B- and 8B-Chat; 7.6 B of Qwen2.5."""
+    published = {"8b": 2.11 + 2.95 + 2.99 + 2.95 + 2.92 + 2.11, "dream-7b": 15.2}
+    published |= {"sdar-1.7b": 4.06, "sdar-4b": 4.97 + 3.86, "sdar-8b": 4.9 + 4.92 + 4.98 + 1.58}
+    raw, _ = bench.SHAPES[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    parts = memory.predicted_memory(bench.reduced(raw, tmp_path, "cpu"))
+    assert parts["weights"] / 1e9 == pytest.approx(published[name], abs=0.05)
+
+
+def test_random_files_have_rows_of_their_own_and_norms_of_one(bench, tmp_path):
+    raw, mask = smaller(bench, "dream-7b")
+    size = bench.write_checkpoint(raw, mask, tmp_path, shards=3)
+    model, _ = checkpoints.load(tmp_path)
+    weights = model.model.state_dict()
+    assert size == pytest.approx(2 * model.num_parameters(), rel=0.1)
+    for name, weight in weights.items():
+        assert weight.isfinite().all() and ((weight == 1).all() if "norm" in name else weight.float().std() > 0.01)
+        assert weight.ndim == 1 or len(weight.unique(dim=0)) == len(weight)
+
+
+def test_files_hold_what_they_may(bench):
+    sizes = {name: torch.Size([n]) for name, n in {"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}.items()}
+    assert bench.files_of(sizes, 7) == [["a", "b"], ["c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_way_back_in_float32_is_the_gradient(bias, bench):
+    """Of frozen weights with more rows than a part has; torch's own is as far from it as bfloat16 is."""
+    noise = torch.Generator().manual_seed(0)
+    x, weight, out = (torch.randn(*s, generator=noise).bfloat16() for s in ((2, 3, 8), (5000, 8), (2, 3, 5000)))
+    extra = torch.ones(5000).bfloat16() if bias else None
+    x.requires_grad_()
+    found = bench.linear(x, weight, extra)
+    assert torch.equal(found, torch.nn.functional.linear(x, weight, extra))
+    found.backward(out)
+    expected = out.float() @ weight.float()
+    torch.testing.assert_close(x.grad.float(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("short", ["memory", "disk"])
+def test_a_full_size_needs_room(short, bench, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(bench, "available", lambda: 10**9 if short == "memory" else 10**12)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 10**9 if short == "disk" else 10**12))
+    with pytest.raises(SystemExit, match=rf"^{short}: got 1\.0 GB free; allowed from 1[67]\.\d GB$"):
         bench.main(["--shape", "8b", "--device", "cpu"])
-    assert status.value.code == 2 and "no GPU: --predict, or --shape tiny" in capsys.readouterr().err
+
+
+def test_predictions_are_made_anywhere(bench, capsys):
     bench.main(["--predict", "--device", "cpu", "--rate32", "50"])
     assert "50 in float32 (matmul_precision high)" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as status:
+        bench.main(["--predict", "--shape", "sdar-4b"])
+    assert status.value.code == 2 and "--predict: got --shape sdar-4b; allowed 8b, tiny" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ whatever the walk does not know is refused. Laws take the module as an argument,
 """
 
 import ast
+import functools
 import hashlib
 import itertools
 import json
@@ -33,6 +34,7 @@ BY_SIGN = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operato
 LITERAL = "(?:0|[1-9][0-9]{0,5})"
 HARD = Countdown(num_numbers=4, max_number=10, max_value=150, held_out_share=0.2)
 WIDE = Countdown(held_out_share=0.3)
+APART = Countdown(held_out_share=0.2, pretrain_share=0.35)  # a split of its own for pre-training
 PAIRS = Countdown(num_numbers=2, max_number=30, max_value=99, held_out_share=0.5, reward="binary")
 TASKS = pytest.mark.parametrize("task", [WIDE, HARD, PAIRS], ids=["three", "four", "two"])
 
@@ -133,6 +135,9 @@ def all_values(numbers: tuple[Fraction, ...]) -> set[Fraction]:
         ({"held_out_share": 0}, "task.held_out_share: got 0; allowed between 0 and 1"),
         ({"held_out_share": 1.0}, "task.held_out_share: got 1.0; allowed between 0 and 1"),
         ({"held_out_share": math.nan}, "task.held_out_share: got nan; allowed between 0 and 1"),
+        ({"pretrain_share": -0.1}, "task.pretrain_share: got -0.1; allowed from 0, below 1 - held_out_share (0.3)"),
+        ({"pretrain_share": 0.7}, "task.pretrain_share: got 0.7; allowed from 0, below 1 - held_out_share (0.3)"),
+        ({"pretrain_share": math.nan}, "task.pretrain_share: got nan; allowed from 0, below 1 - held_out_share (0.3)"),
         ({"reward": "eval"}, "task.reward: got 'eval'; allowed strict, binary, any_answer"),
     ],
 )
@@ -149,6 +154,55 @@ def test_the_two_splits_share_no_puzzle_and_neither_is_empty(task):
     fixed = {(*sorted(p.numbers), p.target) for p in task.held_out(64)}
     assert len(train) > 100 and len(held_out) > 100
     assert train.isdisjoint(held_out | fixed)
+
+
+def fraction_of(numbers: tuple[int, ...], target: int) -> float:
+    """The documented hash of a puzzle, from 0 to 1."""
+    key = ",".join(str(n) for n in sorted(numbers)) + ">" + str(target)
+    return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) / 2**64
+
+
+def keys_of(puzzles) -> set[tuple[int, ...]]:
+    return {(*sorted(p.numbers), p.target) for p in puzzles}
+
+
+@functools.cache
+def every_puzzle() -> set[tuple[int, ...]]:
+    """All puzzles of three numbers to 9 with values to 99, from the judge's own enumeration."""
+    numbers = itertools.combinations_with_replacement(range(1, 10), 3)
+    return {(*n, target) for n in numbers for target in all_runs(n, 99).values() if target}
+
+
+def test_the_three_splits_are_disjoint_and_together_the_whole_space():
+    found = {split: list(APART.puzzles(split)) for split in ("pretrain", "train", "held_out")}
+    keys = {split: keys_of(puzzles) for split, puzzles in found.items()}
+    assert sum(map(len, found.values())) == len(every_puzzle()) == 2056 and set().union(*keys.values()) == every_puzzle()
+    for split, share in (("pretrain", 0.35), ("train", 0.45), ("held_out", 0.2)):
+        assert abs(len(keys[split]) - 2056 * share) < 4 * math.sqrt(2056 * share * (1 - share))
+        assert keys_of(APART.problems(500, np.random.default_rng(0), split)) <= keys[split]
+
+
+def test_a_share_for_pretraining_moves_no_held_out_puzzle_and_the_other_way_round():
+    assert APART.held_out(300) == Countdown(held_out_share=0.2).held_out(300)
+    fewer = Countdown(held_out_share=0.1, pretrain_share=0.35)
+    assert list(fewer.puzzles("pretrain")) == list(APART.puzzles("pretrain"))
+    assert keys_of(fewer.puzzles("held_out")) < keys_of(APART.puzzles("held_out"))
+
+
+@pytest.mark.parametrize("split", ["pretrain", "train", "held_out"])
+def test_without_a_share_for_pretraining_there_are_the_two_splits_of_old(split):
+    """The draws restated: numbers, then a target, again until the hash is in the split, which pre-training shares with RL."""
+    rng, expected = np.random.default_rng(11), []
+    while len(expected) < 300:
+        numbers = tuple(rng.integers(1, 10, 3).tolist())
+        targets = sorted({value for value in all_runs(numbers, 99).values() if value})
+        target = targets[rng.integers(len(targets))]
+        if (fraction_of(numbers, target) < 0.3) == (split == "held_out"):
+            expected.append((numbers, target))
+    drawn = WIDE.problems(300, np.random.default_rng(11), split)
+    assert [(p.numbers, p.target) for p in drawn] == expected
+    held_out = {key for key in every_puzzle() if fraction_of(key[:3], key[3]) < 0.3}
+    assert keys_of(WIDE.puzzles(split)) == (held_out if split == "held_out" else every_puzzle() - held_out)
 
 
 @TASKS
@@ -194,12 +248,17 @@ def test_held_out_counts_that_do_not_exist_are_named():
 
 
 def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
-    with pytest.raises(ValueError, match="^split: got 'test'; allowed train, held_out$"):
+    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
         Countdown().problems(1, np.random.default_rng(0), "test")
+    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
+        next(Countdown().puzzles("test"))
     monkeypatch.setattr(countdown, "MAX_DRAWS", 200)
     nothing = Countdown(num_numbers=2, max_number=1, held_out_share=1e-9)
     with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
         nothing.problems(1, np.random.default_rng(0), "held_out")
+    none = Countdown(num_numbers=2, max_number=1, pretrain_share=1e-9)
+    with pytest.raises(ValueError, match="^task.pretrain_share: got 1e-09; allowed shares that leave pretrain puzzles"):
+        none.problems(1, np.random.default_rng(0), "pretrain")
     assert len(nothing.problems(500, np.random.default_rng(0))) == 500  # misses are counted in a row, not in all
 
 
@@ -619,14 +678,20 @@ def test_the_tokenizer_comes_back_from_disk_as_it_was(tmp_path):
 
 
 def law_split(module):
-    """held_out iff the first 8 bytes of the hash, as a fraction of 2^64, are below the share; numbers in any order."""
+    """held_out iff the first 8 bytes of the hash, as a fraction of 2^64, are below the share; numbers in any order.
+
+    pretrain iff they are above 1 less its share; where that is at most 1/2, a step of 2^-53 is the least that can be seen.
+    """
     for numbers, target in [((5, 6, 8), 46), ((9, 1, 4), 13), ((7, 3, 7), 70)]:
-        key = ",".join(str(n) for n in sorted(numbers)) + ">" + str(target)
-        share = int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) / 2**64
+        share = fraction_of(numbers, target)
         for order in itertools.permutations(numbers):
             puzzle = module.Puzzle(order, target)
             assert module.Countdown(held_out_share=share).split_of(puzzle) == "train"
             assert module.Countdown(held_out_share=math.nextafter(share, 1)).split_of(puzzle) == "held_out"
+    for numbers, target in [((9, 1, 4), 13), ((3, 5, 4), 35), ((2, 9, 9), 83)]:
+        share, puzzle = 1 - fraction_of(numbers, target), module.Puzzle(numbers, target)
+        assert module.Countdown(held_out_share=1e-9, pretrain_share=share).split_of(puzzle) == "train"
+        assert module.Countdown(held_out_share=1e-9, pretrain_share=share + 2**-53).split_of(puzzle) == "pretrain"
 
 
 def law_generator(module):
@@ -685,6 +750,12 @@ MUTANTS = [
     ("any_answer pays silence", "isinstance(response, str) and response else", "isinstance(response, str) else"),
     ("any_answer pays well-formed only", "isinstance(response, str) and response else", "result else"),
     ("split boundary", "fraction < self.held_out_share", "fraction <= self.held_out_share"),
+    ("pre-training boundary", "fraction > 1 - self.pretrain_share", "fraction >= 1 - self.pretrain_share"),
+    (
+        "shares from one end",
+        "fraction > 1 - self.pretrain_share",
+        "fraction < self.held_out_share + self.pretrain_share",
+    ),
     ("split depends on order", "map(str, sorted(self.numbers))", "map(str, self.numbers)"),
     ("split ignores the target", '+ f">{self.target}"\n', '+ ">"\n'),
     ("split from randomised hash", "sha256(puzzle.key.encode()).digest()", "sha256(b'%d' % hash(puzzle.key)).digest()"),

@@ -523,3 +523,21 @@ def test_a_checkpoint_from_before_the_first_update_has_moments_and_one_without_i
     save_file({}, tmp_path / "new/optimizer.safetensors")  # as older versions wrote it
     assert runs.load_optimizer(tmp_path / "new", model, optimizer) == {"step": 0}
     assert all((value == 0).all() for slot in optimizer.state.values() for value in slot.values())
+
+
+# ----------------------------------------------------------------------------------------------- main memory of a process
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts pages, other systems do not")
+def test_the_peak_of_a_process_begins_when_it_is_asked_for():
+    megabytes = 2**20
+    resident = memory.Resident()
+    torch.ones(64 * megabytes)  # 256 MiB, gone at once
+    assert 250 * megabytes < resident.peak() < 300 * megabytes
+    assert memory.Resident().peak() < 50 * megabytes, "what was before is not counted"
+
+
+def test_a_system_that_does_not_count_pages_is_not_asked(monkeypatch):
+    def missing(self, text):
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "write_text", missing)
+    assert memory.Resident().peak() is None

@@ -1,6 +1,7 @@
 """Method options: the numbers and words of a row that a run may replace. And the precision of float32 products."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import tiny
 from laws import refuses
 from minidrl import __main__ as cli
 from minidrl import algorithms as alg
-from minidrl import config, methods, runs, trainer
+from minidrl import config, files, methods, runs, trainer
 from minidrl.methods import with_options
 
 SHARED = ["aggregation", "refresh", "normalizer", "reduction"]
@@ -223,7 +224,11 @@ def test_the_large_recipes_use_the_tensor_cores_for_float32_and_the_others_do_no
 
 
 def test_a_run_goes_on_with_the_precision_it_began_with(tmp_path):
-    runs.open_run(tmp_path / "run", tiny.settings(), False)
-    (tmp_path / "run/checkpoint-1").mkdir()
-    other = tiny.settings(matmul_precision="high")
-    refuses(lambda: runs.open_run(tmp_path / "run", other, True), "matmul_precision", "'high'", "'highest'")
+    with runs.opened(tmp_path / "run", tiny.settings(), False), files.folder(tmp_path / "run/checkpoint-1") as part:
+        shutil.copy(tmp_path / "run/config.yaml", part)
+
+    def resumed():
+        with runs.opened(tmp_path / "run", tiny.settings(matmul_precision="high"), True):
+            pass
+
+    refuses(resumed, "matmul_precision", "'high'", "'highest'")

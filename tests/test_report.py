@@ -107,6 +107,25 @@ def test_ticks_of_the_time_axis_stand_where_the_time_was_reached(scale, unit, si
         assert x == pytest.approx(seconds / scale)
 
 
+def test_the_time_axis_reaches_from_the_first_time_that_is_known_to_the_end():
+    top = report.draw_curve(UPDATES).axes[1]
+    assert max(float(label.get_text()) for label in top.get_xticklabels()) >= 150  # of 200 seconds
+    late = [{"step": s, "solved": 0.1, "seconds": 80.0 + s} for s in range(0, 101)]
+    top = report.draw_curve(late).axes[1]
+    assert min(float(label.get_text()) for label in top.get_xticklabels()) >= 80
+
+
+def test_dots_lie_under_the_line_and_fade_as_they_become_many_and_the_frame_is_open():
+    seldom, often = (
+        report.draw_curve([{"step": s, "solved": 0.5, "seconds": 1.0 * s} for s in range(1, n)] + EVALUATIONS[1:]).axes
+        for n in (101, 501)
+    )
+    dots, lines = seldom[0].collections[0], seldom[0].get_lines()
+    assert dots.zorder < lines[0].zorder < lines[1].zorder
+    assert 0.2 > often[0].collections[0].get_alpha() < dots.get_alpha() <= 0.5
+    assert [axes.spines["right"].get_visible() for axes in seldom] == [False, False]
+
+
 def test_time_that_does_not_increase_is_not_an_axis():
     assert len(report.draw_curve([{**row, "seconds": 1.5} for row in UPDATES]).axes) == 1
     assert len(report.draw_curve([{"step": row["step"], "solved": row["solved"]} for row in UPDATES]).axes) == 1
@@ -158,6 +177,14 @@ def test_markdown_table():
     assert tables.markdown_table(rows, ["name", "value", "n"]) == (
         "| name |  value |   n |\n| ---- | -----: | --: |\n| a\\|b | 0.1235 |   3 |\n|      |        |  12 |"
     )
+
+
+def test_a_column_in_which_one_cell_is_text_is_a_column_of_text():
+    assert tables.markdown_table([{"a": 1}, {"a": "none"}], ["a"]).splitlines()[1:] == ["| ---- |", "| 1    |", "| none |"]
+
+
+def test_a_column_of_means_and_ranges_is_a_column_of_numbers():
+    assert tables.markdown_table([{"a": "1.5 [1, 2]"}, {"a": "2.0"}], ["a"]).splitlines()[1] == "| ---------: |"
 
 
 def test_a_table_without_rows_has_a_header():

@@ -298,6 +298,12 @@ def law_states_replay(generate, order, early_stop=True):
         assert sum(len(seen) for seen in model.states) == network_calls(out) < out.unmask_step.shape[0] * 6
 
 
+def test_finished_rows_leave_the_batch_if_nothing_is_said():
+    model, settings = Spy(ContextDenoiser()), settings_of("left_to_right", 1.0, 6, 3, 1)
+    out = sampler.generate(model, *prompts(), settings, eos_token_id=0, num_generations=4, generator=seeded())
+    assert sum(map(len, model.states)) == network_calls(out) < len(out.response) * settings.num_steps
+
+
 def law_each_step_reveals_n(generate, order):
     """Every step turns n [MASK] of its block into tokens and leaves all else as it is."""
     model, n = Spy(ContextDenoiser()), 2

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import nn
 import memory_table
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, config, denoiser, gradient, methods, rehearsal, report, runs, sampler, trainer
+from minidrl import checkpoints, config, denoiser, files, gradient, methods, rehearsal, report, runs, sampler, trainer
 from minidrl import features as feat
 from minidrl.launch import RunError
 from minidrl.tasks import Verdict
@@ -246,6 +247,48 @@ def test_states_without_cotangent_are_skipped_and_the_gradient_is_the_same():
     assert seen["logp"][0].abs().sum() == 0
 
 
+def test_what_the_backward_is_given_and_what_it_returns_is_data():
+    """A graph that stayed on either would keep every state in memory."""
+    problem = nonlinear_problem(tiny.tabular())
+    how = {"temperature": problem.temperature, "names": problem.names, "reference": problem.reference}
+    feature = feat.features(problem.model, problem.rollout, problem.plan, **how)
+    done = gradient.two_pass_backward(problem.model, problem.rollout, problem.plan, problem.loss_of, feature=feature, **how)
+    assert not any(value.requires_grad for value in [done.loss, *done.seen.values(), *feature.values()])
+
+
+def test_a_feature_that_the_loss_does_not_read_has_no_cotangent():
+    feature = {name: torch.linspace(-2, -1, 6).view(1, 2, 3) for name in ("entropy", "logp", "value")}
+    _, found = gradient.cotangents(lambda given: given["logp"].square().sum(), feature)
+    assert list(found) == ["logp"] and torch.equal(found["logp"], 2 * feature["logp"])
+
+
+def test_the_temperature_of_a_backward_is_1_if_none_is_given():
+    problem = nonlinear_problem(tiny.tabular())
+    words = {"names": problem.names, "reference": problem.reference}
+    gradient.two_pass_backward(problem.model, problem.rollout, problem.plan, problem.loss_of, **words)
+    found, problem.temperature = tiny.gradient(problem.model), 1.0
+    assert found.equal(gradient_of(gradient.two_pass_backward, problem))
+
+
+@pytest.mark.parametrize("name", ["logp", "order_logp", "position_logp"])
+@pytest.mark.parametrize("rows", [10**6, 20, 7])
+def test_logits_are_made_in_as_few_parts_as_the_limit_allows_and_only_those_of_several_parts_again(name, rows, monkeypatch):
+    """The number of parts is that of the fullest state, for all states: all processes call the head equally often."""
+    problem, met = nonlinear_problem(tiny.tabular()), []
+    model, plan, head = problem.model, problem.plan, problem.model.head
+    monkeypatch.setattr(feat, "HEAD_NUMBERS", limit := rows * model.vocab_size)
+    monkeypatch.setattr(model, "head", lambda h: met.append(h.shape[:-1].numel()) or head(h))
+    (states,) = feat.state_chunks(plan, 256)
+    most = [len(states) * int(plan.scored.sum(-1).amax())]  # and, if the choice of positions is scored, all of a block
+    most += [len(states) * problem.rollout.sampler.block_length] if name != "logp" else []
+    parts = [math.ceil(count * model.vocab_size / limit) for count in most]
+    value = feat.state_features(model, problem.rollout, plan, states, temperature=1.0, names=(name,))[name]
+    assert len(met) == sum(parts) and max(met) <= rows
+    value.sum().backward()
+    again = parts[1:] if name == "order_logp" else parts  # the confidences that others must beat are data
+    assert len(met) == sum(parts) + sum(count for count in again if count > 1)
+
+
 def with_attention_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
@@ -320,8 +363,7 @@ def no_curve(monkeypatch):
 
 
 def pretrain_settings(**changes) -> config.Pretrain:
-    words = {"task": tiny.TASK, "network": config.Network(**tiny.SIZES), "sampler": tiny.SAMPLER, "batch_size": 16}
-    return config.Pretrain(**{**words, "evaluate": config.Evaluation(n=4), "steps": 3, **changes})
+    return tiny.pretraining(**{"batch_size": 16, "evaluate": config.Evaluation(n=4), **changes})
 
 
 def test_pretraining_writes_a_run_and_a_network_that_train_can_start_from(tmp_path):
@@ -335,6 +377,38 @@ def test_pretraining_writes_a_run_and_a_network_that_train_can_start_from(tmp_pa
     assert checkpoints.load(out)[0].num_parameters() == summary["parameters"]
 
 
+def test_pretraining_saves_after_every_so_many_steps_with_the_seconds_that_it_took(tmp_path, monkeypatch):
+    saved, clock = [], (1000 + 0.3 * tick for tick in range(10**6))
+    monkeypatch.setattr(runs, "save_checkpoint", lambda folder, *rest: saved.append((folder.name, rest[-1])))
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: next(clock))
+    summary = trainer.pretrain(pretrain_settings(steps=7, save_every=3), tmp_path / "base")
+    assert [(name, state["step"]) for name, state in saved] == [("checkpoint-3", 3), ("checkpoint-6", 6)]
+    assert 0 < saved[0][1]["seconds"] < saved[1][1]["seconds"] < summary["seconds"] + 0.05 < 100
+
+
+def test_a_demonstration_was_not_revealed_by_any_step():
+    assert (trainer.demonstration_rollout(pretrain_settings(), tokenizer(), 0)[1].unmask_step == -1).all()
+
+
+def test_one_sample_a_problem_needs_no_second_number_and_is_drawn_in_eval_mode(base):
+    model, tok = checkpoints.load(base)
+    result = trainer.evaluate(model.train(), tok, tiny.TASK, tiny.SAMPLER, n=4)
+    assert {key for key in result if "@" in key} == set() and not model.training
+
+
+def test_one_response_a_problem_has_no_spread(base):
+    row = trainer.Learner(tiny.settings(base, num_generations=1)).step(0)
+    assert row["reward_std"] == 0 and row["frac_reward_zero_std"] == 1
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(0, []), (3, [3])])
+def test_threads_are_set_where_they_are_asked_for(threads, expected, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    trainer.prepare(pretrain_settings(threads=threads))
+    assert asked == expected
+
+
 def test_pretraining_learns(tmp_path):
     settings = pretrain_settings(steps=51, optimizer=config.Optimizer(learning_rate=1e-2))
     trainer.pretrain(settings, tmp_path / "base")
@@ -342,8 +416,22 @@ def test_pretraining_learns(tmp_path):
     assert (first["step"], last["step"]) == (1, 51) and last["loss"] < first["loss"] - 0.5
 
 
+def test_pretraining_meets_its_own_problems_and_counts_them_and_rl_meets_others(base, tmp_path):
+    task = dataclasses.replace(tiny.TASK, pretrain_share=0.3)
+    settings = pretrain_settings(task=task, steps=4, stop_after=3)
+    drawn = [trainer.demonstration_rollout(settings, tokenizer(), step) for step in range(3)]
+    prompts = [tokenizer().decode(row[keep]) for _, r in drawn for row, keep in zip(r.prompt, r.prompt_mask, strict=True)]
+    assert prompts == [problem.prompt for problems, _ in drawn for problem in problems]
+    met = {(*sorted(problem.numbers), problem.target) for problems, _ in drawn for problem in problems}
+    assert met <= {(*problem.numbers, problem.target) for problem in task.puzzles("pretrain")}
+    assert trainer.pretrain(settings, tmp_path / "base")["distinct_problems"] == len(met) < 3 * 16
+    learner = trainer.Learner(tiny.settings(model=str(base), task=task))
+    trained_on = [problem for step in range(3) for problem in learner.collect(step, trainer.Clock()).problems]
+    assert {task.split_of(problem) for problem in trained_on} == {"train"}
+
+
 def test_demonstrations_are_made_on_the_device_of_the_network():
-    made = trainer.demonstration_rollout(pretrain_settings(device="meta"), tokenizer(), 0)
+    _, made = trainer.demonstration_rollout(pretrain_settings(device="meta"), tokenizer(), 0)
     tensors = [getattr(made, f.name) for f in dataclasses.fields(made) if torch.is_tensor(getattr(made, f.name))]
     assert {x.device.type for x in tensors} == {"meta"} and len(tensors) == 6
 
@@ -373,6 +461,8 @@ def test_resumed_pretraining_equals_the_uninterrupted_one(tmp_path, monkeypatch)
     trainer.pretrain(settings, tmp_path / "parts", resume=True)
     assert_same_tensors(tmp_path / "whole/model.safetensors", tmp_path / "parts/model.safetensors")
     assert untimed(metrics(tmp_path / "whole")) == untimed(metrics(tmp_path / "parts"))
+    whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
+    assert whole["distinct_problems"] == parts["distinct_problems"]
 
 
 def stop():
@@ -390,7 +480,7 @@ RATIOS = {"ratio_mean", "ratio_max", "ratio_std", "log_ratio_std", "clip_fractio
 def test_a_run_leaves_its_files_and_nothing_else(base, tmp_path, capfd):
     out = tmp_path / "run"
     trainer.train(tiny.settings(base), out)
-    expected = {"config.yaml", "metrics.jsonl", "curve.png", "summary.json", "checkpoint-2"}
+    expected = {".lock", "config.yaml", "metrics.jsonl", "curve.png", "summary.json", "checkpoint-2"}
     assert {path.name for path in out.iterdir()} == expected
     assert "Traceback" not in capfd.readouterr().err
 
@@ -516,19 +606,23 @@ def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, no_curve,
     monkeypatch.setattr(runs, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path))
     with pytest.raises(KeyboardInterrupt):
         trainer.train(settings, out)
-    assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2.part"}
-    assert runs.open_run(out, settings, resume=True) == out / "checkpoint-1"
+    assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1"}
     monkeypatch.setattr(runs, "save_file", save)
     trainer.train(settings, out, resume=True)
     assert {path.name for path in out.glob("checkpoint*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
 
 
 def test_the_last_checkpoint_is_the_one_with_the_highest_number(tmp_path, base):
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.part", "failed-12"):
-        (tmp_path / name).mkdir()
     settings = tiny.settings(base, steps=20)
-    runs._write_config(tmp_path, settings)
-    assert runs.open_run(tmp_path, settings, resume=True).name == "checkpoint-10"
+    with runs.opened(tmp_path / "run", settings, False) as none:
+        assert none is None
+    for step in (9, 10):
+        with files.folder(tmp_path / f"run/checkpoint-{step}") as part:
+            shutil.copy(tmp_path / "run/config.yaml", part)
+    for name in ("checkpoint-11.part", "failed-12", "checkpoint-abc13"):
+        (tmp_path / "run" / name).mkdir()
+    with runs.opened(tmp_path / "run", settings, True) as checkpoint:
+        assert checkpoint.name == "checkpoint-10"
 
 
 # --------------------------------------------------------------------------------------------------- what is not finite
@@ -1080,6 +1174,30 @@ def test_learning_rate_by_hand():
     assert [trainer.learning_rate(warm, step, 100) for step in (0, 1, 3, 4, 99)] == [0.5, 1.0, 2.0, 2.0, 2.0]
     cosine = config.Optimizer(learning_rate=2.0, schedule="cosine")
     assert [trainer.learning_rate(cosine, step, 10) for step in (0, 5, 10)] == pytest.approx([2.0, 1.1, 0.2])
+
+
+def test_without_a_warm_up_and_with_one_of_1_the_first_update_has_the_whole_rate():
+    for warmup in (0, 1):
+        assert trainer.learning_rate(config.Optimizer(learning_rate=2.0, warmup=warmup), 0, 100) == 2.0
+
+
+def test_the_schedule_counts_updates_from_the_first_one(base, tmp_path, no_curve):
+    """Two updates a step, of which a row logs the mean; the warm-up ends at the eighth update."""
+    settings = tiny.settings(base, optimizer=config.Optimizer(learning_rate=8e-3, warmup=8))
+    trainer.train(settings, tmp_path / "run")
+    rates = [row["learning_rate"] for row in updates(tmp_path / "run")]
+    assert rates == pytest.approx([(1e-3 + 2e-3) / 2, (3e-3 + 4e-3) / 2])
+
+
+def test_a_run_is_evaluated_and_saved_once_at_each_milestone_and_at_its_end(base, tmp_path, no_curve, monkeypatch):
+    saved, save = [], trainer.Learner.save
+    monkeypatch.setattr(
+        trainer.Learner, "save", lambda self, folder, state: saved.append(folder.name) or save(self, folder, state)
+    )
+    evaluation = config.Evaluation(n=4, every=2)
+    trainer.train(tiny.settings(base, steps=4, save_every=2, evaluate=evaluation), tmp_path / "run")
+    assert [row["step"] for row in metrics(tmp_path / "run") if "eval/solved" in row] == [0, 2, 4]
+    assert saved == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_phase_ends_when_the_gpu_is_done_with_it(monkeypatch):

@@ -181,6 +181,12 @@ def settings(model: Path | str = "", **changes) -> config.Train:
     return config.Train(**{**words, "model": str(model), **changes})
 
 
+def pretraining(**changes) -> config.Pretrain:
+    """Three steps of two demonstrations."""
+    words = {"task": TASK, "network": config.Network(**SIZES), "sampler": SAMPLER, "batch_size": 2, "steps": 3}
+    return config.Pretrain(**{**words, "evaluate": config.Evaluation(n=2), **changes})
+
+
 def checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     checkpoints.save(network(dtype), tokenizer(), folder)
     return folder

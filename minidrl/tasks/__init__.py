@@ -28,6 +28,10 @@ class Problem(Protocol):
     def instruction(self) -> str:
         """For a chat: the user's turn, in words."""
 
+    @property
+    def key(self) -> str:
+        """Problems with one key are one problem, however it is asked."""
+
 
 class Verdict(NamedTuple):
     """What a task says of a response.
@@ -59,8 +63,8 @@ class Example(NamedTuple):
 class Task(Protocol):
     """What sampler, trainer, evaluation and command line need of a task.
 
-    Two splits, "train" and "held_out", that share no problem: decided by the problem alone, so that
-    no seed and no order of drawing can mix them.
+    Splits "train" (for RL) and "held_out" that share no problem: decided by the problem alone, so
+    that no seed and no order of drawing can mix them.
     """
 
     name: ClassVar[str]
@@ -84,7 +88,11 @@ class Task(Protocol):
 
 
 class Demonstrated(Task, Protocol):
-    """A task on which a network can be trained from scratch."""
+    """A task on which a network can be trained from scratch.
+
+    It has a third split, "pretrain": it shares no problem with "held_out", and none with "train"
+    unless the task's settings leave both the same problems.
+    """
 
     def demonstrations(
         self, problems: Sequence[Problem], rng: np.random.Generator, progress: float

@@ -56,7 +56,7 @@ MAX_DEPTH = 8  # nested parentheses
 MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 REWARDS = ("strict", "binary", "any_answer")
-SPLITS = ("train", "held_out")
+SPLITS = ("pretrain", "train", "held_out")
 PROMPT_FORMATS = ("plain", "chat")
 OPENING, CLOSING = "<answer>", "</answer>"
 
@@ -97,10 +97,12 @@ class Countdown:
     Difficulty: ``num_numbers`` numbers drawn from 1..``max_number``; every value on the way, the
     target included, is an integer in 0..``max_value``; the target is at least 1 and at most
     ``max_target`` (0: ``max_value``). Every puzzle is solvable by a running calculation, by
-    construction. Split: a puzzle (its sorted numbers with its target) is held out iff a hash of it
-    falls into ``held_out_share``, so the two splits are disjoint whatever is drawn, in whatever
-    order. ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may
-    have ``max_prompt_length`` tokens.
+    construction. Split: a hash of the puzzle (its sorted numbers with its target), as a fraction of
+    1, decides, so the splits are disjoint whatever is drawn, in whatever order. The lowest
+    ``held_out_share`` is held out, the highest ``pretrain_share`` is for pre-training, and RL
+    trains on what lies between. Where ``pretrain_share`` is 0, pre-training and RL share a split.
+    ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may have
+    ``max_prompt_length`` tokens.
     """
 
     name: ClassVar[str] = "countdown"
@@ -114,6 +116,7 @@ class Countdown:
     max_value: int = 99
     max_target: int = 0
     held_out_share: float = 0.3
+    pretrain_share: float = 0.0
     reward: str = "strict"
     prompt_format: str = "plain"
     max_prompt_length: int = 200
@@ -135,33 +138,48 @@ class Countdown:
         check("max_value", self.max_number <= most <= 999, f"max_number ({self.max_number}) to 999")
         check("max_target", 0 <= target <= most, f"0 (max_value) to {most}")
         check("held_out_share", 0 < share < 1, "between 0 and 1")
+        below = f"from 0, below 1 - held_out_share ({share:g})"
+        check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
         _check_choice("task.reward", self.reward, REWARDS)
         for name in ("hit_share", "late_hit_share"):
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
-        """``count`` random puzzles of a split ("train" or "held_out"), each drawn anew.
+        """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
 
         Every number is uniform, then the target is uniform over the reachable values; a puzzle of
-        the other split is drawn again. Raises ValueError for another split, and for one in which
+        another split is drawn again. Raises ValueError for another split, and for one in which
         this difficulty has no puzzles.
         """
-        _check_choice("split", split, SPLITS)
+        wanted = self._drawn_from(split)
         out: list[Puzzle] = []
         misses = 0
         while len(out) < count and misses < MAX_DRAWS:
             numbers = tuple(int(n) for n in rng.integers(1, self.max_number + 1, self.num_numbers))
             targets = self.targets(numbers)
             puzzle = Puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
-            if puzzle and self.split_of(puzzle) == split:
+            if puzzle and self.split_of(puzzle) == wanted:
                 out.append(puzzle)
                 misses = 0
             else:
                 misses += 1
         if len(out) < count:
+            key = "held_out_share" if wanted != "pretrain" else "pretrain_share"
             allowed = f"shares that leave {split} puzzles at this difficulty"
-            raise ValueError(f"task.held_out_share: got {self.held_out_share}; allowed {allowed}")
+            raise ValueError(f"task.{key}: got {getattr(self, key)}; allowed {allowed}")
         return out
+
+    def puzzles(self, split: str) -> Iterator[Puzzle]:
+        """Every puzzle of a split, each key once, with its numbers ascending."""
+        wanted = self._drawn_from(split)
+        each = range(1, self.max_number + 1)
+        for numbers in itertools.combinations_with_replacement(each, self.num_numbers):
+            every = (Puzzle(numbers, target) for target in self.targets(numbers))
+            yield from (puzzle for puzzle in every if self.split_of(puzzle) == wanted)
+
+    def _drawn_from(self, split: str) -> str:
+        _check_choice("split", split, SPLITS)
+        return "train" if split == "pretrain" and not self.pretrain_share else split
 
     def held_out(self, count: int) -> list[Puzzle]:
         """The first ``count`` held-out puzzles, each key once: a prefix of every larger test set.
@@ -184,7 +202,10 @@ class Countdown:
     def split_of(self, puzzle: Puzzle) -> str:
         """The split, from the puzzle alone, whatever seed, platform and Python's hash are."""
         fraction = int.from_bytes(hashlib.sha256(puzzle.key.encode()).digest()[:8], "big") / 2**64
-        return "held_out" if fraction < self.held_out_share else "train"
+        if fraction < self.held_out_share:
+            return "held_out"
+        # From the other end, so that neither share moves the other's puzzles.
+        return "pretrain" if fraction > 1 - self.pretrain_share else "train"
 
     def targets(self, numbers: tuple[int, ...]) -> list[int]:
         """Every target that the numbers can reach inside the difficulty's limits, ascending."""
