@@ -113,8 +113,13 @@ def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     Raises: ValueError when metrics.jsonl is missing, is malformed, or has no solved rate.
     """
     rows, path = read_metrics(run), Path(path or Path(run) / "curve.png")
-    with _style():
-        draw_curve(rows).savefig(drawn := io.BytesIO(), format="png")
+    return write_png(draw_curve(rows), path)
+
+
+def write_png(figure: Figure, path: Path) -> Path:
+    """The figure as a PNG at `path`, which is returned."""
+    with style():
+        figure.savefig(drawn := io.BytesIO(), format="png")
     files.write(path, drawn.getvalue())
     return path
 
@@ -126,7 +131,7 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
     evaluations, a marker for each temperature. The upper axis shows the time where the lines have
     it and it increases. Raises: ValueError when no line has a solved rate.
     """
-    with _style():
+    with style():
         figure = Figure(figsize=(4, 3), dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -139,7 +144,7 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
     """Our settings, whatever the user's matplotlibrc says; what was set before comes back."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

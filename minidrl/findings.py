@@ -1,0 +1,301 @@
+"""What a grid of runs shows: tables and a leaderboard from its ledger and its curves.
+
+Cells of the report share their seeds: methods are compared by differences within a seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from minidrl import intervals
+from minidrl.figures import write_figures as write_figures
+from minidrl.ledger import (
+    COLLAPSE,
+    Courses,
+    Group,
+    course,
+    groups,
+    rate_text,
+    read_courses,
+    read_ledger,
+    single,
+)
+from minidrl.tables import markdown_table
+
+LEVEL = 0.05  # of the adjusted p-values
+MANY = 30  # pairs from which on the surest differences come first
+GOALS = (0.1, 0.2)  # of the leaderboard, above the best decoder of the base
+SPENT = {"calls": "network calls", "updates": "updates", "seconds": "seconds"}
+WHO = ("study", "method", "updates a rollout", "rate")
+COMMAND = "python -m minidrl study {study} --cells {cell}"
+
+
+# ------------------------------------------------------------------------------------------- tables
+def study_report(
+    ledger: str | Path, curves: str | Path, study: str, planned: Iterable[str] | None = None
+) -> str:
+    """A study in Markdown: a line for each method and number of updates, then all their pairs.
+
+    ``planned``: names of the cells that were to be run. Nothing that was planned or run is left
+    out: what failed, and what was not run, is named.
+    Raises: ValueError as ``read_ledger``, ``groups`` and ``course`` do.
+    """
+    found = groups(read_ledger(ledger), study, planned or ())
+    courses = read_courses(curves, study)
+    rows = [row for group in found for row in (*group.choose, *group.report)]
+    failed = sum(row["status"] != "finished" for row in rows)
+    absent = sum(len(group.absent) for group in found)
+    said = {name: _listed(row[name] for row in rows) for name in ("judged", "bed", "version")}
+    steps = _listed(row["steps"] for group in found for row in group.report) or "none"
+    head = f"""{len(rows) + absent} cells: {len(rows) - failed} finished, {failed} failed, \
+{absent} not run. Held-out puzzles: {said["judged"]}; bed {said["bed"]}; rollouts a run of the \
+report: {steps}; version {said["version"]}.
+
+Solved rates in percent. After: the mean over seeds [95 % interval, Student]. Tried: the mean \
+after of each rate under the seeds of the choice, where a failed cell counts 0. Training: rollouts \
+of the last tenth. Calls (network calls, forward equivalents) and seconds: of a run, the mean. \
+Collapsed: the mean ends more than {100 * COLLAPSE:.0f} points below the base."""
+    lines = [_line(group, courses) for group in found]
+    table = markdown_table(lines, list(lines[0]))
+    return f"## {study}\n\n{head}\n\n{table}\n\n{_compared(found)}\n"
+
+
+def _line(group: Group, courses: Courses) -> dict[str, str]:
+    after = [row["after"] for row in group.ended.values()]
+    tried = (f"{rate_text(rate)}: {_percent(mean)}" for rate, mean in group.tried.items())
+    seeds = {row["seed"]: row["status"].partition(":")[0] for row in group.report}
+    seeds |= {seed: _percent(row["after"]) for seed, row in group.ended.items()}
+    return {
+        "method": group.name,
+        "updates": str(group.updates),
+        "rate": rate_text(group.rate) if group.report else "",
+        "tried": ", ".join(tried),
+        "before": _percent(group.mean("before")),
+        "after": _mean(after) or ("failed" if group.report else "not run"),
+        "each seed": ", ".join(f"{seed}: {text}" for seed, text in sorted(seeds.items())),
+        "greedy after": _percent(group.mean("greedy_after")),
+        "training": _percent(group.mean("train_end")),
+        "calls": _count(group.mean("calls")),
+        "seconds": _count(group.mean("seconds")),
+        "notes": "; ".join(_notes(group, courses)),
+    }
+
+
+def _notes(group: Group, courses: Courses) -> list[str]:
+    notes = []
+    if group.collapsed:
+        means = _means(courses, group.cells, "held_out")
+        step = max(means, key=means.get)
+        best = f"best {_percent(means[step])} at rollout {step}"
+        notes.append(f"collapsed: {100 * group.fall:.1f} points below the base ({best})")
+    highest = max(group.tried.values(), default=0.0)
+    if group.report and group.tried and group.tried.get(group.rate, -1.0) < highest:
+        notes.append("the rate is not the best one tried")
+    for row in (*group.choose, *group.report):
+        if row["status"] != "finished":
+            last = courses.get(row["cell"], [])[-1:]
+            at = [
+                f" (last held out {_percent(r['held_out'])} at rollout {r['step']})" for r in last
+            ]
+            notes.append(f"{row['cell']} {row['status']}{''.join(at)}")
+        elif None in (row["before"], row["after"]):
+            notes.append(f"{row['cell']} finished without a held-out evaluation")
+    return notes + ([f"not run: {', '.join(group.absent)}"] if group.absent else [])
+
+
+class Pair(NamedTuple):
+    """Two groups with one number of updates, and their test over the seeds that both ended."""
+
+    a: Group
+    b: Group
+    seeds: int
+    found: intervals.Paired | None  # None for fewer than two seeds
+    p: float = math.nan  # adjusted
+
+    @property
+    def apart(self) -> bool:
+        return self.p < LEVEL
+
+
+def pairs(found: Sequence[Group]) -> list[Pair]:
+    """All pairs with one number of updates; p-values adjusted (Holm) over all that have one."""
+    made = []
+    for a, b in itertools.combinations([group for group in found if group.ended], 2):
+        if a.updates == b.updates:
+            seeds = sorted(a.ended.keys() & b.ended.keys())
+            after = ([group.ended[seed]["after"] for seed in seeds] for group in (a, b))
+            made.append(Pair(a, b, len(seeds), intervals.paired(*after) if seeds[1:] else None))
+    adjusted = iter(intervals.holm([pair.found.p for pair in made if pair.found]))
+    made = [pair._replace(p=next(adjusted)) if pair.found else pair for pair in made]
+    if len(made) > MANY:
+        made.sort(key=lambda pair: (pair.found is None, pair.p if pair.found else 0.0))
+    return made
+
+
+def _compared(found: Sequence[Group]) -> str:
+    every = pairs(found)
+    tested, apart = [p for p in every if p.found], [p for p in every if p.apart]
+    healthy = sum(not (pair.a.collapsed or pair.b.collapsed) for pair in apart)
+    text = f"{healthy} of {len(tested)} pairs of methods are told apart (adjusted p < {LEVEL:g}) \
+with neither collapsed, {len(apart) - healthy} more where one or both collapsed."
+    if not every:
+        return text
+    text += " Differences: A less B after training, in points, over the seeds that both ended \
+[95 % interval of this pair alone]; p: Student's paired test, after Holm over all these pairs."
+    lines = [_pair_line(pair) for pair in every]
+    return f"{text}\n\n{markdown_table(lines, list(lines[0]))}"
+
+
+def _pair_line(pair: Pair) -> dict[str, str]:
+    a, b, mean = pair.a, pair.b, pair.found.mean if pair.found else 0.0
+    above = f"{a.method} above {b.method}" if mean > 0 else f"{b.method} above {a.method}"
+    verdict = above if pair.apart else "not distinguishable"
+    p = "< 0.0001" if pair.p < 1e-4 else f"{pair.p:.4f}"
+    return {
+        "updates": str(a.updates),
+        "A": a.name,
+        "B": b.name,
+        "seeds": str(pair.seeds),
+        "A less B": "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in pair.found[:3]))
+        if pair.found
+        else "",
+        "p (Holm)": p if pair.found else "",
+        "verdict": verdict if pair.found else "not tested: fewer than two seeds in common",
+        "flag": "; ".join(_flags(a) + _flags(b)),
+    }
+
+
+def _flags(group: Group) -> list[str]:
+    lost = len(group.report) - len(group.ended)
+    flags = [f"{group.method} collapsed"] if group.collapsed else []
+    return flags + ([f"{group.method} lost {lost} of {len(group.report)} seeds"] if lost else [])
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{100 * fraction:.1f}"
+
+
+def _count(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"
+
+
+def _mean(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return "".join(f"{_percent(value)} (one seed)" for value in values)
+    mean, low, high = map(_percent, intervals.mean_interval(values))
+    return f"{mean} [{low}, {high}]"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(map(str, values)))
+
+
+# -------------------------------------------------------------------------------------- leaderboard
+def leaderboard(
+    ledger: str | Path,
+    curves: str | Path,
+    best_decoder: float,
+    studies: Sequence[str] | None = None,
+    command: str = COMMAND,
+) -> str:
+    """What each method spends until it is 10 and 20 points above the best decoder of the base.
+
+    ``best_decoder``: the solved fraction of the base under its best sampler, on the held-out
+    puzzles of the ledger. ``studies``: those that count, by default all; they share one bed.
+    ``command``: makes a cell, with names of columns of the ledger in braces.
+    Raises: ValueError as ``study_report`` does, for a fraction that is none, or for several beds.
+    """
+    if not 0 <= best_decoder <= 1:
+        raise ValueError(f"best_decoder: got {best_decoder}; allowed are fractions of 0 to 1")
+    rows = read_ledger(ledger)
+    studies = list(studies or dict.fromkeys(row["study"] for row in rows))
+    reported = [r for r in rows if r["study"] in studies and r["stage"] == "report"]
+    for column in ("bed", "judged"):
+        single(column, (row[column] for row in reported), "the leaderboard")
+    every = []
+    for study in studies:
+        courses = read_courses(curves, study)
+        every += [(group, courses) for group in groups(rows, study)]
+    goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
+    head = f"""# Leaderboard
+
+Spent until the held-out solved rate, as the mean over seeds, is {goals} points \
+above {_percent(best_decoder)} %, which the base reaches with its best decoder. Between two \
+evaluations the curve is taken as straight. In brackets the lowest and highest of the seeds' own \
+curves; a seed that failed or stayed below has "not reached", and one that failed is not in the \
+mean. At the end: the mean over seeds at the end of the run. Network calls (forward equivalents) \
+can be compared between machines, seconds cannot. \
+Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
+bed {_listed(row["bed"] for row in reported)}."""
+    parts = [_goal(every, goal, best_decoder + goal) for goal in GOALS]
+    return "\n\n".join([head, *parts, _commands([group for group, _ in every], command)]) + "\n"
+
+
+def _goal(every: Sequence[tuple[Group, Courses]], goal: float, target: float) -> str:
+    # Fewest calls first; what does not get there comes last, the best of it first.
+    rows = [(group, courses, reached(courses, group.cells, target)) for group, courses in every]
+    rows.sort(key=lambda r: (r[2]["calls"] if r[2] else math.inf, -(r[0].mean("after") or 0)))
+    table = markdown_table(
+        [_goal_line(*row, target) for row in rows],
+        (*WHO, "seeds there", *SPENT.values(), "at the end"),
+    )
+    return f"## {100 * goal:.0f} points above: {_percent(target)} %\n\n{table}"
+
+
+def _goal_line(
+    group: Group, courses: Courses, mean: dict[str, float] | None, target: float
+) -> dict[str, str]:
+    own = [reached(courses, [cell], target) for cell in group.cells]
+    own += [None] * (len(group.report) - len(own))
+    there = [found for found in own if found]
+    line = _who(group) | {"seeds there": f"{len(there)} of {len(own)}" if own else "not run"}
+    end = _percent(group.mean("after"))
+    line["at the end"] = f"{end} (collapsed)" if group.collapsed else end
+    for column, name in SPENT.items():
+        values = sorted(found[column] for found in there)
+        ends = [*map(_count, values), *["not reached"] * (len(own) - len(there))]
+        spread = f" [{ends[0]}, {ends[-1]}]" if there else ""
+        line[name] = (_count(mean[column]) if mean else "not reached") + spread
+    return line
+
+
+def reached(courses: Courses, cells: Sequence[str], target: float) -> dict[str, float] | None:
+    """What was spent when the mean over cells of the held-out rate first came to ``target``.
+
+    Linear between the evaluations around it; None where it stays below, or without cells.
+    """
+    held, before = _means(courses, cells, "held_out"), None
+    for step, value in held.items():
+        if value >= target - 1e-12:  # for rounding
+            spent = {column: _means(courses, cells, column) for column in SPENT}
+            if before is None:
+                return {column: means[step] for column, means in spent.items()}
+            part = (target - held[before]) / (value - held[before])
+            return {c: m[before] + part * (m[step] - m[before]) for c, m in spent.items()}
+        before = step
+    return None
+
+
+def _means(courses: Courses, cells: Sequence[str], column: str) -> dict[int, float]:
+    return {step: fmean(values) for step, values in course(courses, cells, column).items()}
+
+
+def _commands(found: Sequence[Group], command: str) -> str:
+    made = [group for group in found if group.report]
+    lines = [_who(g) | {"command": f"`{command.format_map(g.report[0])}`"} for g in made]
+    text = "Each makes the cell of one seed; the last number of its name is the seed."
+    return f"## Commands\n\n{text}\n\n{markdown_table(lines, (*WHO, 'command'))}"
+
+
+def _who(group: Group) -> dict[str, str]:
+    return {
+        "study": (group.report or group.choose)[0]["study"],  # without planned cells one is there
+        "method": group.name,
+        "updates a rollout": str(group.updates),
+        "rate": rate_text(group.rate) if group.report else "",
+    }

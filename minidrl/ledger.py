@@ -1,0 +1,228 @@
+"""The two CSV files of a grid of runs: what their columns hold, and their lines by method.
+
+the ledger   a line for each cell, which is one run: a method at a learning rate, with a number
+             of updates a rollout, under a seed. Cells of the stage choose served to choose the
+             rate, under seeds of their own; results rest on the stage report
+the curves   a line for each cell and held-out evaluation
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+CONTROL = "self-training"  # on the base's own correct samples; no row of METHODS
+COLLAPSE = 0.05  # a method collapsed if its mean ends by more than this below the base
+PHASES = ("rollout", "scoring", "update")
+PLANNED = re.compile(r"(.+?)-(\d[\d.]*(?:e[+-]?\d+)?)-(\d+)-(\d+)")  # METHOD-RATE-UPDATES-SEED
+
+Row = dict[str, Any]
+Courses = dict[str, list[Row]]
+
+
+# ------------------------------------------------------------------------------------------ reading
+class Kind(NamedTuple):
+    """What a column holds: how it is read, what is allowed, and that in words."""
+
+    read: Callable[[str], Any]
+    good: Callable[[Any], bool]
+    allowed: str
+
+
+TEXT = Kind(str, lambda x: True, "text")
+NAME = Kind(str, bool, "a name")
+STAGE = Kind(str, {"choose", "report"}.__contains__, "choose, report")
+STATUS = Kind(str, re.compile("finished|failed: .+").fullmatch, "finished, failed: reason")
+OBJECT = Kind(json.loads, lambda x: isinstance(x, dict), "a JSON object")
+COUNT = Kind(int, lambda x: x >= 0, "a whole number >= 0")
+RATE = Kind(float, lambda x: 0 < x < math.inf, "a number > 0")
+COST = Kind(
+    lambda s: float(s) if s else None, lambda x: x is None or 0 <= x < math.inf, "nothing, >= 0"
+)
+AMOUNT = Kind(float, COST.good, "a number >= 0")
+SHARE = Kind(COST.read, lambda x: x is None or 0 <= x <= 1, "nothing, a number of 0 to 1")
+SOLVED = Kind(float, SHARE.good, "a number of 0 to 1")
+MEASURE = Kind(COST.read, lambda x: True, "nothing, or a number")  # nan and inf, too, are measured
+
+COSTS = [
+    f"{of}{phase}" for of in ("calls", "seconds") for phase in ("", *(f"_{p}" for p in PHASES))
+]
+LEDGER = {"study": NAME, "cell": NAME, "stage": STAGE, "method": NAME, "options": OBJECT}
+LEDGER |= {"rate": RATE, "updates": COUNT, "seed": COUNT, "steps": COUNT, "bed": NAME, "key": TEXT}
+LEDGER |= {"status": STATUS, "judged": TEXT, "version": TEXT} | dict.fromkeys(COSTS, COST)
+LEDGER |= dict.fromkeys(("before", "after", "greedy_after", "train_end"), SHARE)
+CURVES = {"study": NAME, "cell": NAME, "step": COUNT, "held_out": SOLVED, "training": SHARE}
+CURVES |= dict.fromkeys(("updates", "calls", "seconds"), AMOUNT)
+CURVES |= dict.fromkeys(("reward", "grad_norm", "ratio_std", "clip_fraction", "entropy"), MEASURE)
+
+
+def read_ledger(path: str | Path) -> list[Row]:
+    """The lines of the ledger; columns that ``LEDGER`` does not name are not looked at.
+
+    Raises: ValueError, one line, for a column that is missing, a value that is not allowed, or a
+    cell that stands there twice.
+    """
+    return _read(path, LEDGER, ("study", "cell"))
+
+
+def read_courses(path: str | Path, study: str) -> Courses:
+    """Of each cell of a study: its lines of the curves, by step. Raises as ``read_ledger`` does."""
+    courses: Courses = {}
+    for row in sorted(_read(path, CURVES, ("study", "cell", "step")), key=lambda row: row["step"]):
+        if row["study"] == study:
+            courses.setdefault(row["cell"], []).append(row)
+    return courses
+
+
+def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) -> list[Row]:
+    rows, seen = [], set()
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file)
+        if missing := [name for name in columns if name not in (lines.fieldnames or ())]:
+            got = f"got no column {', '.join(missing)}"
+            raise ValueError(f"{path} line 1: {got}; required are {', '.join(columns)}")
+        for line in lines:
+            where = f"{path} line {lines.line_num}"
+            rows.append({name: _value(line[name], columns[name], where, name) for name in columns})
+            known = tuple(rows[-1][name] for name in once)
+            if known in seen:
+                raise ValueError(f"{where}: {once[-1]}: got {known[-1]!r} again; allowed is once")
+            seen.add(known)
+    return rows
+
+
+def _value(text: str | None, kind: Kind, where: str, column: str) -> Any:
+    try:
+        value = kind.read(text)
+        good = kind.good(value)
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        got = "nothing" if text is None else repr(text)
+        raise ValueError(f"{where}: {column}: got {got}; allowed: {kind.allowed}")
+    return value
+
+
+# ----------------------------------------------------------------------------------------- grouping
+@dataclass(frozen=True)
+class Group:
+    """A line of the tables: a method with a number of updates a rollout.
+
+    ``choose``, ``report``: its lines of the ledger; ``absent``: names of planned cells without one.
+    """
+
+    method: str
+    updates: int
+    choose: list[Row] = field(default_factory=list)
+    report: list[Row] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+
+    @cached_property
+    def name(self) -> str:
+        return f"{self.method} (control)" if self.method == CONTROL else self.method
+
+    @cached_property
+    def ended(self) -> dict[int, Row]:
+        """By seed: the cells of the report with a held-out evaluation at their end."""
+        ended = [row for row in self.report if row["status"] == "finished"]
+        ended = [row for row in ended if None not in (row["before"], row["after"])]
+        return {row["seed"]: row for row in sorted(ended, key=lambda row: row["seed"])}
+
+    @cached_property
+    def cells(self) -> list[str]:
+        """The names of those."""
+        return [row["cell"] for row in self.ended.values()]
+
+    @cached_property
+    def tried(self) -> dict[float, float]:
+        """Of each rate of the stage choose, the mean solved rate after; a failed cell has 0."""
+        after = {}
+        for row in sorted(self.choose, key=lambda row: row["rate"]):
+            solved = row["after"] if row["status"] == "finished" else None
+            after.setdefault(row["rate"], []).append(solved or 0.0)
+        return {rate: fmean(values) for rate, values in after.items()}
+
+    @cached_property
+    def rate(self) -> float | None:
+        """Of the report; the best one tried where there is none."""
+        rates = sorted({row["rate"] for row in self.report})
+        if len(rates) > 1:
+            got = (
+                f"{', '.join(map(rate_text, rates))} for {self.method} with {self.updates} updates"
+            )
+            raise ValueError(f"rate: got {got} in the stage report; allowed is one")
+        return rates[0] if rates else max(self.tried, key=self.tried.get, default=None)
+
+    def mean(self, column: str) -> float | None:
+        """Over the seeds that ended and have a value."""
+        values = [row[column] for row in self.ended.values() if row[column] is not None]
+        return fmean(values) if values else None
+
+    @cached_property
+    def fall(self) -> float:
+        """Points of 1 by which the mean ends below the base."""
+        return self.mean("before") - self.mean("after") if self.ended else 0.0
+
+    @cached_property
+    def collapsed(self) -> bool:
+        """More than 5 points below the base, 1e-9 for rounding."""
+        return self.fall > COLLAPSE + 1e-9
+
+
+def groups(ledger: Sequence[Row], study: str, planned: Iterable[str] = ()) -> list[Group]:
+    """The groups of a study: fewest updates first, within them the best mean first.
+
+    Raises: ValueError for a study without a line, a planned name that is none, or cells of the
+    report that were judged differently and cannot be compared.
+    """
+    rows = [row for row in ledger if row["study"] == study]
+    if not rows:
+        allowed = ", ".join(dict.fromkeys(row["study"] for row in ledger)) or "none: no line"
+        raise ValueError(f"study: got {study!r}; allowed: {allowed}")
+    for column in ("bed", "judged"):
+        single(column, (row[column] for row in rows if row["stage"] == "report"), study)
+    found: dict[tuple[str, int], Group] = {}
+    for row in rows:
+        key = row["method"], row["updates"]
+        getattr(found.setdefault(key, Group(*key)), row["stage"]).append(row)
+    for cell in sorted(set(planned) - {row["cell"] for row in rows}):
+        if not (parts := PLANNED.fullmatch(cell)):
+            raise ValueError(f"planned: got {cell!r}; allowed: METHOD-RATE-UPDATES-SEED")
+        key = parts[1], int(parts[3])
+        found.setdefault(key, Group(*key)).absent.append(cell)
+    return sorted(found.values(), key=lambda g: (g.updates, -(g.mean("after") or -1.0), g.method))
+
+
+def course(courses: Courses, cells: Sequence[str], column: str) -> dict[int, list[float]]:
+    """By step: the finite values of these cells, at the steps that all of them have.
+
+    Raises: ValueError where the curves have no line for one of them.
+    """
+    if missing := [cell for cell in cells if cell not in courses]:
+        allowed = "some for each cell that finished"
+        raise ValueError(f"curves: got no line for {missing[0]}; allowed are {allowed}")
+    lines = [{row["step"]: row[column] for row in courses[cell]} for cell in cells]
+    steps = sorted(set.intersection(*map(set, lines))) if lines else []
+    found = {step: [line[step] for line in lines if line[step] is not None] for step in steps}
+    return {step: [x for x in values if math.isfinite(x)] for step, values in found.items()}
+
+
+def rate_text(rate: float) -> str:
+    """As in the name of a cell: 3e-4."""
+    digits, exponent = f"{rate:.6e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
+def single(column: str, values: Iterable[str], where: str) -> None:
+    """Raises: ValueError unless all values, which are compared with each other, are equal."""
+    if len(different := sorted(set(values))) > 1:
+        got = " and ".join(map(repr, different))
+        raise ValueError(f"{column}: got {got} in {where}; allowed is one, as results are compared")
