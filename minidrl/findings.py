@@ -76,7 +76,7 @@ def _line(group: Group, courses: Courses) -> dict[str, str]:
         "rate": rate_text(group.rate) if group.report else "",
         "tried": ", ".join(tried),
         "before": _percent(group.mean("before")),
-        "after": _mean(after) or ("failed" if group.report else "not run"),
+        "after": _mean(after) or _without(group),
         "each seed": ", ".join(f"{seed}: {text}" for seed, text in sorted(seeds.items())),
         "greedy after": _percent(group.mean("greedy_after")),
         "training": _percent(group.mean("train_end")),
@@ -84,6 +84,12 @@ def _line(group: Group, courses: Courses) -> dict[str, str]:
         "seconds": _count(group.mean("seconds")),
         "notes": "; ".join(_notes(group, courses)),
     }
+
+
+def _without(group: Group) -> str:
+    # Why there is no mean.
+    failed = any(row["status"] != "finished" for row in group.report)
+    return "failed" if failed else "not evaluated" if group.report else "not run"
 
 
 def _notes(group: Group, courses: Courses) -> list[str]:

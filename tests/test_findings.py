@@ -1,0 +1,419 @@
+"""Tables, leaderboard and figures of made-up grids, against sums worked out here."""
+
+import csv
+import math
+from pathlib import Path
+
+import matplotlib
+import pytest
+from matplotlib import image
+
+from minidrl import figures, findings, ledger
+
+STEPS = (0, 50, 100)
+
+
+def cell(method: str, seed: int, after: float | None, **given) -> dict:
+    """A line of the ledger. Costs: ten calls a rollout of each phase, half a second of each."""
+    row = {"study": "s", "stage": "report", "method": method, "options": "{}", "rate": 3e-4, "updates": 8, "seed": seed}
+    row |= {"steps": 100, "bed": "ab12cd34", "key": "k", "status": "finished", "judged": "512 from 0", "version": "1"}
+    row |= {"before": 0.1, "after": after, "greedy_after": "", "train_end": 0.25, "calls": 3000, "seconds": 150, **given}
+    row |= {f"calls_{phase}": 1000 for phase in ledger.PHASES} | {f"seconds_{phase}": 50 for phase in ledger.PHASES}
+    name = f"{method}-{row['rate']:.0e}-{row['updates']}-{seed}".replace("e-0", "e-")
+    return {"cell": name, **row, "after": "" if after is None else after}
+
+
+def failed(method: str, seed: int, **given) -> dict:
+    return cell(method, seed, None, status="failed: the loss is nan", **given)
+
+
+def course(row: dict, held_out: list[float] | None = None) -> list[dict]:
+    """Lines of the curves: straight from 0.1 to what the ledger says, unless given; a failed cell has two."""
+    held_out = held_out or ([0.1, 0.12] if row["after"] == "" else [0.1, (0.1 + row["after"]) / 2, row["after"]])
+    lines = []
+    for step, held in zip(STEPS, held_out, strict=False):
+        line = {"study": row["study"], "cell": row["cell"], "step": step, "held_out": held, "updates": 8 * step}
+        line |= {"calls": 30 * step, "seconds": 1.5 * step + 10 * row["seed"]}
+        measured = {"training": 0.2, "reward": 0.1, "grad_norm": 2.0, "ratio_std": 0.5, "clip_fraction": 0.1, "entropy": 1}
+        lines.append(line | dict.fromkeys(measured, "") | (measured if step else {}))
+    return lines
+
+
+def write(folder: Path, cells: list[dict], lines: list[dict] | None = None) -> tuple[Path, Path]:
+    lines = [line for row in cells for line in course(row)] if lines is None else lines
+    for name, rows, columns in (("ledger", cells, ledger.LEDGER), ("curves", lines, ledger.CURVES)):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    return folder / "ledger.csv", folder / "curves.csv"
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The tables of a Markdown text, each as a list of lines by column."""
+    found, lines = [], [line[1:-1].split("|") if line.startswith("|") else None for line in text.splitlines()]
+    for before, line in zip([None, *lines], lines, strict=False):
+        if line and not before:
+            found.append([])
+        if line:
+            found[-1].append([part.strip() for part in line])
+    return [[dict(zip(table[0], line, strict=False)) for line in table[2:]] for table in found]
+
+
+def report(folder: Path, cells: list[dict], **given) -> tuple[str, list[dict], list[dict]]:
+    text = findings.study_report(*write(folder, cells), "s", **given)
+    first, second = (tables(text) + [[]])[:2]
+    return text, first, second
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "allowed"),
+    [
+        ("rate", "fast", "a number > 0"),
+        ("rate", "0", "a number > 0"),
+        ("seed", "1.5", "a whole number >= 0"),
+        ("stage", "test", "choose, report"),
+        ("status", "failed", "finished, failed: reason"),
+        ("after", "41.2", "nothing, a number of 0 to 1"),
+        ("options", "[1]", "a JSON object"),
+        ("options", "{", "a JSON object"),
+        ("calls", "-1", "nothing, >= 0"),
+        ("method", "", "a name"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path, column, value, allowed):
+    path, _ = write(tmp_path, [cell("a", 0, 0.3), cell("a", 1, 0.3) | {column: value}], [])
+    with pytest.raises(ValueError) as error:
+        ledger.read_ledger(path)
+    assert str(error.value) == f"{path} line 3: {column}: got {value!r}; allowed: {allowed}"
+
+
+def test_wrong_curves_are_named(tmp_path):
+    lines = course(cell("a", 0, 0.3))
+    for change, message in (
+        ({"held_out": ""}, "held_out: got ''"),
+        ({"calls": "inf"}, "calls: got 'inf'"),
+        ({"step": 50}, "step: got 50 again"),
+    ):
+        path = write(tmp_path, [], [*lines[:2], lines[2] | change])[1]
+        with pytest.raises(ValueError, match=f"curves.csv line 4: {message}; allowed"):
+            ledger.read_courses(path, "s")
+
+
+def test_a_measurement_may_be_nan_and_is_left_out(tmp_path):
+    lines = course(cell("a", 0, 0.3)) + course(cell("a", 1, 0.3))
+    lines[1]["grad_norm"], lines[2]["grad_norm"] = "nan", "inf"
+    courses = ledger.read_courses(write(tmp_path, [], lines)[1], "s")
+    assert ledger.course(courses, ["a-3e-4-8-0", "a-3e-4-8-1"], "grad_norm") == {0: [], 50: [2.0], 100: [2.0]}
+
+
+def test_columns_that_are_missing_and_lines_that_are_short_are_named(tmp_path):
+    path, _ = write(tmp_path, [cell("a", 0, 0.3)])
+    path.write_text(path.read_text().replace("rate,", "speed,"))
+    with pytest.raises(ValueError, match="ledger.csv line 1: got no column rate; required are study, cell, "):
+        ledger.read_ledger(path)
+    path, _ = write(tmp_path, [cell("a", 0, 0.3)])
+    path.write_text(path.read_text() + "s,a-1,report,a\n")
+    with pytest.raises(ValueError, match="ledger.csv line 3: options: got nothing; allowed: a JSON object"):
+        ledger.read_ledger(path)
+
+
+def test_a_cell_stands_once(tmp_path):
+    with pytest.raises(ValueError, match="line 4: cell: got 'a-3e-4-8-0' again; allowed is once"):
+        ledger.read_ledger(write(tmp_path, [cell("a", 0, 0.3), cell("a", 1, 0.3), failed("a", 0)])[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bed": "ffffffff"}, "bed: got 'ab12cd34' and 'ffffffff' in s; allowed is one"),
+        ({"judged": "64 from 0"}, "judged: got '512 from 0' and '64 from 0' in s; allowed is one"),
+        ({"rate": 1e-3}, "rate: got 3e-4, 1e-3 for a with 8 updates in the stage report; allowed is one"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        report(tmp_path, [cell("a", 0, 0.3), cell("a", 1, 0.3) | change])
+
+
+def test_an_unknown_study_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="study: got 't'; allowed: s"):
+        findings.study_report(*write(tmp_path, [cell("a", 0, 0.3)]), "t")
+
+
+# ------------------------------------------------------------------------------------------------- a line for a method
+
+
+def test_mean_interval_and_seeds(tmp_path):
+    """40, 41, 42, 43: mean 41.5, s = 1.291; half of 3.182 s is 2.054. Cells of the choice have no part in it."""
+    cells = [cell("a", seed, 0.40 + 0.01 * seed, greedy_after=0.5) for seed in (2, 0, 3, 1)]
+    cells += [cell("a", 100, 0.9, stage="choose")]
+    _, (line,), _ = report(tmp_path, cells)
+    assert line["after"] == "41.5 [39.4, 43.6]"
+    assert line["each seed"] == "0: 40.0, 1: 41.0, 2: 42.0, 3: 43.0"
+    assert (line["before"], line["greedy after"], line["training"]) == ("10.0", "50.0", "25.0")
+    assert (line["calls"], line["seconds"], line["updates"], line["notes"]) == ("3,000", "150", "8", "")
+
+
+def test_rates_tried_and_a_failed_cell_that_counts_as_nothing(tmp_path):
+    tried = [cell("a", 100, 0.2, rate=1e-4), cell("a", 101, 0.3, rate=1e-4), cell("a", 100, 0.5, rate=1e-3)]
+    cells = [row | {"stage": "choose"} for row in [*tried, failed("a", 101, rate=1e-3)]]
+    _, (line,), _ = report(tmp_path, [*cells, cell("a", 0, 0.3, rate=1e-3)])
+    assert (line["rate"], line["tried"], line["after"]) == ("1e-3", "1e-4: 25.0, 1e-3: 25.0", "30.0 (one seed)")
+    assert line["notes"] == "a-1e-3-8-101 failed: the loss is nan (last held out 12.0 at rollout 50)"
+    _, (line,), _ = report(tmp_path, [*cells, cell("a", 102, 0.4, rate=1e-4, stage="choose"), cell("a", 0, 0.3, rate=1e-3)])
+    assert line["tried"] == "1e-4: 30.0, 1e-3: 25.0"
+    assert line["notes"].startswith("the rate is not the best one tried; ")
+
+
+def test_collapse_is_more_than_five_points_below_the_base(tmp_path):
+    cells = [cell(name, seed, after + 0.1 * seed, before=0.5) for name, after in (("a", 0.4), ("b", 0.398)) for seed in (0, 1)]
+    lines = [line for row in cells for line in course(row, [0.5, 0.7 + 0.02 * row["seed"], row["after"]])]
+    first, second = tables(findings.study_report(*write(tmp_path, cells, lines), "s"))[0]
+    assert (first["method"], first["notes"]) == ("a", "")
+    assert second["notes"] == "collapsed: 5.2 points below the base (best 71.0 at rollout 50)"
+
+
+def test_nothing_is_left_out(tmp_path):
+    cells = [cell("a", 0, 0.3), failed("a", 1), failed("b-2", 0), cell("c", 100, 0.2, stage="choose"), cell("e", 0, None)]
+    planned = [row["cell"] for row in cells] + ["a-3e-4-8-2", "b-2-3e-4-8-1", "d-0.5-1-0"]
+    text, lines, _ = report(tmp_path, cells, planned=planned)
+    a, b, c, d, e = sorted(lines, key=lambda line: line["method"])
+    assert "8 cells: 3 finished, 2 failed, 3 not run. " in text
+    assert (a["after"], a["each seed"]) == ("30.0 (one seed)", "0: 30.0, 1: failed")
+    assert a["notes"] == "a-3e-4-8-1 failed: the loss is nan (last held out 12.0 at rollout 50); not run: a-3e-4-8-2"
+    assert (b["method"], b["after"], b["each seed"]) == ("b-2", "failed", "0: failed")
+    assert b["notes"].endswith("not run: b-2-3e-4-8-1")
+    assert (c["after"], c["tried"]) == ("not run", "3e-4: 20.0")
+    assert (d["updates"], d["after"], d["notes"]) == ("1", "not run", "not run: d-0.5-1-0")
+    assert (e["after"], e["notes"]) == ("not evaluated", "e-3e-4-8-0 finished without a held-out evaluation")
+
+
+def test_a_planned_name_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="planned: got 'a-0'; allowed: METHOD-RATE-UPDATES-SEED"):
+        report(tmp_path, [cell("a", 0, 0.3)], planned=["a-0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "updates"),
+    [("drpo-3e-4-8-0", "drpo", 8), ("wd1-0.001-1-12", "wd1", 1), ("egspo-3-3e-4-8-0", "egspo-3", 8), ("a-1e-05-2-3", "a", 2)],
+)
+def test_names_of_cells_are_taken_apart(tmp_path, name, method, updates):
+    found = ledger.groups(ledger.read_ledger(write(tmp_path, [cell("z", 0, 0.3)])[0]), "s", [name])
+    assert [(group.method, group.updates) for group in found if group.absent] == [(method, updates)]
+
+
+def test_the_best_comes_first_and_the_control_is_called_one(tmp_path):
+    cells = [cell("a", 0, 0.2), cell("self-training", 0, 0.3), cell("b", 0, 0.4), cell("a", 0, 0.1, updates=1)]
+    _, lines, _ = report(tmp_path, cells)
+    expected = [("1", "a"), ("8", "b"), ("8", "self-training (control)"), ("8", "a")]
+    assert [(line["updates"], line["method"]) for line in lines] == expected
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_pairs_by_hand(tmp_path):
+    """Three seeds, two degrees of freedom: p = 1 - t / sqrt(t^2 + 2), and Holm's factors 3, 2, 1."""
+    after = {"a": (0.40, 0.42, 0.44), "b": (0.305, 0.325, 0.335), "c": (0.01, 0.09, 0.02)}
+    text, _, lines = report(tmp_path, [cell(m, seed, x) for m, values in after.items() for seed, x in enumerate(values)])
+
+    def p(t):
+        return 1 - t / math.sqrt(t * t + 2)
+
+    # 9.5, 9.5, 10.5: s^2 = 1/3. 39, 33, 42: s^2 = 21. 29.5, 23.5, 31.5: s^2 = 52/3.
+    raw = [p(59 / 6 * 3), p(38 / math.sqrt(7)), p(169 / 6 / math.sqrt(52 / 9))]
+    holm = [3 * raw[0], 2 * raw[1], 2 * raw[1]]
+    assert 3 * raw[0] < 2 * raw[1] and raw[1] < raw[2] < 2 * raw[1]
+    assert [line["p (Holm)"] for line in lines] == [f"{x:.4f}" for x in holm]
+    assert lines[0]["A less B"] == "+9.8 [+8.4, +11.3]"  # 4.303 / 3 = 1.434
+    assert [line["verdict"] for line in lines] == ["a above b", "a above c", "b above c"]
+    assert [line["flag"] for line in lines] == ["", "c collapsed", "c collapsed"]
+    assert "1 of 3 pairs of methods are told apart (adjusted p < 0.05) with neither collapsed, 2 more " in text
+
+
+def test_what_is_alike_is_not_told_apart(tmp_path):
+    after = {"a": (0.40, 0.42), "b": (0.40, 0.42), "c": (0.35, 0.45)}
+    text, _, lines = report(tmp_path, [cell(m, seed, x) for m, values in after.items() for seed, x in enumerate(values)])
+    assert {line["verdict"] for line in lines} == {"not distinguishable"}
+    assert {line["p (Holm)"] for line in lines} == {"1.0000"}
+    assert "0 of 3 pairs" in text
+
+
+def test_pairs_share_their_seeds_and_their_updates(tmp_path):
+    """b lost seed 0, so that a's 0.9 does not count; c has one seed in common; d has other updates."""
+    cells = [cell("a", 0, 0.9), cell("a", 1, 0.3), cell("a", 2, 0.3), failed("b", 0), cell("b", 1, 0.4), cell("b", 2, 0.4)]
+    cells += [cell("c", 1, 0.2), cell("d", 1, 0.2, updates=1), cell("d", 2, 0.2, updates=1)]
+    text, _, (ab, ac, bc) = report(tmp_path, cells)
+    assert (ab["A"], ab["B"], ab["seeds"], ab["A less B"]) == ("a", "b", "2", "-10.0 [-10.0, -10.0]")
+    assert (ab["p (Holm)"], ab["verdict"], ab["flag"]) == ("< 0.0001", "b above a", "b lost 1 of 3 seeds")
+    for line in (ac, bc):
+        assert (line["seeds"], line["p (Holm)"]) == ("1", "")
+        assert line["verdict"] == "not tested: fewer than two seeds in common"
+    assert "1 of 1 pairs" in text
+
+
+def test_many_pairs_are_sorted_by_p(tmp_path):
+    noise = (0.0, 0.013, -0.009)
+    cells = [cell(f"m{k}", s, 0.2 + 0.01 * k + noise[(s + k * k) % 3]) for k in range(9) for s in range(3)]
+    lines = report(tmp_path, cells)[2]
+    p = [float(line["p (Holm)"].strip("< ")) for line in lines]
+    assert len(lines) == 36 and p == sorted(p) and p[0] < p[-1]
+    fewer = report(tmp_path, [row for row in cells if row["method"] != "m8"])[2]
+    p = [float(line["p (Holm)"].strip("< ")) for line in fewer]
+    assert len(fewer) == 28 and p != sorted(p) and len({line["A"] for line in fewer[:7]}) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- leaderboard
+
+
+def board(folder: Path, cells: list[dict], best: float, lines: list[dict] | None = None, **given) -> list[list[dict]]:
+    return tables(findings.leaderboard(*write(folder, cells, lines), best, **given))
+
+
+def test_what_is_spent_until_a_goal(tmp_path):
+    """0.1 to 0.5 and to 0.3 in 100 rollouts, mean 0.1 + 0.3 x: 0.25 at x = 1/2, by the seeds at 3/8 and 3/4."""
+    cells = [cell("a", 0, 0.5), cell("a", 1, 0.3), cell("b", 0, 0.2)]
+    near, far, commands = board(tmp_path, cells, 0.15)
+    assert [line["method"] for line in near] == ["a", "b"]
+    assert (near[0]["network calls"], near[0]["updates"]) == ("1,500 [1,125, 2,250]", "400 [300, 600]")
+    # 10 seconds before the first rollout of seed 1: 150 x + 5 of both, 150 x and 150 x + 10 of each.
+    assert near[0]["seconds"] == "80 [56, 122]"
+    assert (near[0]["seeds there"], near[0]["at the end"]) == ("2 of 2", "40.0")
+    # 0.35 is at 5/6 of the mean, at 5/8 of seed 0; seed 1 does not come so far.
+    assert (far[0]["network calls"], far[0]["seeds there"]) == ("2,500 [1,875, not reached]", "1 of 2")
+    assert (near[1]["network calls"], near[1]["seeds there"]) == ("not reached", "0 of 1")
+    assert commands[0]["command"] == "`python -m minidrl study s --cells a-3e-4-8-0`"
+
+
+def test_the_first_time_counts_even_if_it_falls_again(tmp_path):
+    row = cell("a", 0, 0.0)
+    near, far, _ = board(tmp_path, [row], 0.1, course(row, [0.1, 0.3, 0.0]))
+    assert near[0]["network calls"] == "750 [750, 750]" and far[0]["network calls"] == "1,500 [1,500, 1,500]"
+    assert near[0]["at the end"] == "0.0 (collapsed)"
+
+
+def test_a_goal_that_the_base_has_reached_costs_nothing(tmp_path):
+    assert board(tmp_path, [cell("a", 0, 0.5)], 0.0)[0][0]["network calls"] == "0 [0, 0]"
+
+
+def test_a_failed_seed_has_not_reached_it(tmp_path):
+    near = board(tmp_path, [cell("a", 0, 0.5), failed("a", 1), failed("b", 0)], 0.15)[0]
+    assert (near[0]["network calls"], near[0]["seeds there"]) == ("1,125 [1,125, not reached]", "1 of 2")
+    assert (near[1]["method"], near[1]["network calls"], near[1]["seeds there"]) == ("b", "not reached", "0 of 1")
+
+
+def test_the_cheapest_comes_first_and_a_command_can_be_given(tmp_path):
+    cells = [cell("a", 0, 0.3), cell("b", 0, 0.5), cell("c", 0, 0.4, updates=1), cell("d", 0, 0.12), cell("e", 0, 0.14)]
+    near, _, commands = board(tmp_path, cells, 0.1, command="train --method {method} --rate {rate}")
+    assert [line["method"] for line in near] == ["b", "c", "a", "e", "d"]
+    assert {line["command"] for line in commands if line["method"] == "b"} == {"`train --method b --rate 0.0003`"}
+
+
+def test_one_best_decoder_is_of_one_bed(tmp_path):
+    cells = [cell("a", 0, 0.3), cell("a", 0, 0.3, study="t", bed="ffffffff")]
+    with pytest.raises(ValueError, match="bed: got 'ab12cd34' and 'ffffffff' in the leaderboard; allowed is one"):
+        board(tmp_path, cells, 0.1)
+    assert {line["study"] for line in board(tmp_path, cells, 0.1, studies=["t"])[0]} == {"t"}
+    with pytest.raises(ValueError, match="best_decoder: got 13.0; allowed are fractions of 0 to 1"):
+        board(tmp_path, cells, 13.0)
+
+
+def test_a_finished_cell_without_a_curve_is_named(tmp_path):
+    with pytest.raises(ValueError, match="curves: got no line for a-3e-4-8-0; allowed are some for each cell"):
+        board(tmp_path, [cell("a", 0, 0.3)], 0.1, [])
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def drawn(folder: Path, cells: list[dict], lines: list[dict] | None = None) -> dict[str, matplotlib.axes.Axes]:
+    """The panels by their title, the bars by their label."""
+    path, curves = write(folder, cells, lines)
+    found = dict(enumerate(ledger.groups(ledger.read_ledger(path), "s")))
+    figure = figures.draw(found, ledger.read_courses(curves, "s"), "title")
+    top, bottom = figure.subfigs
+    return {axes.get_title("left"): axes for axes in top.axes} | {axes.get_xlabel(): axes for axes in bottom.axes}
+
+
+def test_lines_are_means_and_bands_are_student_intervals(tmp_path):
+    """At rollout 100 0.30, 0.32, 0.34: mean 32, s = 2, half 4.303 2 / sqrt(3) = 4.969."""
+    panels = drawn(tmp_path, [cell("a", seed, 0.30 + 0.02 * seed) for seed in range(3)] + [failed("a", 3)])
+    axes = panels["held-out puzzles solved: mean over seeds, 95 % band"]
+    base, line = axes.get_lines()
+    assert base.get_ydata() == pytest.approx([10, 10])
+    assert line.get_xydata().ravel() == pytest.approx([0, 10, 50, 21, 100, 32])
+    assert line.get_label() == "a, 3 of 4 seeds"
+    last = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 100]
+    assert (min(last), max(last)) == pytest.approx((32 - 4.969, 32 + 4.969), abs=1e-3)
+    assert panels["gradient norm"].get_lines()[0].get_xydata().ravel() == pytest.approx([50, 2, 100, 2])
+    assert panels["clipped"].get_lines()[0].get_ydata() == pytest.approx([10, 10])
+
+
+def test_bars_stand_one_after_the_other(tmp_path):
+    bars = drawn(tmp_path, [cell("a", 0, 0.3), cell("b", 0, 0.2)])["network calls a run"].containers
+    assert [bar.get_label() for bar in bars] == list(ledger.PHASES)
+    assert [[(b.get_x(), b.get_width()) for b in bar] for bar in bars] == [[(1000.0 * k, 1000.0)] * 2 for k in range(3)]
+
+
+def test_wide_ranges_are_logarithmic_and_keep_a_zero(tmp_path):
+    rows, lines = [cell("a", 0, 0.3), cell("b", 0, 0.2)], []
+    for row, spreads in zip(rows, ((0.0, 0.0, 0.0), (0.0, 1.0, 500.0)), strict=True):
+        changed = ({"ratio_std": x, "grad_norm": x + 1, "entropy": ""} for x in spreads)
+        lines += [line | change for line, change in zip(course(row), changed, strict=True)]
+    panels = drawn(tmp_path, rows, lines)
+    assert panels["spread of the ratio (std)"].get_yscale() == "symlog"
+    assert panels["gradient norm"].get_yscale() == "log"
+    assert panels["clipped"].get_yscale() == "linear"
+    assert [text.get_text() for text in panels["entropy (nats)"].texts] == ["no method here has one"]
+
+
+def test_what_is_written_is_a_picture(tmp_path):
+    path, curves = write(tmp_path, [cell("a", 0, 0.3), failed("a", 0, updates=4)])
+    with matplotlib.rc_context({"font.size": 30}):
+        (found,) = findings.write_figures(curves, path, "s", tmp_path / "new" / "figures")
+        assert matplotlib.rcParams["font.size"] == 30
+    assert found == tmp_path / "new" / "figures" / "s-8.png"
+    assert image.imread(found).shape[1] == 1200
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Name of each figure, its methods with the number of their colour, and the highest mean that it has room for."""
+    seen = {}
+    monkeypatch.setattr(figures, "draw", lambda lines, _, title, highest: ({g.method: n for n, g in lines.items()}, highest))
+    monkeypatch.setattr(figures, "write_png", lambda figure, path: seen.update({path.name: figure}))
+    return seen
+
+
+def test_a_figure_for_each_number_of_updates_with_eight_lines_at_most(tmp_path, called):
+    cells = [cell(f"m{k}", s, 0.2 + 0.01 * k) for k in range(9) for s in (0, 1)] + [cell("m0", 0, 0.3, updates=1)]
+    path, curves = write(tmp_path, cells)
+    findings.write_figures(curves, path, "s", tmp_path)
+    assert {name: "".join(lines) for name, (lines, _) in called.items()} == {
+        "s-1.png": "m0",
+        "s-8.png": "m8m7m6m5m4",
+        "s-8-2.png": "m3m2m1m0",
+    }
+    assert [highest for _, highest in called.values()] == pytest.approx([0.3, 0.28, 0.28])
+
+
+def test_a_method_keeps_its_colour(tmp_path, called):
+    cells = [cell("a", 0, 0.3), cell("b", 0, 0.2), cell("b", 0, 0.4, updates=1), cell("c", 0, 0.3, updates=1)]
+    path, curves = write(tmp_path, cells)
+    findings.write_figures(curves, path, "s", tmp_path)
+    assert [lines for lines, _ in called.values()] == [{"b": 1, "c": 2}, {"a": 0, "b": 1}]
+    assert len({*figures.COLOURS}) == len({*map(str, figures.DASHES)}) == figures.LINES == 8
+
+
+def test_parts_are_even():
+    assert [[len(part) for part in figures._parts(range(n))] for n in (1, 8, 9, 12, 17)] == [
+        [1],
+        [8],
+        [5, 4],
+        [6, 6],
+        [6, 6, 5],
+    ]
