@@ -73,7 +73,7 @@ def _line(group: Group, courses: Courses) -> dict[str, str]:
     return {
         "method": group.name,
         "updates": str(group.updates),
-        "rate": rate_text(group.rate) if group.report else "",
+        "rate": rate_text(group.rate) if group.rate else "",
         "tried": ", ".join(tried),
         "before": _percent(group.mean("before")),
         "after": _mean(after) or _without(group),
@@ -151,7 +151,7 @@ def _compared(found: Sequence[Group]) -> str:
 with neither collapsed, {len(apart) - healthy} more where one or both collapsed."
     if not every:
         return text
-    text += " Differences: A less B after training, in points, over the seeds that both ended \
+    text += " Differences: A - B after training, in points, over the seeds that both ended \
 [95 % interval of this pair alone]; p: Student's paired test, after Holm over all these pairs."
     lines = [_pair_line(pair) for pair in every]
     return f"{text}\n\n{markdown_table(lines, list(lines[0]))}"
@@ -167,7 +167,7 @@ def _pair_line(pair: Pair) -> dict[str, str]:
         "A": a.name,
         "B": b.name,
         "seeds": str(pair.seeds),
-        "A less B": "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in pair.found[:3]))
+        "A - B": "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in pair.found[:3]))
         if pair.found
         else "",
         "p (Holm)": p if pair.found else "",
@@ -293,9 +293,14 @@ def _means(courses: Courses, cells: Sequence[str], column: str) -> dict[int, flo
 
 def _commands(found: Sequence[Group], command: str) -> str:
     made = [group for group in found if group.report]
-    lines = [_who(g) | {"command": f"`{command.format_map(g.report[0])}`"} for g in made]
-    text = "Each makes the cell of one seed; the last number of its name is the seed."
-    return f"## Commands\n\n{text}\n\n{markdown_table(lines, (*WHO, 'command'))}"
+    lines = [
+        _who(group)
+        | {"seeds": _listed(row["seed"] for row in group.report)}
+        | {"command": f"`{command.format_map(group.report[0])}`"}
+        for group in made
+    ]
+    text = "Each makes the cell of the first seed; the last number of its name is the seed."
+    return f"## Commands\n\n{text}\n\n{markdown_table(lines, (*WHO, 'seeds', 'command'))}"
 
 
 def _who(group: Group) -> dict[str, str]:
@@ -303,5 +308,5 @@ def _who(group: Group) -> dict[str, str]:
         "study": (group.report or group.choose)[0]["study"],  # without planned cells one is there
         "method": group.name,
         "updates a rollout": str(group.updates),
-        "rate": rate_text(group.rate) if group.report else "",
+        "rate": rate_text(group.rate) if group.rate else "",
     }

@@ -110,6 +110,12 @@ def test_a_measurement_may_be_nan_and_is_left_out(tmp_path):
     assert ledger.course(courses, ["a-3e-4-8-0", "a-3e-4-8-1"], "grad_norm") == {0: [], 50: [2.0], 100: [2.0]}
 
 
+def test_a_mean_over_cells_is_taken_where_all_have_a_line(tmp_path):
+    lines = course(cell("a", 0, 0.3)) + course(cell("a", 1, 0.5))[::2]
+    courses = ledger.read_courses(write(tmp_path, [], lines)[1], "s")
+    assert ledger.course(courses, ["a-3e-4-8-0", "a-3e-4-8-1"], "held_out") == {0: [0.1, 0.1], 100: [0.3, 0.5]}
+
+
 def test_columns_that_are_missing_and_lines_that_are_short_are_named(tmp_path):
     path, _ = write(tmp_path, [cell("a", 0, 0.3)])
     path.write_text(path.read_text().replace("rate,", "speed,"))
@@ -187,7 +193,8 @@ def test_nothing_is_left_out(tmp_path):
     assert a["notes"] == "a-3e-4-8-1 failed: the loss is nan (last held out 12.0 at rollout 50); not run: a-3e-4-8-2"
     assert (b["method"], b["after"], b["each seed"]) == ("b-2", "failed", "0: failed")
     assert b["notes"].endswith("not run: b-2-3e-4-8-1")
-    assert (c["after"], c["tried"]) == ("not run", "3e-4: 20.0")
+    assert (c["after"], c["rate"], c["tried"]) == ("not run", "3e-4", "3e-4: 20.0")
+    assert (d["rate"], d["before"]) == ("", "")
     assert (d["updates"], d["after"], d["notes"]) == ("1", "not run", "not run: d-0.5-1-0")
     assert (e["after"], e["notes"]) == ("not evaluated", "e-3e-4-8-0 finished without a held-out evaluation")
 
@@ -229,7 +236,7 @@ def test_pairs_by_hand(tmp_path):
     holm = [3 * raw[0], 2 * raw[1], 2 * raw[1]]
     assert 3 * raw[0] < 2 * raw[1] and raw[1] < raw[2] < 2 * raw[1]
     assert [line["p (Holm)"] for line in lines] == [f"{x:.4f}" for x in holm]
-    assert lines[0]["A less B"] == "+9.8 [+8.4, +11.3]"  # 4.303 / 3 = 1.434
+    assert lines[0]["A - B"] == "+9.8 [+8.4, +11.3]"  # 4.303 / 3 = 1.434
     assert [line["verdict"] for line in lines] == ["a above b", "a above c", "b above c"]
     assert [line["flag"] for line in lines] == ["", "c collapsed", "c collapsed"]
     assert "1 of 3 pairs of methods are told apart (adjusted p < 0.05) with neither collapsed, 2 more " in text
@@ -248,7 +255,7 @@ def test_pairs_share_their_seeds_and_their_updates(tmp_path):
     cells = [cell("a", 0, 0.9), cell("a", 1, 0.3), cell("a", 2, 0.3), failed("b", 0), cell("b", 1, 0.4), cell("b", 2, 0.4)]
     cells += [cell("c", 1, 0.2), cell("d", 1, 0.2, updates=1), cell("d", 2, 0.2, updates=1)]
     text, _, (ab, ac, bc) = report(tmp_path, cells)
-    assert (ab["A"], ab["B"], ab["seeds"], ab["A less B"]) == ("a", "b", "2", "-10.0 [-10.0, -10.0]")
+    assert (ab["A"], ab["B"], ab["seeds"], ab["A - B"]) == ("a", "b", "2", "-10.0 [-10.0, -10.0]")
     assert (ab["p (Holm)"], ab["verdict"], ab["flag"]) == ("< 0.0001", "b above a", "b lost 1 of 3 seeds")
     for line in (ac, bc):
         assert (line["seeds"], line["p (Holm)"]) == ("1", "")
@@ -286,6 +293,7 @@ def test_what_is_spent_until_a_goal(tmp_path):
     # 0.35 is at 5/6 of the mean, at 5/8 of seed 0; seed 1 does not come so far.
     assert (far[0]["network calls"], far[0]["seeds there"]) == ("2,500 [1,875, not reached]", "1 of 2")
     assert (near[1]["network calls"], near[1]["seeds there"]) == ("not reached", "0 of 1")
+    assert [line["seeds"] for line in commands] == ["0, 1", "0"]
     assert commands[0]["command"] == "`python -m minidrl study s --cells a-3e-4-8-0`"
 
 
