@@ -198,7 +198,11 @@ def groups(ledger: Sequence[Row], study: str, planned: Iterable[str] = ()) -> li
             raise ValueError(f"planned: got {cell!r}; allowed: METHOD-RATE-UPDATES-SEED")
         key = parts[1], int(parts[3])
         found.setdefault(key, Group(*key)).absent.append(cell)
-    return sorted(found.values(), key=lambda g: (g.updates, -(g.mean("after") or -1.0), g.method))
+    return sorted(found.values(), key=_order)
+
+
+def _order(group: Group) -> tuple:
+    return group.updates, not group.ended, -(group.mean("after") or 0.0), group.method
 
 
 def course(courses: Courses, cells: Sequence[str], column: str) -> dict[int, list[float]]:

@@ -215,8 +215,9 @@ def test_names_of_cells_are_taken_apart(tmp_path, name, method, updates):
 
 def test_the_best_comes_first_and_the_control_is_called_one(tmp_path):
     cells = [cell("a", 0, 0.2), cell("self-training", 0, 0.3), cell("b", 0, 0.4), cell("a", 0, 0.1, updates=1)]
+    cells += [cell("z", 0, 0.0), failed("c", 0)]
     _, lines, _ = report(tmp_path, cells)
-    expected = [("1", "a"), ("8", "b"), ("8", "self-training (control)"), ("8", "a")]
+    expected = [("1", "a"), ("8", "b"), ("8", "self-training (control)"), ("8", "a"), ("8", "z"), ("8", "c")]
     assert [(line["updates"], line["method"]) for line in lines] == expected
 
 
