@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from minidrl import checkpoints, config, controls, report, sampler
+from minidrl import checkpoints, config, controls, sampler, tables
 
 
 def rates(settings: config.Train) -> dict[str, dict[float, float]]:
@@ -27,7 +27,7 @@ def table(found: dict[str, dict[float, float]], n: int) -> str:
     best, order, t = max((rate, order, t) for order, by in found.items() for t, rate in by.items())
     error = math.sqrt(best * (1 - best) / n)
     name = f"{order} at temperature {t:g}: {100 * best:.1f} % +- {100 * error:.1f} of {n} held-out puzzles"
-    return report.markdown_table(rows, tuple(rows[0])) + f"\n\nbest: {name}"
+    return tables.markdown_table(rows, tuple(rows[0])) + f"\n\nbest: {name}"
 
 
 if __name__ == "__main__":

@@ -123,14 +123,28 @@ def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--temperature", default="1.0")
     sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
     sub.add_argument("--json", action="store_true")
-    sub = verb("compare", _compare, "several methods, several seeds, one table")
-    sub.add_argument("config")
-    sub.add_argument("--methods", required=True, help="comma-separated")
-    sub.add_argument("--seeds", default="3", help="number of seeds")
-    sub.add_argument("--out", required=True)
+    _add_compare(verb("compare", _compare, "a grid: methods x rates x updates a rollout x seeds"))
     text = "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training"
     sub = verb("controls", _controls, text)
     sub.add_argument("runs", nargs="+", help="folders of finished runs")
+
+
+def _add_compare(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", help="the file of a study; with --methods that of a run")
+    text = "comma-separated, self-training is one; of a study's methods only these"
+    sub.add_argument("--methods", help=text)
+    sub.add_argument("--rates", help="with --methods: learning rates (default: the config's)")
+    sub.add_argument("--updates", help="with --methods: updates a rollout (default: 1)")
+    sub.add_argument("--seeds", help="number of seeds (default: the study's; with --methods 3)")
+    sub.add_argument("--equal", help="updates, or calls: as many network calls for every method")
+    sub.add_argument("--hours", help="refuse a grid that will take longer (default 8)")
+    sub.add_argument("--jobs", default="2", help="cells at a time, of one thread each (default 2)")
+    sub.add_argument("--out", help="folder of the runs (default runs/<config name>)")
+    text = "one line a cell (default results/ledger.csv; with --methods OUT/ledger.csv)"
+    sub.add_argument("--ledger", help=text)
+    sub.add_argument("--report", action="store_true", help="only print what the ledger holds")
+    text = "the whole grid in a minute or so, much too small to mean anything"
+    sub.add_argument("--rehearse", action="store_true", help=text)
 
 
 def _add_tables(verb: Callable[..., argparse.ArgumentParser]) -> None:
@@ -249,22 +263,37 @@ def _evaluate(arguments, overrides) -> None:
 
 
 def _compare(arguments, overrides) -> None:
-    from minidrl import config, rehearsal, report, runs, trainer
+    from minidrl import findings, studies
 
-    planned = {}
-    for method in arguments.methods.split(","):
-        for seed in range(_number("seeds", arguments.seeds, int)):
-            chosen = overrides | {"method": method, "seed": seed}
-            settings = config.load(config.Train, arguments.config, chosen)
-            planned[Path(arguments.out) / f"{method}-{seed}"] = settings
-    for settings in planned.values():  # a wrong name must not surface after hours of other runs
-        rehearsal.method_of(settings)
-    for out, settings in planned.items():
-        if runs.read_summary(out):
-            config.check_unchanged(settings, out)
-        else:
-            trainer.train(settings, out, resume=runs.has_checkpoint(out))
-    print(report.compare_table(list(planned)))
+    study, out = _study(arguments, overrides), _out(arguments)
+    name, default = Path(arguments.config).stem, Path("results/ledger.csv")
+    if study.config == str(Path(arguments.config).resolve()) or arguments.rehearse:
+        default = out / "ledger.csv"
+    ledger = studies.Ledger(Path(arguments.ledger or default))
+    if arguments.rehearse:
+        study = studies.rehearsed(study)
+    grid = studies.Grid(name, study)
+    if not arguments.report:
+        studies.run(grid, out, ledger, _number("jobs", arguments.jobs, int))
+    print(findings.study_report(ledger.path, ledger.curves, name, grid.planned(ledger)))
+    for figure in findings.write_figures(ledger.curves, ledger.path, name, out):
+        print(figure)
+
+
+def _study(arguments, overrides):
+    """The study of a file, of which ``--methods`` picks; or of ``--methods`` and a run's config."""
+    from minidrl import config, studies
+
+    path, own = Path(arguments.config), ("seeds", "equal", "hours", "rates", "updates")
+    given = {key: getattr(arguments, key) for key in own if getattr(arguments, key) is not None}
+    for key in given.keys() & {"rates", "updates"}:
+        given[key] = f"[{given[key]}]"
+    names, data = arguments.methods and arguments.methods.split(","), config.read(path)
+    if names and "methods" not in data:
+        rate = config.load(config.Train, path, {"method": "reinforce"}).optimizer.learning_rate
+        data = {"config": path.name, "methods": names, "rates": [rate], "seeds": 3}
+        names = None
+    return studies.of(path, data, overrides | given, names)
 
 
 def _controls(arguments, overrides) -> None:

@@ -77,14 +77,16 @@ class Optimizer:
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Held-out evaluation: ``n`` puzzles at ``temperature`` (1 = the policy that is trained), every
-    ``every`` updates (0: only before and after)."""
+    ``every`` steps (0: only before and after). ``skip``: held-out puzzles that come before them and
+    are left for another purpose, such as the choice of a learning rate."""
 
     n: int = 512
     temperature: float = 1.0
     every: int = 0
+    skip: int = 0
 
     def __post_init__(self):
-        _at_least(self, "evaluate.", n=1, temperature=0, every=0)
+        _at_least(self, "evaluate.", n=1, temperature=0, every=0, skip=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,17 +231,18 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     Raises ValueError, in one line that names the key, the value and what is allowed.
     """
     path, overrides = Path(path), overrides or {}
-    data = _read(path)
+    data = read(path)
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
     for key, value in overrides.items():
-        _set(data, key, _parsed(key, value) if isinstance(value, str) else value)
+        _set(data, key, parsed(key, value) if isinstance(value, str) else value)
     return from_dict(kind, data)
 
 
-def _read(path: Path) -> dict:
+def read(path: Path) -> dict:
+    """The mapping in a YAML file; ValueError where there is none."""
     if not path.is_file():
         shipped = "the configs that ship are in tiny_configs/"
         raise ValueError(f"config: got {str(path)!r}, which is no file; {shipped}")
@@ -271,7 +274,8 @@ def _model(parent: Path, name: str) -> str:
     return name if known else str((parent / name).resolve())
 
 
-def _parsed(key: str, text: str) -> Any:
+def parsed(key: str, text: str) -> Any:
+    """The value that a text of the command line stands for."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -335,7 +339,7 @@ def to_dict(settings: Any) -> dict:
 
 def of_run(kind: type, folder: Path) -> Any:
     """The settings with which the run in ``folder`` was started."""
-    return from_dict(kind, _read(folder / "config.yaml"))
+    return from_dict(kind, read(folder / "config.yaml"))
 
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:

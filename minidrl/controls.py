@@ -20,8 +20,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minidrl import checkpoints, config, files, report, sampler, trainer
+from minidrl import checkpoints, config, files, sampler, tables, trainer
 from minidrl.denoiser import Denoiser
+from minidrl.ledger import SELF_TRAINING
 
 CONTROLS = "controls.json"
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
@@ -40,11 +41,11 @@ def solved(
     ``changes``: other sampler settings.
     """
     decoding = dataclasses.replace(settings.sampler, temperature=temperature, **changes)
-    how = {"n": settings.evaluate.n, "samples": samples}
+    how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip, "samples": samples}
     return trainer.evaluate(model, tok, settings.task, decoding, **how)
 
 
-def self_training(settings: config.Train) -> trainer.Learner:
+class SelfTraining(trainer.Learner):
     """Supervised fine-tuning on correct samples of the frozen base, with the run's other settings.
 
     Also known as rejection-sampling fine-tuning; one round of expert iteration.
@@ -53,15 +54,37 @@ def self_training(settings: config.Train) -> trainer.Learner:
     with reward 1 for solved, no baseline, and a sampler that never learns: the difference to the RL
     run is that the data are not on-policy.
     """
-    settings = dataclasses.replace(settings, method="reinforce", method_options={})
-    learner, base = trainer.Learner(settings), trainer.Learner(settings)
-    for step in tqdm(range(settings.steps), desc="self-training", mininterval=1):
+
+    def __init__(self, settings: config.Train):
+        settings = dataclasses.replace(settings, method="reinforce", method_options={})
+        super().__init__(settings)
+        self.method = dataclasses.replace(self.method, name=SELF_TRAINING)
+        self.base = trainer.Learner(settings)
+
+    def step(self, step: int) -> dict:
+        """One rollout of the base, ``num_iterations`` updates; returns the metrics row."""
         clock = trainer.Clock()
-        experience = base.collect(step, clock)
+        experience = self.base.collect(step, clock)
+        updates = range(self.settings.num_iterations)
+        rows = [self._imitate(step, i, experience, clock) for i in updates]
+        return self._metrics(step, experience, rows, clock)
+
+    def _imitate(
+        self, step: int, update: int, experience: trainer.Experience, clock: trainer.Clock
+    ) -> dict:
         correct = experience.solved.to(experience.reward)
-        if correct.any():
-            plan = learner.method.plan(experience.rollout, learner.generator(step, "plan 0"))
-            learner.update(experience, plan, correct * len(correct) / correct.sum(), None, clock)
+        if not correct.any():
+            return self._no_update(clock)
+        plan = self.method.plan(experience.rollout, self.generator(step, f"plan {update}"))
+        weights = correct * len(correct) / correct.sum()
+        return self.update(experience, plan, weights, None, clock)[0]
+
+
+def self_training(settings: config.Train) -> SelfTraining:
+    """What ``SelfTraining`` has learned after the steps of a run; nothing is written."""
+    learner = SelfTraining(settings)
+    for step in tqdm(range(settings.steps), desc=SELF_TRAINING, mininterval=1):
+        learner.step(step)
     return learner
 
 
@@ -106,4 +129,4 @@ def table(runs: list[Path]) -> str:
         values = [100 * row[name] for row in rows]
         cells = {column: f"{value:.1f}" for column, value in zip(columns, values, strict=True)}
         out.append({"solved (%)": name} | cells | {"mean": f"{sum(values) / len(values):.1f}"})
-    return report.markdown_table(out, ("solved (%)", *columns, "mean"))
+    return tables.markdown_table(out, ("solved (%)", *columns, "mean"))

@@ -32,7 +32,7 @@ MANY = 30  # pairs from which on the surest differences come first
 GOALS = (0.1, 0.2)  # of the leaderboard, above the best decoder of the base
 SPENT = {"calls": "network calls", "updates": "updates", "seconds": "seconds"}
 WHO = ("study", "method", "updates a rollout", "rate")
-COMMAND = "python -m minidrl study {study} --cells {cell}"
+COMMAND = "python -m minidrl compare studies/{study}.yaml --methods {method}"
 
 
 # ------------------------------------------------------------------------------------------- tables

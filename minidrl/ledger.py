@@ -8,18 +8,24 @@ the curves   a line for each cell and held-out evaluation
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-CONTROL = "self-training"  # on the base's own correct samples; no row of METHODS
+from filelock import FileLock, Timeout
+
+from minidrl import files
+
+SELF_TRAINING = "self-training"  # on the base's own correct samples; no row of METHODS
 COLLAPSE = 0.05  # a method collapsed if its mean ends by more than this below the base
 PHASES = ("rollout", "scoring", "update")
 PLANNED = re.compile(r"(.+?)-(\d[\d.]*(?:e[+-]?\d+)?)-(\d+)-(\d+)")  # METHOD-RATE-UPDATES-SEED
@@ -28,7 +34,7 @@ Row = dict[str, Any]
 Courses = dict[str, list[Row]]
 
 
-# ------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------ columns
 class Kind(NamedTuple):
     """What a column holds: how it is read, what is allowed, and that in words."""
 
@@ -57,11 +63,61 @@ COSTS = [
 ]
 LEDGER = {"study": NAME, "cell": NAME, "stage": STAGE, "method": NAME, "options": OBJECT}
 LEDGER |= {"rate": RATE, "updates": COUNT, "seed": COUNT, "steps": COUNT, "bed": NAME, "key": TEXT}
-LEDGER |= {"status": STATUS, "judged": TEXT, "version": TEXT} | dict.fromkeys(COSTS, COST)
+LEDGER |= {"status": STATUS, "judged": TEXT}
 LEDGER |= dict.fromkeys(("before", "after", "greedy_after", "train_end"), SHARE)
-CURVES = {"study": NAME, "cell": NAME, "step": COUNT, "held_out": SOLVED, "training": SHARE}
+LEDGER |= dict.fromkeys(COSTS, COST) | {"version": TEXT}
+CURVES = {"study": NAME, "cell": NAME, "step": COUNT}
 CURVES |= dict.fromkeys(("updates", "calls", "seconds"), AMOUNT)
+CURVES |= {"held_out": SOLVED, "training": SHARE}
 CURVES |= dict.fromkeys(("reward", "grad_norm", "ratio_std", "clip_fraction", "entropy"), MEASURE)
+
+
+# ------------------------------------------------------------------------------- reading and adding
+class Ledger:
+    """ledger.csv and curves.csv in one folder: each is written whole, by one process at a time."""
+
+    def __init__(self, path: Path):
+        self.path, self.curves = path, path.with_name("curves.csv")
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, no other process writes to it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{self.path}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            got = f"{str(self.path)!r}, to which another process is writing"
+            allowed = "another --ledger, or wait until that has ended"
+            raise ValueError(f"ledger: got {got}; allowed {allowed}") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def rows(self, study: str) -> list[Row]:
+        """The lines of a study; none where there is no file."""
+        rows = read_ledger(self.path) if self.path.exists() else []
+        return [row for row in rows if row["study"] == study]
+
+    def add(self, line: Row, courses: Sequence[Row]) -> None:
+        """A cell that is done, and its evaluations."""
+        _put(self.curves, CURVES, courses)
+        _put(self.path, LEDGER, [line])  # last: what it names is there
+
+
+def _put(path: Path, columns: Mapping[str, Kind], rows: Sequence[Row]) -> None:
+    # In the place of those of the same cell, which a process that was ended between the two left.
+    text, cells = io.StringIO(), {(row["study"], row["cell"]) for row in rows}
+    before = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            before = list(csv.DictReader(file))
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row for row in before if (row["study"], row["cell"]) not in cells)
+    writer.writerows(rows)
+    files.write(path, text.getvalue())
 
 
 def read_ledger(path: str | Path) -> list[Row]:
@@ -127,7 +183,7 @@ class Group:
 
     @cached_property
     def name(self) -> str:
-        return f"{self.method} (control)" if self.method == CONTROL else self.method
+        return f"{self.method} (control)" if self.method == SELF_TRAINING else self.method
 
     @cached_property
     def ended(self) -> dict[int, Row]:

@@ -25,7 +25,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from minidrl import files
-from minidrl.tables import markdown_table
 
 BLUE, ORANGE, INK, GRID = "#0072B2", "#D55E00", "#333333", "#E4E4E4"
 STEPS = (1, 2, 5, 10)  # distances between ticks, times a power of ten
@@ -46,8 +45,6 @@ STYLE = {
 }
 
 SUMMARY_KEYS = ("method", "seed", "steps", "seconds", "solved_before", "solved_after")
-COMPARED = ("steps", "seconds", "solved before (%)", "solved after (%)", "delta (points)")
-COMPARE_COLUMNS = ("method", "seed", *COMPARED)
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -236,57 +233,7 @@ def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
-# ------------------------------------------------------------------------------------------- tables
-def compare_table(runs: Sequence[str | Path]) -> str:
-    """A Markdown table of finished runs: a row for each, and their mean [lowest, highest].
-
-    The mean is that of a method with several runs. Methods keep the order of `runs`, seeds are
-    sorted. Rates in percent; delta, the rate after minus the rate before of the same run, in
-    percentage points. The bracket is the range over runs, not a confidence interval.
-    Raises: ValueError as `read_summary` does, or when there are no runs.
-    """
-    if not runs:
-        raise ValueError("runs: got none; allowed is one folder or more")
-    rows, summaries = [], [read_summary(run) for run in runs]
-    for method in dict.fromkeys(summary["method"] for summary in summaries):
-        group = [summary for summary in summaries if summary["method"] == method]
-        group.sort(key=lambda summary: str(summary["seed"]).zfill(20))
-        values = [_compare_values(summary) for summary in group]
-        for summary, value in zip(group, values, strict=True):
-            rows.append({"method": method, "seed": summary["seed"], **_written(value)})
-        if len(group) > 1:
-            name = {"method": method, "seed": f"mean of {len(group)}"}
-            rows.append({**name, **_mean_and_range(values)})
-    return markdown_table(rows, COMPARE_COLUMNS)
-
-
-def _compare_values(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of one run in the units of the table."""
-    before, after = 100 * summary["solved_before"], 100 * summary["solved_after"]
-    values = (summary["steps"], summary["seconds"], before, after, after - before)
-    return dict(zip(COMPARED, values, strict=True))
-
-
-def _written(values: Mapping[str, float]) -> dict[str, str]:
-    return {column: _format(column).format(value) for column, value in values.items()}
-
-
-def _mean_and_range(group: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Mean and range of each column; only the mean where all runs agree."""
-    written = {}
-    for column in group[0]:
-        values, form = [row[column] for row in group], _format(column)
-        mean, low, high = math.fsum(values) / len(values), min(values), max(values)
-        spread = "" if low == high else f" [{form.format(low)}, {form.format(high)}]"
-        written[column] = form.format(mean) + spread
-    return written
-
-
-def _format(column: str) -> str:
-    forms = {"steps": "{:.0f}", "seconds": "{:.0f}", "delta (points)": "{:+.1f}"}
-    return forms.get(column, "{:.1f}")
-
-
+# ------------------------------------------------------------------------------------------ numbers
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 

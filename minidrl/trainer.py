@@ -52,16 +52,26 @@ from minidrl.tasks.text import decode, encode_prompts, encode_responses
 # ---------------------------------------------------------------------------------------- an RL run
 
 
-def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
-    """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png; returns summary.json."""
+def train(
+    settings: config.Train,
+    out: Path,
+    resume: bool = False,
+    kind: Callable[[config.Train], Learner] | None = None,
+) -> dict:
+    """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png; returns summary.json.
+
+    ``kind``: what learns; default Learner.
+    """
     try:
-        return _train(settings, out, resume)
+        return _train(settings, out, resume, kind or Learner)
     except torch.OutOfMemoryError as error:
         raise memory.out_of_memory(error, settings, out) from None
 
 
-def _train(settings: config.Train, out: Path, resume: bool) -> dict:
-    learner = distributed.collectively(lambda: Learner(settings))
+def _train(
+    settings: config.Train, out: Path, resume: bool, kind: Callable[[config.Train], Learner]
+) -> dict:
+    learner = distributed.collectively(lambda: kind(settings))
     with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
@@ -128,7 +138,7 @@ def _milestones(learner: Learner, log: MetricsLog, out: Path, state: dict) -> No
 def _evaluate_into(log: MetricsLog, learner: Learner, step: int, seconds: float) -> float:
     s = learner.settings
     decoding = dataclasses.replace(s.sampler, temperature=s.evaluate.temperature)
-    how = {"n": s.evaluate.n, "micro_batch": s.micro_batch}
+    how = {"n": s.evaluate.n, "skip": s.evaluate.skip, "micro_batch": s.micro_batch}
     with memory.part("evaluation"):
         scores = evaluate(learner.model, learner.tok, learner.task, decoding, **how)
     row = {"step": step, "seconds": seconds, "eval/temperature": s.evaluate.temperature}
@@ -702,17 +712,18 @@ def evaluate(
     settings: sampler.Sampler,
     *,
     n: int,
+    skip: int = 0,
     seed: int = 0,
     samples: int = 1,
     micro_batch: int = 128,
 ) -> dict:
-    """Shares of the first ``n`` held-out problems: solved, and the task's other marks.
+    """Shares of ``n`` held-out problems, after the first ``skip``: solved, and the task's marks.
 
     ``settings.temperature`` is the policy that is judged; 0 is greedy. With ``samples`` k > 1 also
     pass@k: the share of problems solved by at least one of k samples.
     """
     model.eval()
-    problems = task.held_out(n)
+    problems = task.held_out(skip + n)[skip:]
     where = (task.prompt_length, model.device, task.prompt_format)
     prompt, mask = encode_prompts(tok, problems, *where)
     rollout = distributed.generate(
@@ -856,7 +867,8 @@ def _pretrain(
         if settings.save_every and (step + 1) % settings.save_every == 0:
             save(step + 1)
     seconds = time.perf_counter() - started
-    scores = evaluate(model, tok, settings.task, settings.sampler, n=settings.evaluate.n)
+    how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
+    scores = evaluate(model, tok, settings.task, settings.sampler, **how)
     with files.into(out) as part:
         checkpoints.save(model, tok, part)
     summary = {"steps": last, "seconds": round(seconds, 1), "parameters": model.num_parameters()}

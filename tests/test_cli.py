@@ -291,8 +291,10 @@ OTHER_MISTAKES = {
     "estimators --n 3": "--n: unknown option",
     "compare run.yaml --methods reinforce,pppo --out all": "method: got 'pppo'; allowed reinforce",
     "compare run.yaml --methods reinforce,egspo-released --out all": "plan.num_states: got 8; allowed up to the 4 steps",
-    "compare run.yaml --methods reinforce --seeds 0 --out all": "seeds: got '0'; allowed integers from 1",
-    "compare run.yaml --methods reinforce": "the following arguments are required: --out",
+    "compare run.yaml --methods reinforce --seeds 0 --out all": "seeds: got 0; allowed from 1",
+    "compare run.yaml": "methods: run.yaml names none; allowed the file of a study, or --methods with that of a run",
+    "compare run.yaml --methods reinforce --jobs 0": "jobs: got '0'; allowed integers from 1",
+    "compare run.yaml --methods reinforce --rates much": "rates: got ['much']; allowed different numbers, each above 0",
 }
 
 
@@ -456,20 +458,29 @@ def test_logits_that_are_nan_from_the_start_exit_with_status_1(folder, capfd, mo
         assert run(capfd, *words) == (1, "", "minidrl: logits: the model returned NaN or +inf\n")
 
 
-def test_compare_runs_what_is_missing_and_refuses_runs_with_other_settings(folder, capfd, monkeypatch):
-    words = ["compare", "run.yaml", "--methods", "reinforce,grpo", "--seeds", "2", "--out", "all"]
+def test_compare_does_what_is_missing_and_refuses_cells_with_other_settings(folder, capfd, monkeypatch):
+    words = ["compare", "run.yaml", "--methods", "reinforce,grpo", "--seeds", "2", "--out", "all", "--jobs", "1"]
     status, table, _ = run(capfd, *words)
     assert status == 0
-    assert {path.name for path in (folder / "all").iterdir()} == {"reinforce-0", "reinforce-1", "grpo-0", "grpo-1"}
-    assert table.splitlines()[0].startswith("| method") and table.count("grpo") >= 2
-    monkeypatch.setattr(trainer, "Learner", lambda *_: pytest.fail("a finished run is not repeated"))
+    cells = {path.name for path in (folder / "all").iterdir() if path.is_dir()}
+    assert cells == {f"{name}-3e-4-1-{seed}" for name in ("reinforce", "grpo") for seed in (0, 1)}
+    assert "| reinforce" in table and "| grpo" in table and "not distinguishable" in table
+    monkeypatch.setattr(trainer, "train", lambda *_: pytest.fail("a cell of the ledger is not repeated"))
     assert run(capfd, *words)[:2] == (0, table)
-    message = "steps: got 3; allowed 1, with which the run in all/reinforce-0 was started"
+    assert run(capfd, *words, "--report")[:2] == (0, table)
+    message = "cell: got reinforce-3e-4-1-0 with other settings than in all/ledger.csv"
     assert message in refused(capfd, *words, "--steps", "3")
 
 
+def test_compare_reads_the_file_of_a_study(folder, capfd):
+    (folder / "small.yaml").write_text("config: run.yaml\nmethods: [reinforce]\nrates: [1e-4, 3e-4]\nseeds: 2\n")
+    status, out, _ = run(capfd, "compare", "small.yaml", "--rehearse", "--jobs", "1", "--out", "tried")
+    assert status == 0 and "| reinforce" in out and (folder / "tried/ledger.csv").is_file()
+    assert not (folder / "results").exists(), "a rehearsal leaves the ledger alone"
+
+
 def test_compare_continues_an_interrupted_run(folder, capfd):
-    words = "compare run.yaml --methods reinforce --seeds 1 --out all --steps 3 --save_every 1".split()
+    words = "compare run.yaml --methods reinforce --seeds 1 --out all --steps 3 --save_every 1 --jobs 1".split()
     step = trainer.Learner.step
 
     def interrupted(learner, number):
@@ -481,7 +492,7 @@ def test_compare_continues_an_interrupted_run(folder, capfd):
         patch.setattr(trainer.Learner, "step", interrupted)
         assert run(capfd, *words)[0] == 130
     assert run(capfd, *words)[0] == 0
-    rows = report.read_metrics(folder / "all/reinforce-0")
+    rows = report.read_metrics(folder / "all/reinforce-3e-4-1-0")
     assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3]
 
 

@@ -16,7 +16,7 @@ def test_every_order_and_temperature_is_judged_as_evaluate_judges_it(tmp_path, m
     assert list(found) == list(sampler.ORDERS) and {tuple(by) for by in found.values()} == {controls.TEMPERATURES}
     decoders = [dataclasses.replace(settings.sampler, order=o, temperature=t) for o in found for t in controls.TEMPERATURES]
     assert [decoding for _, decoding, _ in asked] == decoders
-    assert all(task == settings.task and how == {"n": 16, "samples": 1} for task, _, how in asked)
+    assert all(task == settings.task and how == {"n": 16, "skip": 0, "samples": 1} for task, _, how in asked)
     model, tok = checkpoints.load(settings.model)
     cell = evaluate(model, tok, settings.task, decoders[-1], n=16)["solved"]
     assert found[decoders[-1].order][decoders[-1].temperature] == cell

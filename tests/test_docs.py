@@ -29,7 +29,7 @@ FOUNDATIONS = {f"{PACKAGE}.{name}": set() for name in ("algorithms", "oracle", "
 FOUNDATIONS |= {f"{PACKAGE}.{name}": {f"{PACKAGE}.algorithms"} for name in ("features", "methods")}
 FOUNDATIONS |= {f"{PACKAGE}.sampler": {f"{PACKAGE}.algorithms", f"{PACKAGE}.features"}}  # what a network is, it has from there
 # These use the rest, and nothing below uses them; a loop uses those before it only.
-LOOPS = tuple(f"{PACKAGE}.{name}" for name in ("trainer", "controls", "verify", "__main__"))
+LOOPS = tuple(f"{PACKAGE}.{name}" for name in ("trainer", "controls", "studies", "verify", "__main__"))
 WIDTH, WIDTHS = 100, {f"{PACKAGE}.algorithms": 88}  # columns
 MAX_BODY, MIN_PROSE = 20, 1 / 3
 
@@ -156,7 +156,7 @@ def test_a_missing_docstring_is_found():
 # ------------------------------------------------------------------------------------------------- settings and records
 
 WORKING = {"Trace", "Clock", "Experience"}  # filled while a step goes on; everything else that is passed around stays as it is
-SETTINGS = {"Sampler", "Method", "Network", "Optimizer", "Evaluation", "Lora", "Pretrain", "Train"}
+SETTINGS = {"Sampler", "Method", "Network", "Optimizer", "Evaluation", "Lora", "Pretrain", "Train", "Choice", "Study"}
 
 
 def test_records_and_settings_cannot_be_changed_and_settings_are_given_by_name():

@@ -477,7 +477,7 @@ def test_usual_rates_cost_no_copy(base, folder, monkeypatch):
 
 
 def test_a_resumed_comparison_equals_the_uninterrupted_one(folder, capfd, monkeypatch):
-    words = ("compare", "run.yaml", "--methods", "reinforce,grpo", "--seeds", "2", "--steps", "2")
+    words = ("compare", "run.yaml", "--methods", "reinforce,grpo", "--seeds", "2", "--steps", "2", "--jobs", "1")
     assert command(capfd, *words, "--out", "whole")[0] == 0
     collect, calls = trainer.Learner.collect, []
 
@@ -492,11 +492,10 @@ def test_a_resumed_comparison_equals_the_uninterrupted_one(folder, capfd, monkey
 
     stop_at(3)  # in the first step of the second run
     status, line = command(capfd, *words, "--out", "parts")
-    assert status == 130 and line.endswith("parts/reinforce-1/checkpoint-1 is saved; the same command goes on")
-    (folder / "parts/reinforce-0/summary.json").write_text("")
+    assert status == 130 and "/checkpoint-1 is saved" in line and line.endswith("; the same command goes on")
     monkeypatch.setattr(trainer.Learner, "collect", collect)
     assert command(capfd, *words, "--out", "parts")[0] == 0
-    for name in ("reinforce-0", "reinforce-1", "grpo-0", "grpo-1"):
+    for name in (f"{method}-1e-3-1-{seed}" for method in ("reinforce", "grpo") for seed in (0, 1)):
         assert_equal_runs(folder / "whole" / name, folder / "parts" / name)
 
 

@@ -189,28 +189,3 @@ def test_a_column_of_means_and_ranges_is_a_column_of_numbers():
 
 def test_a_table_without_rows_has_a_header():
     assert tables.markdown_table([], ["a", "b"]) == "| a   | b   |\n| --- | --- |"
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-def test_compare_gives_each_run_and_the_mean_and_range_of_its_method(tmp_path):
-    runs = [
-        write_summary(tmp_path / "b", method="drpo", solved_before=0.1, solved_after=0.05),
-        write_summary(tmp_path / "a10", seed=10, seconds=90.0, solved_after=0.45),
-        write_summary(tmp_path / "a2", seed=2, solved_before=0.125, solved_after=0.3),
-    ]
-    header, _, *rows = cells(report.compare_table(runs))
-    assert header == ["method", "seed", "steps", "seconds", "solved before (%)", "solved after (%)", "delta (points)"]
-    assert rows == [
-        ["drpo", "0", "10", "60", "10.0", "5.0", "-5.0"],
-        ["grpo", "2", "10", "60", "12.5", "30.0", "+17.5"],
-        ["grpo", "10", "10", "90", "10.0", "45.0", "+35.0"],
-        ["grpo", "mean of 2", "10", "75 [60, 90]", "11.2 [10.0, 12.5]", "37.5 [30.0, 45.0]", "+26.2 [+17.5, +35.0]"],
-    ]
-
-
-def test_comparing_nothing_is_an_error():
-    with pytest.raises(ValueError, match="runs: got none"):
-        report.compare_table([])

@@ -1,0 +1,537 @@
+"""A study: a grid of runs, methods x learning rates x updates a rollout x seeds, and its ledger.
+
+    choose   every rate, on seeds and held-out puzzles that the report does not use
+    report   for each method and number of updates the rate that did best there, on the seeds of
+             the report: paired, since runs of one seed share puzzles, noise and evaluation
+
+A run of the grid is a cell. A cell that is done is one line of ``ledger.csv`` and one line of
+``curves.csv`` beside it for each of its evaluations; the same command does what is missing. Several
+cells run at a time, each in a process of its own with one thread: two that share two cores with two
+threads each are many times slower than one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from minidrl import checkpoints, config, controls, files, rehearsal, report, runs, trainer
+from minidrl.launch import Interrupted, RunError, one_line, stop_requests
+from minidrl.ledger import PHASES, SELF_TRAINING, Ledger, rate_text
+
+CELL = "cell.json"
+CHOOSE, REPORT = "choose", "report"
+FIRST_CHOICE = 1000  # the seeds of the choice; those of the report begin at 0
+EQUAL = ("updates", "calls")
+# Means since the evaluation before, under the names of metrics.jsonl.
+MEANS = {
+    "training": "solved",
+    "reward": "reward",
+    "grad_norm": "grad_norm",
+    "ratio_std": "ratio_std",
+    "clip_fraction": "clip_fraction",
+    "entropy": "entropy",
+}
+# What changes no number of a run beyond rounding.
+_FREE = ("threads", "device", "save_every", "micro_batch", "compile", "tensorboard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The choice of rates: ``seeds`` runs of each, judged on ``n`` held-out puzzles after those of
+    the report."""
+
+    seeds: int = 1
+    n: int = 512
+
+    def __post_init__(self):
+        for name in ("seeds", "n"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"choose.{name}: got {getattr(self, name)}; allowed from 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A grid of runs.
+
+    config     the run that all cells share, a path relative to the study's file
+    settings   keys that differ from it in every cell, as on the command line
+    methods    names; or a mapping of labels to the keys in which this label differs, ``method``
+               among them (without: the label). ``self-training`` is one of ``controls``
+    rates      learning rates; where there are several, one is chosen for each method and number
+               of updates
+    updates    updates a rollout (``num_iterations``)
+    seeds      how many the report has
+    equal      ``updates``: every cell has the config's ``steps``. ``calls``: every method has as
+               many as it takes to make the network calls of the first one, by a trial step
+    hours      the grid is refused where the first cells say that it will need more
+    """
+
+    config: str
+    settings: dict = field(default_factory=dict)
+    methods: dict
+    rates: list = field(default_factory=list)
+    updates: list = field(default_factory=lambda: [1])
+    seeds: int = 5
+    choose: Choice = field(default_factory=Choice)
+    equal: str = "updates"
+    hours: float = 8.0
+
+    def __post_init__(self):
+        for label, how in self.methods.items():
+            if not isinstance(label, str) or not isinstance(how, dict):
+                allowed = "a name with a mapping of settings"
+                raise ValueError(f"methods: got {label!r}: {how!r}; allowed {allowed}")
+        _all_numbers("rates", self.rates, lambda x: isinstance(x, float) and x > 0, "above 0")
+        _all_numbers("updates", self.updates, lambda x: type(x) is int and x > 0, "whole, from 1")
+        for name, low in {"seeds": 1, "hours": 0}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}: got {getattr(self, name)}; allowed from {low}")
+        if self.equal not in EQUAL:
+            raise ValueError(f"equal: got {self.equal!r}; allowed {', '.join(EQUAL)}")
+
+
+def _all_numbers(key: str, values: list, right: Callable[[Any], bool], allowed: str) -> None:
+    if not values or len({*values}) < len(values) or not all(map(right, values)):
+        raise ValueError(f"{key}: got {values!r}; allowed different numbers, each {allowed}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study."""
+
+    study: str
+    stage: str
+    label: str
+    settings: config.Train
+    imitates: bool  # self-training
+
+    @property
+    def name(self) -> str:
+        """METHOD-RATE-UPDATES-SEED."""
+        s = self.settings
+        return f"{self.label}-{rate_text(s.optimizer.learning_rate)}-{s.num_iterations}-{s.seed}"
+
+    @property
+    def line(self) -> tuple[str, int]:
+        """What a rate is chosen for."""
+        return self.label, self.settings.num_iterations
+
+    @property
+    def key(self) -> str:
+        """A hash of all settings that could change its numbers."""
+        plain = config.to_dict(self.settings)
+        kept = {key: value for key, value in plain.items() if key not in (*_FREE, "model")}
+        return _short_hash(json.dumps([kept, self.imitates], sort_keys=True).encode())
+
+
+# ---------------------------------------------------------------------------------------- the grid
+
+
+def of(
+    path: Path, data: dict, overrides: dict[str, Any], names: Sequence[str] | None = None
+) -> Study:
+    """A study from the plain data of the file ``path``, to which its ``config`` is relative.
+
+    The overrides are the study's own keys or, all others, settings of every cell. ``names``: of its
+    methods only these; one that it does not have is a row of METHODS.
+    """
+    own, data = {f.name for f in dataclasses.fields(Study)}, dict(data)
+    if "methods" not in data:
+        allowed = "the file of a study, or --methods with that of a run"
+        raise ValueError(f"methods: {path} names none; allowed {allowed}")
+    for key, value in overrides.items():
+        value = config.parsed(key, value) if isinstance(value, str) else value
+        if key in own:
+            data[key] = value
+        elif key.startswith("choose."):
+            data["choose"] = data.get("choose", {}) | {key.removeprefix("choose."): value}
+        else:
+            data["settings"] = data.get("settings", {}) | {key.removeprefix("settings."): value}
+    if isinstance(data["methods"], list):
+        data["methods"] = dict.fromkeys(data["methods"])
+    if isinstance(data["methods"], dict):  # what follows a label may be left out
+        data["methods"] = {label: how or {} for label, how in data["methods"].items()}
+        if names:
+            data["methods"] = {label: data["methods"].get(label, {}) for label in names}
+    if isinstance(data.get("rates"), list):  # YAML reads 3e-4 as a string
+        data["rates"] = [_number(rate) for rate in data["rates"]]
+    study = config.from_dict(Study, data)
+    return dataclasses.replace(study, config=str((path.parent / study.config).resolve()))
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+class Grid:
+    """The cells of a study, as far as they are known: those of the report wait for the choice."""
+
+    def __init__(self, name: str, study: Study):
+        self.name, self.study = name, study
+        self.steps: dict[tuple[str, int], int] = {}
+        for line in self.lines():  # what is wrong must not surface after hours of other cells
+            rehearsal.method_of(self._cell(REPORT, *line, study.rates[0], 0).settings)
+        if study.equal == "calls":
+            self._equalize()
+
+    def lines(self) -> list[tuple[str, int]]:
+        """(label, updates a rollout): what is told apart."""
+        return [(label, n) for n in self.study.updates for label in self.study.methods]
+
+    def choices(self) -> list[Cell]:
+        """The cells of the choice; none where there is one rate."""
+        s = self.study
+        if len(s.rates) == 1:
+            return []
+        seeds = range(FIRST_CHOICE, FIRST_CHOICE + s.choose.seeds)
+        return [
+            self._cell(CHOOSE, label, updates, rate, seed)
+            for seed in seeds
+            for rate in s.rates
+            for label, updates in self.lines()
+        ]
+
+    def cells(self, stage: str, ledger: Ledger) -> list[Cell]:
+        """The cells of a stage, as far as the ledger lets them be known."""
+        if stage == CHOOSE:
+            return self.choices()
+        return self.reports(chosen(self.study, ledger.rows(self.name), self.lines()))
+
+    def planned(self, ledger: Ledger) -> list[str]:
+        """The names of all cells that are known."""
+        return [cell.name for stage in (CHOOSE, REPORT) for cell in self.cells(stage, ledger)]
+
+    def bed(self) -> str:
+        """That of every cell."""
+        return bed_of(self._cell(REPORT, *self.lines()[0], self.study.rates[0], 0).settings)
+
+    def reports(self, rates: dict[tuple[str, int], float]) -> list[Cell]:
+        """The cells of the report, for the lines whose rate is known."""
+        return [
+            self._cell(REPORT, *line, rates[line], seed)
+            for seed in range(self.study.seeds)
+            for line in self.lines()
+            if line in rates
+        ]
+
+    def _cell(self, stage: str, label: str, updates: int, rate: float, seed: int) -> Cell:
+        s = self.study
+        keys = {"method": label} | s.settings | s.methods[label]
+        imitates = keys["method"] == SELF_TRAINING
+        if imitates:
+            keys |= {"method": "reinforce", "method_options": {}}
+        keys |= {"num_iterations": updates, "optimizer.learning_rate": rate, "seed": seed}
+        with contextlib.redirect_stderr(io.StringIO()):  # the ledger says what options a cell had
+            settings = config.load(config.Train, s.config, keys)
+        judged = settings.evaluate
+        if stage == CHOOSE:
+            judged = dataclasses.replace(judged, skip=judged.skip + judged.n, n=s.choose.n)
+        if steps := self.steps.get((label, updates)):
+            every = max(1, round(judged.every * steps / settings.steps)) if judged.every else 0
+            judged = dataclasses.replace(judged, every=every)
+            settings = dataclasses.replace(settings, steps=steps)
+        settings = dataclasses.replace(settings, evaluate=judged, threads=1)
+        return Cell(self.name, stage, label, settings, imitates)
+
+    def _equalize(self) -> None:
+        """Steps for each line that make the network calls of the first one: a trial step each."""
+        budget = None
+        for line in self.lines():
+            cell = self._cell(REPORT, *line, self.study.rates[0], FIRST_CHOICE)
+            calls = sum(_calls(_learner(cell)(cell.settings).step(0)).values())
+            budget = budget or calls * cell.settings.steps
+            self.steps[line] = max(1, round(budget / calls))
+
+
+def chosen(study: Study, rows: Sequence[dict], lines: Sequence[tuple[str, int]]) -> dict:
+    """The best rate of each line: the highest mean of ``after`` over the seeds of the choice.
+
+    A cell that failed counts as nothing solved; of equal rates the lowest is taken. A line without
+    all of its cells has no entry.
+    """
+    if len(study.rates) == 1:
+        return dict.fromkeys(lines, study.rates[0])
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for row in rows:
+        if row["stage"] == CHOOSE:
+            line = found.setdefault((row["method"], row["updates"]), {})
+            line.setdefault(row["rate"], []).append(row["after"] or 0.0)
+    whole = {rate: study.choose.seeds for rate in study.rates}
+    complete = {
+        line: rates
+        for line, rates in found.items()
+        if {rate: len(values) for rate, values in rates.items()} == whole
+    }
+    return {
+        line: max(sorted(rates), key=lambda rate: sum(rates[rate]))
+        for line, rates in complete.items()
+    }
+
+
+# ------------------------------------------------------------------------------------------- a cell
+
+
+def run_cell(cell: Cell, out: Path) -> None:
+    """Train and judge a cell in its folder, or go on with it; cell.json is written last.
+
+    A run that had to stop because a number in it is not finite is a result, too.
+    """
+    if runs.read_summary(out):
+        config.check_unchanged(cell.settings, out)
+    else:
+        try:
+            trainer.train(cell.settings, out, runs.has_checkpoint(out), _learner(cell))
+        except RunError as error:
+            why = one_line(error).partition(";")[0]  # what follows says where on this disk
+            files.write(out / CELL, json.dumps({"status": f"failed: {why}"}))
+            return
+    model, tok = checkpoints.load(out / f"checkpoint-{cell.settings.steps}")
+    greedy = controls.solved(model, tok, cell.settings, 0.0)["solved"]
+    files.write(out / CELL, json.dumps({"status": "finished", "greedy_after": greedy}))
+
+
+def _learner(cell: Cell) -> type[trainer.Learner]:
+    return controls.SelfTraining if cell.imitates else trainer.Learner
+
+
+def _calls(row: dict) -> dict[str, int]:
+    # Forward equivalents: a backward counts twice.
+    calls = {phase: row.get(f"network_calls/{phase}", 0) for phase in (*PHASES, "rollout_kl")}
+    both = calls["rollout"] + calls["rollout_kl"]
+    return {"rollout": both, "scoring": calls["scoring"], "update": 3 * calls["update"]}
+
+
+def curve(cell: Cell, run: Path) -> list[dict]:
+    """A line of curves.csv for each evaluation of a run."""
+    lines, since, calls = [], [], 0
+    for row in report.read_metrics(run):
+        if "solved" in row:
+            since.append(row)
+            calls += sum(_calls(row).values())
+        if "eval/solved" in row:
+            step = row["step"]
+            place = {"study": cell.study, "cell": cell.name, "step": step}
+            place["updates"] = step * cell.settings.num_iterations
+            spent = {"calls": calls, "seconds": round(row["seconds"], 1)}
+            means = {
+                name: _mean([r[key] for r in since if key in r]) for name, key in MEANS.items()
+            }
+            lines.append(place | spent | {"held_out": row["eval/solved"]} | means)
+            since = []
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float | str:
+    return float(f"{sum(values) / len(values):.6g}") if values else ""
+
+
+def ledger_line(cell: Cell, run: Path, bed: str) -> dict:
+    """The line of ledger.csv of a cell that is done."""
+    s, told, metrics = cell.settings, files.read_object(run / CELL), report.read_metrics(run)
+    rows = [row for row in metrics if "solved" in row]
+    held_out = [row["eval/solved"] for row in metrics if "eval/solved" in row]
+    finished = told["status"] == "finished"
+    calls = {phase: sum(_calls(row)[phase] for row in rows) for phase in PHASES}
+    line = {
+        "study": cell.study,
+        "cell": cell.name,
+        "stage": cell.stage,
+        "method": cell.label,
+        "options": json.dumps({"method": s.method} | s.method_options),
+        "rate": s.optimizer.learning_rate,
+        "updates": s.num_iterations,
+        "seed": s.seed,
+        "steps": s.steps,
+        "bed": bed,
+        "key": cell.key,
+        "status": told["status"],
+        "judged": f"{s.evaluate.n} from {s.evaluate.skip}",
+        "before": held_out[0] if held_out else "",
+        "after": held_out[-1] if finished else "",
+        "greedy_after": told.get("greedy_after", ""),
+        "train_end": _mean([row["solved"] for row in rows[-max(1, len(rows) // 10) :]]),
+        "calls": sum(calls.values()),
+        "seconds": round(rows[-1]["seconds"], 1) if rows else 0.0,
+        "version": importlib.metadata.version("minidrl"),
+    }
+    for phase in PHASES:
+        spent = sum(row.get(f"seconds/{phase}", 0.0) for row in rows)
+        line |= {f"calls_{phase}": calls[phase], f"seconds_{phase}": round(spent, 1)}
+    return line
+
+
+def bed_of(settings: config.Train) -> str:
+    """A hash of what is trained and of what it is judged by: weights and task."""
+    weights = Path(settings.model) / "model.safetensors"
+    task = json.dumps(config.to_dict(settings)["task"], sort_keys=True)
+    return _short_hash(weights.read_bytes() + task.encode())
+
+
+def _short_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+# --------------------------------------------------------------------------------------- the runner
+
+
+def run(grid: Grid, out: Path, ledger: Ledger, jobs: int = 2) -> None:
+    """Do what the ledger lacks of a study, ``jobs`` cells at a time; 1: in this process."""
+    with ledger.opened():
+        work = _Work(grid, out, ledger, jobs)
+        _done(ledger, [*grid.choices(), *grid.cells(REPORT, ledger)], work.bed)  # or nothing is run
+        for stage in (CHOOSE, REPORT):
+            cells = grid.cells(stage, ledger)
+            done = _done(ledger, cells, work.bed)
+            work.do(stage, [cell for cell in cells if cell.name not in done], len(done))
+
+
+def _done(ledger: Ledger, cells: Sequence[Cell], bed: str) -> set[str]:
+    """The names of those cells that the ledger holds.
+
+    ValueError where it holds one of another bed, or of the same name with other settings.
+    """
+    rows = {row["cell"]: row for row in ledger.rows(cells[0].study)} if cells else {}
+    for row in rows.values():
+        if row["bed"] != bed:
+            got = f"{ledger.path} with cell {row['cell']} of bed {row['bed']}"
+            allowed = f"bed {bed}, that of this config, or another --ledger"
+            raise ValueError(f"ledger: got {got}; allowed {allowed}")
+    for cell in cells:
+        if cell.name in rows and rows[cell.name]["key"] != cell.key:
+            got = f"{cell.name} with other settings than in {ledger.path}"
+            allowed = "the same, another name of the study, or another --ledger"
+            raise ValueError(f"cell: got {got}; allowed {allowed}")
+    return {cell.name for cell in cells} & set(rows)
+
+
+class _Work:
+    """The cells of a stage, several at a time."""
+
+    def __init__(self, grid: Grid, out: Path, ledger: Ledger, jobs: int):
+        self.grid, self.out, self.ledger, self.jobs = grid, out, ledger, jobs
+        self.bed, self.started = grid.bed(), time.perf_counter()
+
+    def do(self, stage: str, cells: list[Cell], done: int) -> None:
+        if not cells:
+            return
+        total = len(cells) + done
+        with tqdm(total=total, initial=done, desc=f"{self.grid.name}, {stage}", smoothing=0) as bar:
+            for cell, left in self._finished(cells):
+                line = ledger_line(cell, self.out / cell.name, self.bed)
+                self.ledger.add(line, curve(cell, self.out / cell.name))
+                bar.update()
+                after = f"{float(line['after']):.1%}" if line["after"] != "" else line["status"]
+                bar.set_postfix_str(f"{cell.name}: {after}")
+                self._check_time(left)
+
+    def _finished(self, cells: list[Cell]) -> Iterator[tuple[Cell, list[Cell]]]:
+        """Each cell when it is done, and those that are not."""
+        if self.jobs == 1:
+            for i, cell in enumerate(cells):
+                run_cell(cell, self.out / cell.name)
+                yield cell, cells[i + 1 :]
+            return
+        waiting, running = list(cells), {}
+        with stop_requests() as asked, _ended(running):
+            while waiting or running:
+                while waiting and len(running) < self.jobs:
+                    cell = waiting.pop(0)
+                    running[cell.name] = cell, _start(cell, self.out / cell.name)
+                wait([process.sentinel for _, process in running.values()], timeout=0.5)
+                if signal := asked():
+                    raise Interrupted(
+                        f"stopped with {len(waiting) + len(running)} cells left", signal
+                    )
+                for cell in self._ended_cells(running):
+                    yield cell, waiting + [cell for cell, _ in running.values()]
+
+    def _ended_cells(self, running: dict) -> list[Cell]:
+        over = [cell for cell, process in running.values() if process.exitcode is not None]
+        for cell in over:
+            _, process = running.pop(cell.name)
+            if process.exitcode:
+                log = _log(self.out / cell.name)
+                said = (log.read_text().strip().splitlines() or ["nothing"])[-1]
+                message = f"cell {cell.name} ended with status {process.exitcode}: {said}"
+                raise ValueError(message) if process.exitcode == 2 else RunError(message)
+        return over
+
+    def _check_time(self, left: list[Cell]) -> None:
+        # What the cells that are done took is what the others will take.
+        rows, s = self.ledger.rows(self.grid.name), self.grid.study
+        known = {row["cell"] for row in rows} | {cell.name for cell in left}
+        unknown = len(self.grid.choices()) + len(self.grid.lines()) * s.seeds - len(known)
+        mean = sum(row["seconds"] for row in rows) / len(rows)
+        needed = mean * (len(left) + unknown) / self.jobs
+        spent = time.perf_counter() - self.started
+        if len(rows) >= 2 * self.jobs and spent + needed > 3600 * s.hours:
+            need = f"{(spent + needed) / 3600:.1f} by the first {len(rows)} cells"
+            allowed = "more hours, fewer cells or steps; what is done is kept"
+            raise ValueError(f"hours: got {s.hours:g}, the grid needs {need}; allowed {allowed}")
+
+
+def _start(cell: Cell, out: Path) -> multiprocessing.Process:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when a process first imports torch
+    process = multiprocessing.get_context("spawn").Process(target=_in_process, args=(cell, out))
+    process.start()
+    return process
+
+
+def _log(out: Path) -> Path:
+    return out.with_name(f"{out.name}.log")
+
+
+def _in_process(cell: Cell, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _log(out).open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        run_cell(cell, out)
+    except Interrupted as asked:
+        sys.exit(128 + asked.signal)
+    except (ValueError, OSError, RunError) as error:
+        print(f"minidrl: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def _ended(running: dict) -> Iterator[None]:
+    """Afterwards no process is left; each was asked to save first."""
+    try:
+        yield
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.join()
+
+
+# ---------------------------------------------------------------------------------------- rehearsal
+
+
+def rehearsed(study: Study) -> Study:
+    """The study in a minute or so: every method and number of updates, few of everything else."""
+    small = {"steps": 1, "num_prompts": 2, "num_generations": 2}
+    small |= {"evaluate.n": 4, "evaluate.every": 0}
+    how = {"settings": study.settings | small, "rates": study.rates[:1], "seeds": 2, "hours": 1.0}
+    return dataclasses.replace(study, **how)

@@ -1,0 +1,328 @@
+"""A study's grid, its ledger, and the runner: every cell once, the same numbers whatever was interrupted."""
+
+import csv
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from minidrl import config, controls, report, studies, trainer
+from minidrl import ledger as ledgers
+from minidrl.launch import Interrupted, RunError
+from minidrl.tasks.countdown import Countdown
+from minidrl.tasks.text import encode_prompts
+
+FEW = {"steps": 2, "num_prompts": 2, "num_generations": 2, "evaluate.n": 4, "evaluate.every": 1}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny.checkpoint(tmp_path_factory.mktemp("studies") / "base")
+
+
+@pytest.fixture
+def folder(base, tmp_path, monkeypatch) -> Path:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict(tiny.settings(base))))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "write_curve", lambda out: None)  # tested elsewhere, and slow
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    return tmp_path
+
+
+def study(folder: Path, **changes) -> studies.Study:
+    data = {"config": "run.yaml", "settings": FEW, "methods": ["reinforce", "drpo"], "rates": [1e-4, "3e-4"], "seeds": 2}
+    return studies.of(folder / "study.yaml", data | {"choose": {"n": 4}} | changes, {})
+
+
+def ran(folder: Path, name: str = "all", jobs: int = 1, **changes) -> tuple[studies.Grid, ledgers.Ledger]:
+    grid, ledger = studies.Grid("trial", study(folder, **changes)), ledgers.Ledger(folder / name / "ledger.csv")
+    studies.run(grid, folder / name, ledger, jobs)
+    return grid, ledger
+
+
+def numbers(path: Path) -> list[dict]:
+    """The lines without what a clock said."""
+    with path.open(newline="") as file:
+        return [{key: value for key, value in row.items() if "seconds" not in key} for row in csv.DictReader(file)]
+
+
+# ------------------------------------------------------------------------------------------------------------ the grid
+
+
+def test_the_choice_shares_no_seed_and_no_puzzle_with_the_report(folder):
+    grid = studies.Grid("trial", study(folder, choose={"seeds": 2, "n": 3}, updates=[1, 8]))
+    choices, reports = grid.choices(), grid.reports(dict.fromkeys(grid.lines(), 3e-4))
+    assert len(choices) == 2 * 2 * 2 * 2 and len(reports) == 2 * 2 * 2
+    assert not {cell.settings.seed for cell in choices} & {cell.settings.seed for cell in reports}
+    held_out = choices[0].settings.task.held_out(7)
+    judged = [held_out[s.skip : s.skip + s.n] for s in (cells[0].settings.evaluate for cells in (choices, reports))]
+    assert len(judged[0]) == 3 and len(judged[1]) == 4 and not {p.key for p in judged[0]} & {p.key for p in judged[1]}
+    assert [cell.name for cell in reports][:3] == ["reinforce-3e-4-1-0", "drpo-3e-4-1-0", "reinforce-3e-4-8-0"]
+    assert len({cell.key for cell in choices + reports}) == len(choices + reports)
+
+
+def test_skipped_puzzles_are_not_judged(folder, base):
+    settings = tiny.settings(base)
+    model, tok = tiny.network(), tiny.tokenizer()
+    held_out, met = settings.task.held_out(6), []
+
+    class Watched(Countdown):
+        def judge(self, problem, text):
+            met.append(problem)
+            return super().judge(problem, text)
+
+    task = Watched(**vars(settings.task))
+    assert trainer.evaluate(model, tok, task, settings.sampler, n=4, skip=2)["n"] == 4
+    assert met == held_out[2:] and encode_prompts(tok, met, task.prompt_length, "cpu")[0].shape[0] == 4
+
+
+def line(rate: float, after: float | None, method: str = "drpo", updates: int = 1, stage: str = "choose") -> dict:
+    return {"stage": stage, "method": method, "updates": updates, "rate": rate, "after": after}
+
+
+def test_the_best_rate_is_chosen_by_its_mean_and_a_failed_cell_counts_as_nothing_solved(folder):
+    asked, lines = study(folder, rates=[1e-4, 3e-4, 1e-3], choose={"seeds": 2}), [("drpo", 1), ("drpo", 8)]
+    rows = [line(1e-4, 0.25), line(1e-4, 0.25), line(3e-4, 0.5), line(3e-4, None), line(1e-3, 0.2), line(1e-3, 0.2)]
+    other = [line(1e-4, 0.9, stage="report"), line(1e-3, 0.9, method="ppo"), line(1e-3, 0.9, updates=8)]
+    assert studies.chosen(asked, rows + other, lines) == {("drpo", 1): 1e-4}, "of equal ones the lowest; 8 updates: unfinished"
+    assert studies.chosen(asked, rows[1:] + other, lines) == {}
+    alone = study(folder, rates=[2e-4])
+    assert studies.chosen(alone, [], lines) == dict.fromkeys(lines, 2e-4)
+
+
+def test_labels_differ_in_what_they_say(folder):
+    methods = {"a": {"method": "drpo", "method_options.objective.delta": 0.3}, "drpo": None, "self-training": {}}
+    grid = studies.Grid("trial", study(folder, methods=methods))
+    a, plain, imitation = grid.reports(dict.fromkeys(grid.lines(), 1e-4))[:3]
+    assert a.settings.method_options == {"objective.delta": 0.3} and a.label == "a" and a.settings.method == "drpo"
+    assert plain.settings.method_options == {} and not plain.imitates and a.key != plain.key
+    assert imitation.imitates and imitation.settings.method == "reinforce" and imitation.settings.method_options == {}
+
+
+def test_equal_calls(folder):
+    asked = study(folder, methods=["reinforce", "diffu-grpo"], equal="calls", settings=FEW | {"steps": 20, "evaluate.every": 5})
+    grid = studies.Grid("trial", asked)
+    reinforce, mean_field = grid.reports(dict.fromkeys(grid.lines(), 1e-4))[:2]
+    assert reinforce.settings.steps == 20 and mean_field.settings.steps > 20
+    assert mean_field.settings.evaluate.every == round(5 * mean_field.settings.steps / 20)
+    spent = []
+    for cell in (reinforce, mean_field):
+        row = trainer.Learner(dataclasses.replace(cell.settings, seed=studies.FIRST_CHOICE)).step(0)
+        forward = row["network_calls/rollout"] + row.get("network_calls/scoring", 0)
+        spent.append(cell.settings.steps * (forward + 3 * row["network_calls/update"]))
+    assert abs(spent[0] - spent[1]) <= 0.5 * spent[1] / mean_field.settings.steps + 1, "as near as whole steps come"
+
+
+STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_curve", lambda out: None)
+    asked = studies.of(path, config.read(path), {})
+    grid = studies.Grid(path.stem, studies.rehearsed(asked))
+    ledger = ledgers.Ledger(tmp_path / "ledger.csv")
+    studies.run(grid, tmp_path, ledger, jobs=1)
+    rows = ledger.rows(path.stem)
+    assert [row["cell"] for row in rows] == grid.planned(ledger) and len(rows) == 2 * len(grid.lines())
+    assert {row["status"] for row in rows} == {"finished"}
+    assert len(asked.rates) > 1 and asked.seeds >= 5
+
+
+# ----------------------------------------------------------------------------------------------------------- the runner
+
+
+def test_every_cell_is_one_line_and_says_what_its_run_says(folder):
+    grid, ledger = ran(folder)
+    rows = ledger.rows("trial")
+    assert [row["cell"] for row in rows] == grid.planned(ledger) and len(rows) == 4 + 4
+    for row in rows:
+        run = folder / "all" / row["cell"]
+        summary, steps = report.read_summary(run), [r for r in report.read_metrics(run) if "solved" in r]
+        assert (row["before"], row["after"]) == (summary["solved_before"], summary["solved_after"])
+        assert row["calls_update"] == 3 * sum(r["network_calls/update"] for r in steps)
+        parts = [row[f"calls_{phase}"] for phase in studies.PHASES]
+        assert row["calls"] == sum(parts) and row["status"] == "finished" and row["steps"] == len(steps) == 2
+        assert row["train_end"] == pytest.approx(steps[-1]["solved"])
+        drawn = [c for c in numbers(ledger.curves) if c["cell"] == row["cell"]]
+        assert [int(c["step"]) for c in drawn] == [0, 1, 2] and [int(c["updates"]) for c in drawn] == [0, 1, 2]
+        assert float(drawn[-1]["grad_norm"]) == pytest.approx(steps[-1]["grad_norm"], rel=1e-5) and drawn[0]["grad_norm"] == ""
+        assert int(drawn[-1]["calls"]) == row["calls"]
+
+
+def test_what_the_ledger_holds_is_not_done_again(folder, monkeypatch):
+    _, ledger = ran(folder)
+    before = ledger.path.read_bytes(), ledger.curves.read_bytes()
+    monkeypatch.setattr(studies, "run_cell", lambda *_: pytest.fail("this cell is in the ledger"))
+    ran(folder)
+    assert (ledger.path.read_bytes(), ledger.curves.read_bytes()) == before
+
+
+def test_processes_give_the_numbers_of_one_and_an_interrupted_grid_those_of_a_whole_one(folder, monkeypatch):
+    monkeypatch.undo()  # other processes have the true reward, which these responses never earn
+    monkeypatch.chdir(folder)
+    how = {"methods": ["reinforce"], "rates": [1e-3]}
+    _, whole = ran(folder, "whole", **how)
+    _, shared = ran(folder, "shared", jobs=2, **how)
+    assert sorted(map(str, numbers(shared.path))) == sorted(map(str, numbers(whole.path)))
+    step, calls = trainer.Learner.step, []
+
+    def stopped(learner, number):
+        calls.append(number)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(learner, number)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="reinforce-1e-3-1-1/checkpoint-1 is saved"):
+        patch.setattr(trainer.Learner, "step", stopped)
+        ran(folder, "parts", **how)
+    _, parts = ran(folder, "parts", **how)
+    assert numbers(parts.path) == numbers(whole.path) and numbers(parts.curves) == numbers(whole.curves)
+
+
+def test_a_cell_whose_numbers_are_not_finite_is_a_result(folder, monkeypatch):
+    step = trainer.Learner.step
+
+    def failing(learner, number):
+        if learner.settings.optimizer.learning_rate == 3e-4 and number == 1:
+            raise RunError("gradient norm is nan")
+        return step(learner, number)
+
+    monkeypatch.setattr(trainer.Learner, "step", failing)
+    _, ledger = ran(folder, methods=["reinforce"])
+    rows = {row["cell"]: row for row in ledger.rows("trial")}
+    failed = rows["reinforce-3e-4-1-1000"]
+    assert failed["status"] == "failed: step 1: gradient norm is nan" and failed["after"] is None and failed["before"] == 0.0
+    assert {name for name, row in rows.items() if row["stage"] == "report"} == {f"reinforce-1e-4-1-{seed}" for seed in (0, 1)}
+
+
+# --------------------------------------------------------------------------------------------------------- self-training
+
+
+def test_self_training_imitates_what_its_frozen_base_solved(base):
+    settings = tiny.settings(base, steps=1, num_iterations=2)
+    learner = controls.SelfTraining(settings)
+    before, seen = tiny.weights(learner.base.model), []
+    collect, update = learner.base.collect, learner.update
+
+    def half_solved(step, clock):
+        made = collect(step, clock)
+        return dataclasses.replace(made, solved=torch.arange(len(made.solved)) % 2 == 0)
+
+    def watched(experience, plan, adv, anchor, clock):
+        seen.append((plan, adv))
+        return update(experience, plan, adv, anchor, clock)
+
+    learner.base.collect, learner.update = half_solved, watched
+    row = learner.step(0)
+    assert row["solved"] == 0.5 and len(seen) == 2 and row["network_calls/update"] > 0
+    for _, adv in seen:
+        assert set(adv.tolist()) == {0.0, 2.0} and adv.mean() == 1.0, "the mean over the solved ones"
+    after = learner.base.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(not torch.equal(learner.model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_self_training_without_a_solved_answer_changes_nothing(base):
+    learner = controls.SelfTraining(tiny.settings(base, steps=1))
+    before, collect = tiny.weights(learner.model), learner.base.collect
+    learner.base.collect = lambda *how: dataclasses.replace(made := collect(*how), solved=torch.zeros_like(made.solved))
+    assert learner.step(0)["grad_norm"] == 0.0
+    assert all(torch.equal(learner.model.state_dict()[name], value) for name, value in before.items())
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_ledger_of_another_bed(folder):
+    _, ledger = ran(folder, methods=["reinforce"], rates=[1e-4])
+    tiny.checkpoint(folder / "other")
+    weights = (folder / "other/model.safetensors").read_bytes()
+    (folder / "other/model.safetensors").write_bytes(weights[:-4] + b"\0\0\0\0")
+    before = ledger.path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"ledger: got .*ledger.csv with cell reinforce-1e-4-1-0 of bed \w{8}; allowed bed \w{8}"
+    ):
+        ran(folder, methods=["reinforce"], rates=[1e-4], settings=FEW | {"model": str(folder / "other")})
+    assert ledger.path.read_bytes() == before
+
+
+def test_two_cells_of_one_name_with_other_settings(folder):
+    _, ledger = ran(folder, methods=["reinforce"], rates=[1e-4])
+    before = ledger.path.read_bytes()
+    with pytest.raises(ValueError, match="cell: got reinforce-1e-4-1-0 with other settings than in"):
+        ran(folder, methods=["reinforce"], rates=[1e-4], settings=FEW | {"num_prompts": 1})
+    assert ledger.path.read_bytes() == before
+
+
+def test_a_grid_that_cannot_finish_in_time(folder):
+    with pytest.raises(ValueError, match=r"hours: got 1e-05, the grid needs .* by the first 2 cells; allowed more hours"):
+        ran(folder, hours=1e-5)
+    assert len(ledgers.Ledger(folder / "all/ledger.csv").rows("trial")) == 2, "what is done is kept"
+
+
+def test_what_a_process_left_between_the_two_files_is_replaced(folder):
+    _, ledger = ran(folder, methods=["reinforce"], rates=[1e-4])
+    whole, curves = ledger.path.read_bytes(), numbers(ledger.curves)
+    last = whole.rstrip(b"\n").rpartition(b"\n")[0] + b"\n"
+    ledger.path.write_bytes(last)  # the curves of the last cell are there already
+    ran(folder, methods=["reinforce"], rates=[1e-4])
+    assert numbers(ledger.curves) == curves and ledger.path.read_bytes() == whole
+
+
+def test_two_writers(folder):
+    ledger = ledgers.Ledger(folder / "all/ledger.csv")
+    with ledger.opened(), pytest.raises(ValueError, match="to which another process is writing"):
+        ran(folder)
+
+
+def test_a_file_that_is_no_ledger(folder):
+    (folder / "all").mkdir()
+    (folder / "all/ledger.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"ledger.csv line 1: got no column study, cell, .*; required are study, "):
+        ran(folder)
+    assert (folder / "all/ledger.csv").read_text() == "a,b\n1,2\n"
+
+
+BAD = {
+    "rates: got [0.0001, 0.0001]; allowed different numbers, each above 0": {"rates": [1e-4, 1e-4]},
+    "rates: got ['much']; allowed different numbers, each above 0": {"rates": ["much"]},
+    "rates: got []; allowed": {"rates": []},
+    "updates: got [0]; allowed different numbers, each whole, from 1": {"updates": [0]},
+    "seeds: got 0; allowed from 1": {"seeds": 0},
+    "equal: got 'time'; allowed updates, calls": {"equal": "time"},
+    "methods: got 'drpo': 3; allowed a name with a mapping of settings": {"methods": {"drpo": 3}},
+    "method: got 'pppo'; allowed reinforce": {"methods": ["pppo"]},
+    "speed: unknown key": {"speed": 3},
+    "choose.seeds: got 0; allowed from 1": {"choose": {"seeds": 0}},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_refused(folder, message):
+    with pytest.raises(ValueError) as error:
+        studies.Grid("trial", study(folder, **BAD[message]))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_run_is_no_study(folder):
+    with pytest.raises(ValueError, match="methods: run.yaml names none; allowed the file of a study, or --methods"):
+        studies.of(Path("run.yaml"), config.read(Path("run.yaml")), {})
+
+
+def test_overrides_are_the_studys_own_keys_or_settings(folder):
+    data = {"config": "run.yaml", "methods": {"drpo": None, "near": {"method": "drpo"}}, "rates": [1e-4]}
+    given = {"rates": "[1e-3, 2e-3]", "choose.n": "7", "steps": "5", "settings.evaluate.n": "3"}
+    found = studies.of(folder / "study.yaml", data, given)
+    assert found.rates == [1e-3, 2e-3] and found.choose.n == 7 and found.settings == {"steps": 5, "evaluate.n": 3}
+    picked = studies.of(folder / "study.yaml", data, {}, ["near", "ppo"])
+    assert picked.methods == {"near": {"method": "drpo"}, "ppo": {}}
+
+
+def test_options_of_a_cell_are_in_the_ledger(folder):
+    _, ledger = ran(folder, methods={"near": {"method": "drpo", "method_options.objective.delta": 0.3}}, rates=[1e-4])
+    assert ledger.rows("trial")[0]["options"] == {"method": "drpo", "objective.delta": 0.3}
