@@ -86,7 +86,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "2.3",
         "masked = _random_subset(noise, inside, count)",
-        "masked = noise < (count / n)[..., None]",
+        "masked = _random_subset(noise, inside, torch.minimum(count + 1, n))",
         "law_two_models_with_known_variances",
     ),
     Mutant("2.6", "w = w / masks_per_node", "w = 1.1 * w / masks_per_node", "law_two_models_with_known_variances"),
