@@ -174,7 +174,9 @@ def share_of_first(parts: tuple[float, float]) -> float:
     return parts[0] / sum(parts)
 
 
-# A model that can be solved for any length: hidden tokens are independent, of mean a(l) and a standard deviation of that size.
+# Two models that can be solved for any length. In the first every second hidden token costs 2 a(l), the others nothing: mean
+# a(l), and a standard deviation of that size. A mask draws l positions without replacement, hence (length - l) / (length - 1).
+# In the second all hidden tokens cost the same while one key token is hidden, and nothing once it is visible.
 
 
 def solved(length: int) -> list[float]:
@@ -185,7 +187,15 @@ def solved(length: int) -> list[float]:
 def time_and_mask_solved(length: int) -> tuple[float, float]:
     """`time_and_mask` of the solved model."""
     a = solved(length)
-    return length**2 * statistics.pvariance(a), length * sum(x * x / count for count, x in enumerate(a, 1))
+    return length**2 * statistics.pvariance(a), length * sum(
+        x * x / count * (length - count) / (length - 1) for count, x in enumerate(a, 1)
+    )
+
+
+def time_and_mask_key_token(length: int) -> tuple[float, float]:
+    """`time_and_mask` of the model with a key token: -length where it is hidden, which has chance l / length."""
+    chance = [count / length for count in range(1, length + 1)]
+    return length**2 * statistics.pvariance(chance), length**2 * statistics.mean(p * (1 - p) for p in chance)
 
 
 def rollout_of(rows: list, **given) -> alg.Rollout:
@@ -278,7 +288,8 @@ def quadrature_error_solved(length: int) -> float:
     for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
         law = [(math.comb(length, c) * t**c * (1 - t) ** (length - c), c, a[c - 1]) for c in range(1, length + 1)]
         mean = sum(p * c * x / t for p, c, x in law)
-        total += w**2 * (sum(p * ((c * x / t) ** 2 + c * x * x / t**2) for p, c, x in law) - mean**2)
+        within = [c * x * x * (length - c) / (length - 1) for _, c, x in law]
+        total += w**2 * (sum(p * ((c * x) ** 2 + v) / t**2 for (p, c, x), v in zip(law, within, strict=True)) - mean**2)
     return math.sqrt(total / (sum(time_and_mask_solved(length)) / 3))
 
 
@@ -310,6 +321,28 @@ def ratio_of_shared_masks() -> Found:
         methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0, size=n)) for n in (256, 5)
     )
     return cases((alg.log_ratio(ll, anchor).exp() - 1).abs().flatten())
+
+
+def weight_of_one_nat(length: int = 256, group: int = 16, groups: int = 20_000) -> Found:
+    """Weights (8.3), cap 6, in the solved model, two stratified states, fresh masks: what one response's mean weight gains
+    from log-ratio -1 to +1, over what it would gain without noise."""
+    l = torch.arange(1.0, length + 1, dtype=torch.float64)
+    a, noise = torch.tensor(solved(length), dtype=torch.float64), torch.Generator().manual_seed(0)
+    mask_std = length * -a * ((length - l) / (length - 1) / l).sqrt()
+
+    def estimate() -> Tensor:
+        shape = (2, groups, group)
+        u = (torch.arange(2)[:, None, None] + torch.rand(shape, generator=noise, dtype=torch.float64)) / 2
+        count = (u * length).long()
+        return (length * a[count] + mask_std[count] * torch.randn(shape, generator=noise, dtype=torch.float64)).mean(0)
+
+    logs, answer = estimate() - estimate(), torch.zeros(group, dtype=torch.float64)
+    answer[0] = 1.0
+    logs = torch.cat([torch.zeros(1, group, dtype=torch.float64), logs])  # the first group has no noise
+    up, down = ((logs + sign * answer).clamp(max=math.log(6.0)).softmax(1)[:, 0] for sign in (1, -1))
+    change = (up - down)[1:] / (up - down)[0]
+    half = 1.96 * float(change.std()) / math.sqrt(groups)
+    return Found(float(change.mean()), float(change.mean()) - half, float(change.mean()) + half, cases=False)
 
 
 def coefficients(objective: Callable, log_ratio: Tensor, adv: Tensor) -> Tensor:
@@ -595,9 +628,12 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("Nearly all variance of an ELBO estimate is that of the time: responses of 6 positions.",
             "accounts of arXiv 2510.08554", "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
             "share of the time", lambda: over_tables(lambda seed: share_of_first(time_and_mask(seed))), ">= 0.9"),
-        Claim("Nearly all variance of an ELBO estimate is that of the time: responses of 256 positions.",
-            "accounts of arXiv 2510.08554", "notebook 05 (50.2)", "exact, solved model",
+        Claim("Nearly all variance of an ELBO estimate is that of the time: 256 positions, each with costs of its own.",
+            "accounts of arXiv 2510.08554", "`law_two_models_with_known_variances`, notebook 05 (50.2)", "exact, solved model",
             "share of the time", lambda: cases([share_of_first(time_and_mask_solved(256))]), ">= 0.9"),
+        Claim("Nearly all variance of an ELBO estimate is that of the time: 256 positions, one of which decides for all.",
+            "accounts of arXiv 2510.08554", "`law_two_models_with_known_variances`, notebook 02 (20.16)", "exact, key token",
+            "share of the time", lambda: cases([share_of_first(time_and_mask_key_token(256))]), ">= 0.9"),
         Claim("Quadrature has no bias from half as many nodes as positions on.",
             "minidrl, on arXiv 2510.08554", "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)", TABLE_SEEDS,
             "bias of 3 nodes at 6 positions, nats", lambda: over_tables(bias_of_three_nodes), "<= 1e-8"),
@@ -619,6 +655,9 @@ LEDGER: dict[str, list[Claim]] = {
             "practice of arXiv 2603.06743, 2510.08554 (code)", "`law_fresh_masks_inflate_the_ratio`, notebook 06 (60.1)",
             "exact, 27 responses",
             "mean ratio", mean_ratio_of_fresh_masks, "<= 1.01"),
+        Claim("With fresh masks at 256 positions, weights of sequence ratios keep a tenth of what 1 nat should do to them.",
+            "minidrl, on arXiv 2603.06743", "notebook 06 (60.15)", "solved model, 20,000 groups",
+            "gain of the mean weight, over that without noise", weight_of_one_nat, ">= 0.1"),
         Claim("With shared masks for old and new, the ratio of equal weights is 1.",
             "minidrl, on arXiv 2603.06743", "`law_shared_masks_make_the_first_update_on_policy`, notebook 06 (60.9)",
             "exact, 27 responses",
@@ -704,7 +743,7 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("Under momentum DPPO's tokens stop at the boundary mu +- delta.",
             "minidrl, on arXiv 2602.04879", "notebook 09 (90.11)", "exact, 4 tokens",
             "distance after 400 steps", lambda: settled("dppo-tv"), "<= 0.01"),
-        Claim("At the published delta = 12.5 a token beyond its boundary is turned back.",
+        Claim("At delta = 12.5, the released recipe's, a token beyond its boundary is turned back.",
             "arXiv 2606.09821, as its code quotes it", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.9)", GRID,
             "smallest weight", lambda: smallest_weight("drpo-released"), "< 0"),
         Claim("On the first update GDSD's regression is REINFORCE, times 2 psi / L.",

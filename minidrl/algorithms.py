@@ -298,13 +298,15 @@ def elbo_count_plan(
     weight n/l.
 
     Source: LLaDA, likelihood evaluation; one mask for each count, as VRPO (arXiv
-    2505.19223) advises. It is (2.2) with t integrated out: same mean, finite and
-    smaller variance. ``strata``, stratified sampling: the K counts of a sequence come
-    from K equal strata of (0, 1], one uniform draw in each (floor arithmetic on
-    float64, no rounding to even). Still unbiased, because the strata's mixture is
-    uniform; never a larger variance. Bias: none, for every K. It is the ELBO of the
-    any-order sampler, and equals the exact log-likelihood when the model's
-    conditionals come from one joint distribution.
+    2505.19223) advises. The mean is that of (2.2), the variance finite and smaller.
+    (2.2) with t integrated out is another law: l ~ U{0..n} with the weight (n+1)/l, as
+    in (2.4). Here l = 0, which shows nothing, is never drawn. Law and weight belong
+    together: n/l on the masks of (2.2) gives n/(n+1) of the ELBO. ``strata``,
+    stratified sampling: the K counts of a sequence come from K equal strata of (0, 1],
+    one uniform draw in each (floor arithmetic on float64, no rounding to even). Still
+    unbiased, because the strata's mixture is uniform; never a larger variance. Bias:
+    none, for every K. It is the ELBO of the any-order sampler, and equals the exact
+    log-likelihood when the model's conditionals come from one joint distribution.
     """
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
@@ -352,12 +354,14 @@ def complementary_plan(
 #
 #     Var = Var_t(E[.|t]) / N + E_t(Var(.|t)) / (N M)
 #
-# The first part grows as L^2 with the length, the second as L log L: at 256 positions
-# nearly all noise is that of the time, at 6 positions it is that of the masks. VRPO
-# (arXiv 2505.19223) concludes: given N M, take M = 1. GDPO goes further and draws no
-# time at all: the integral over t is one-dimensional and smooth, which is what
-# quadrature is for. The price is a bias where g(t) is no polynomial of low degree, for
-# example where all the doubt sits at t -> 1 (texts with several modes).
+# VRPO (arXiv 2505.19223) concludes: given N M, take M = 1. How large the parts are
+# depends on the model. If every hidden token has a cost of its own, the first grows as
+# L^2, the second as L log L: in the model of notebook 05 the time has 99 % of the
+# variance at 256 positions. If one token decides what all others cost, the masks keep
+# two thirds at every length; on random tables of 6 positions they have most. GDPO goes
+# further and draws no time at all: the integral over t is one-dimensional and smooth,
+# which is what quadrature is for. The price is a bias where g(t) is no polynomial of
+# low degree, for example where all the doubt sits at t -> 1 (texts with several modes).
 
 
 def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
@@ -915,10 +919,11 @@ def order_logp(
     it makes the exact kernel of the sampler: its score is the policy gradient wherever
     J is differentiable. J jumps where two confidences cross; there F_j may become 0.
     Left out, the score's mean is not 0 (bias). Price: rows of the head, no call; with
-    centred rewards, a noisier gradient. Source: minidrl's own. Relatives: DCoLT (arXiv
-    2505.10446), a Plackett-Luce order term from a learned head; Mask-Aware Policy
-    Gradients (arXiv 2607.15200), a softmax over logits (4.4): neither is the law of
-    this sampler.
+    centred rewards, a noisier gradient. Source: minidrl's own. Order terms of other
+    samplers: DCoLT (arXiv 2505.10446), Plackett-Luce from a learned head, the law of
+    its own sampler; Mask-Aware Policy Gradients (arXiv 2607.15200, code
+    Haran71/mask-aware-policy-gradients), a softmax over logits (4.4), a model of the
+    choice. Neither is the law of this sampler.
     """
     state, _ = passed.nonzero(as_tuple=True)
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
@@ -1255,13 +1260,14 @@ def stepwise_advantage(
     ``step_reward`` is the reward of the text that the state before step k would become
     in one step (one-step denoising; the completion reward): an estimate of the state's
     value at no network call. It is a control variate with coefficient lam/(1 + lam):
-    exact samplers stay unbiased for any lam. ``normalize`` false leaves the division
-    out: the gradient counts 1 + lam times. ``schedule`` linear: lam_k = lam time, time
-    = step / T. Groups are centred rank by rank (members may stand at different steps
-    there), over the valid ones. ``center`` reward: only the reward is centred, lam
-    (reward - step_reward) is not. lam = 0: ``group_mean`` in every row. Source:
-    EGSPO-SA (arXiv 2603.12554). Linear and normalised, a constant in all rewards leaves
-    a trace where steps differ.
+    normalised, exact samplers stay unbiased for any lam. ``normalize`` false leaves the
+    division out: the gradient of step k counts 1 + lam_k times. With a constant lam
+    that is a scale; with the linear schedule it weighs late steps more, another
+    direction. ``schedule`` linear: lam_k = lam time, time = step / T. Groups are
+    centred rank by rank (members may stand at different steps there), over the valid
+    ones. ``center`` reward: only the reward is centred, lam (reward - step_reward) is
+    not. lam = 0: ``group_mean`` in every row. Source: EGSPO-SA (arXiv 2603.12554).
+    Linear and normalised, a constant in all rewards leaves a trace where steps differ.
     """
     if schedule not in SCHEDULES:
         raise _refused("credit.schedule", schedule, ", ".join(SCHEDULES))
@@ -1375,8 +1381,9 @@ def kl_term(
 #
 # Each returns a loss per entry of ll, and which entries its clip or mask cut. Judge it
 # by its gradient: the value of a surrogate means nothing. On a single on-policy update
-# every clip is inert, so methods differ only through reuse of a rollout, noise in the
-# ratio, and credit.
+# every clip is inert: with one plan, credit and score (5.3), objectives differ only
+# through reuse of a rollout and noise in the ratio. confident_clip is the exception: it
+# weighs tokens even then.
 #
 # What multiplies -adv grad ll, at ratio r (pi and mu: the token's probability now and
 # in the sampler; s: the sign of adv):
@@ -1503,7 +1510,10 @@ def self_normalized_clip(
     self-normalisation: the paper's clip to [1 - eps, 1 + eps] at eps = 5 is the cap 6,
     because a ratio is positive; the released code caps at 5. cap = inf: self-normalised
     importance sampling, where one outlier takes all the weight. Sequence level only.
-    Bounds magnitude, not concentration: one weight may still go to 1.
+    Bounds magnitude, not concentration: one weight may still go to 1. Fresh masks at
+    256 positions can make the log-ratios of sequences noise of dozens of nats: half of
+    the weights are then capped, the others nothing, and what the policy changed hardly
+    shows in them (notebook 06). Token means (normalizer) keep them near 1/N.
     """
     _check_above("cap", cap, 0)
     log_ratios, log_cap = log_ratio(ll.detach(), anchor), math.log(cap)
@@ -1589,8 +1599,10 @@ def binary_divergence(ll: Entries, anchor: Entries, *, form: str) -> Entries:
     tv   |pi - mu|, binary total variation
     kl   mu log(mu/pi) + (1 - mu) log((1 - mu)/(1 - pi)), binary KL, nats
     Detached. Both are at most the divergence of the full distributions (data
-    processing); tv <= sqrt(kl / 2) (Pinsker). Source: DPPO (arXiv 2602.04879, eq. 13
-    and 15), Binary-TV and Binary-KL.
+    processing), and may be far below: of 1,000 equally likely tokens let half double
+    and half vanish, then TV is 0.5 and the binary TV of every token 0.001; tv <=
+    sqrt(kl / 2) (Pinsker). Source: DPPO (arXiv 2602.04879, eq. 13 and 15), Binary-TV
+    and Binary-KL.
     """
     token = torch.stack([ll.detach().exp(), -torch.expm1(ll.detach())], -1)
     drawn = torch.stack([anchor.exp(), -torch.expm1(anchor)], -1)

@@ -263,7 +263,9 @@ row("gdpo-released", "GDPO's code (KevinRojas1499/GDPO)", "SDMC ELBO, one ratio 
 
 # Weights instead of ratios. The published code draws new masks for every update and keeps the
 # old value of its own masks (``refresh`` independent), so that the weights are noise on the
-# first update; ``fixed`` shares the masks, and they are equal.
+# first update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a
+# sequence's ratio may be dozens of nats (notebook 06), and the weights then say almost nothing
+# about the ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
 row("stabledrl", "StableDRL (arXiv 2603.06743)", "unconditional clipping, self-normalised weights",
   differs="eps = 5; sandwich surrogate of SPG (2510.09541); ELBO by count; prompts never mix",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),

@@ -146,6 +146,28 @@ def count_model(values: list[float]) -> oracle.TabularDenoiser:
     return oracle.TabularDenoiser.from_hidden_table(table)
 
 
+def own_costs(a: list[float]) -> oracle.TabularDenoiser:
+    """Every second hidden token costs 2 a(l) nats, the others nothing: mean a(l), and a standard deviation of that size.
+
+    The text is 0, 0, ..: a denoiser, and one for which a mask that hides everything has no choice left.
+    """
+    length = len(a)
+    table = torch.zeros(2**length, length, 2, dtype=torch.float64)
+    table[:, 1::2, 1] = -50.0
+    for row in range(1, 2**length):
+        cost = 2 * a[row.bit_count() - 1]
+        table[row, ::2] = double([cost, math.log(-math.expm1(cost))])
+    return oracle.TabularDenoiser.from_hidden_table(table)
+
+
+def key_token(length: int, cost: float) -> oracle.TabularDenoiser:
+    """Every hidden token has log-probability -cost while position 0 is hidden, and is certain once it is visible."""
+    table = torch.zeros(2**length, length, 2, dtype=torch.float64)
+    table[::2, :, 1] = -50.0
+    table[1::2] = double([-cost, math.log(-math.expm1(-cost))])
+    return oracle.TabularDenoiser.from_hidden_table(table)
+
+
 def quadrature_mean(alg: ModuleType, model: Any, response: tuple, nodes: int) -> float:
     """The exact mean of the Bernoulli form on any model of that length."""
     rollout, plan, chance = outcomes(alg, (1,) * model.length, nodes, 1, "bernoulli")
@@ -364,6 +386,42 @@ def law_total_variance_and_its_allocation(alg: ModuleType) -> None:
         close(values.mean(), elbo_on(model, RESPONSE[:n], frozenset(range(n))), "mean")
         close(found[times, masks], of_count / times + of_mask / (times * masks), f"{times} counts, {masks} masks")
     assert found[2, 1] < found[1, 2] and of_count > 0.01, "two calls: two counts are better than one"
+
+
+@judges("2.3", "2.6")
+def law_two_models_with_known_variances(alg: ModuleType) -> None:
+    """One call in two models, all masks of the plan: own costs, V_mask = L sum a^2/l (L-l)/(L-1); a key token, 2/3 of all.
+
+    The factor is that of drawing l of L positions without replacement: nothing is left to choose at l = L.
+    """
+    length = 4
+    a = [-(0.2 + 1.8 * (count / length) ** 2) for count in range(1, length + 1)]
+    orders = double(all_orders(length))
+    pick = torch.cartesian_prod(torch.arange(length), torch.arange(len(orders))).T
+    zeros = repeated(alg, (0,) * length, (1,) * length, pick.shape[1])
+    with noise(alg, (pick[:1].double() + 0.5) / length, orders[pick[1:]]):
+        plan = alg.elbo_count_plan(zeros, seeded(), num_states=1, domain="keep", strata=False)
+    found = {}
+    for name, model in (("own", own_costs(a)), ("key", key_token(length, 1.5))):
+        by_count = ll_of(alg, model, zeros, plan)[0, :, 0].detach().unflatten(0, (length, -1))
+        found[name] = by_count.mean(1).var(correction=0).item(), by_count.var(1, correction=0).mean().item()
+    within = [(length - count) / (length - 1) for count in range(1, length + 1)]
+    of_mask = length * sum(x * x / count * w for count, (x, w) in enumerate(zip(a, within, strict=True), 1))
+    close(found["own"], [length**2 * double(a).var(correction=0), of_mask], "tokens with costs of their own")
+    close(found["key"], [1.5**2 * (length**2 - 1) / 12, 1.5**2 * (length**2 - 1) / 6], "one token that decides")
+    for how in ("bernoulli", "rounded"):
+        rollout, plan, chance = outcomes(alg, (1,) * length, 2, 1, how)
+        rollout = rollout_of(alg, [(0,) * length] * len(rollout.response))
+        value = plan.weight * ll_of(alg, own_costs(a), rollout, plan, level="step")[..., 0].detach()
+        got = (chance * value.square()).sum(1) - (chance * value).sum(1).square()
+        for k, (t, w) in enumerate(zip(*rule(2), strict=True)):
+            if how == "rounded":
+                count = math.floor(1.5 + t * (length - 1))
+                close(got[k], (w * length * a[count - 1]) ** 2 / count * within[count - 1], f"{how}, t = {t}")
+                continue
+            law = [(math.comb(length, c) * t**c * (1 - t) ** (length - c), c, a[c - 1]) for c in range(1, length + 1)]
+            second = sum(p * ((c * x / t) ** 2 + c * x * x / t**2 * within[c - 1]) for p, c, x in law)
+            close(got[k], w * w * (second - sum(p * c * x / t for p, c, x in law) ** 2), f"{how}, t = {t}")
 
 
 @judges("2.6")

@@ -82,6 +82,21 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------------------ variance and mean field
     Mutant("2.3", "/ (num_states * count)", "/ num_states + 0 * count", "law_total_variance_and_its_allocation"),
     Mutant("2.3", "/ (num_states * count)", "/ count", "law_total_variance_and_its_allocation"),
+    Mutant("2.3", "/ (num_states * count)", "/ num_states + 0 * count", "law_two_models_with_known_variances"),
+    Mutant(
+        "2.3",
+        "masked = _random_subset(noise, inside, count)",
+        "masked = _random_subset(noise, inside, torch.minimum(count + 1, n))",
+        "law_two_models_with_known_variances",
+    ),
+    Mutant("2.6", "w = w / masks_per_node", "w = 1.1 * w / masks_per_node", "law_two_models_with_known_variances"),
+    Mutant(
+        "2.6",
+        "return count, n / count",
+        "return count, 1 / t + 0 * count",
+        "law_two_models_with_known_variances",
+        where="_count_at",
+    ),
     Mutant(
         "2.1",
         "torch.ones_like(scored[..., 0], dtype=rollout.logp.dtype)",

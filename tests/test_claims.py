@@ -248,6 +248,45 @@ def test_variances_are_those_of_the_notebooks():
     assert claims.quadrature_error_solved(256) == pytest.approx(quadrature / draws, abs=0.01)
 
 
+@pytest.mark.parametrize("length", [4, 6])
+def test_solved_variances_are_those_of_all_masks(length):
+    """The solved model and the key token as denoisers: what every mask gives, count by count."""
+    a, size = claims.solved(length), 2**length
+    own, key = (torch.zeros(size, length, 2, dtype=torch.float64) for _ in range(2))
+    own[:, 1::2, 1] = key[::2, :, 1] = -60.0  # certain of token 0
+    for row in range(1, size):
+        p = math.exp(2 * a[row.bit_count() - 1])
+        own[row, ::2] = torch.tensor([p, 1 - p], dtype=torch.float64).log()
+    key[1::2] = torch.tensor([math.exp(-1), 1 - math.exp(-1)], dtype=torch.float64).log()
+    for table, found in ((own, claims.time_and_mask_solved(length)), (key, claims.time_and_mask_key_token(length))):
+        total = claims.hidden_sums(oracle.TabularDenoiser.from_hidden_table(table), (0,) * length)
+        given = [[length / l * s for m, s in total.items() if len(m) == l] for l in range(1, length + 1)]
+        parts = statistics.pvariance(map(statistics.mean, given)), statistics.mean(map(statistics.pvariance, given))
+        assert found == pytest.approx(parts, rel=1e-9)
+    x, w = numpy.polynomial.legendre.leggauss(3)
+    total = claims.hidden_sums(oracle.TabularDenoiser.from_hidden_table(own), (0,) * length)
+    variance = 0.0
+    for t, weight in zip((x + 1) / 2, w / 2, strict=True):
+        chance = torch.tensor([t ** len(m) * (1 - t) ** (length - len(m)) for m in total], dtype=torch.float64)
+        variance += weight**2 * claims.variance(chance, torch.tensor(list(total.values()), dtype=torch.float64) / t)
+    independent = sum(claims.time_and_mask_solved(length)) / 3
+    assert claims.quadrature_error_solved(length) == pytest.approx(math.sqrt(variance / independent), rel=1e-9)
+    assert claims.share_of_first(claims.time_and_mask_key_token(length)) == pytest.approx(1 / 3)
+
+
+def test_what_one_nat_does_to_a_weight_by_arithmetic():
+    """Noise of sd s >> 1: each ratio is at the cap or nothing by a coin. 2 nats carry a share 2 phi(0) / s of the responses
+    across, and the cap is worth E[1 / (1 + Bin(15, 1/2))] = (1 - 2^-16) / 8. Without noise: e / (e + 15) - 1 / (1 + 15 e)."""
+    a, length = claims.solved(256), 256
+    halves = statistics.mean(statistics.pvariance(part) for part in (a[:128], a[128:]))
+    s = math.sqrt(2 * (length**2 * halves + claims.time_and_mask_solved(length)[1]) / 2)
+    assert s == pytest.approx(75.9, abs=0.1)
+    gain = 2 / (s * math.sqrt(2 * math.pi)) * (1 - 2**-16) / 8
+    found = claims.weight_of_one_nat()
+    assert found.value == pytest.approx(gain / (math.e / (math.e + 15) - 1 / (1 + 15 * math.e)), rel=0.1)
+    assert found.low < found.value < found.high < 0.05
+
+
 def test_variances_are_those_of_the_shipped_plans():
     """20,000 draws of each plan: three calls by count and by quadrature, two by count and by a pair."""
     model, rollout = claims.table(1), claims.rollout_of([claims.text_of(1)] * 20_000)

@@ -145,6 +145,33 @@ MUTANTS = [
         "law_estimators",
         where="ESTIMATORS",
     ),
+    Mutant(
+        "2.1",
+        "_fixed(scores, max(map(len, scores)), 1.0)",
+        "_fixed(scores, 1, 1.0)",
+        "law_the_table_of_estimators",
+        where="_mean_field_law",
+    ),
+    Mutant("2.2", "1 / (calls * t)", "1 / calls", "law_the_table_of_estimators", where="_time_law"),
+    Mutant("2.2", "* t / (1 - min_t) * weight", "/ (1 - min_t) * weight", "law_the_table_of_estimators", where="_time_law"),
+    Mutant("2.2", "leggauss(60)", "leggauss(4)", "law_the_table_of_estimators", where="_time_law"),
+    Mutant("2.3", "n / calls / count", "(n + 1) / calls / count", "law_the_table_of_estimators", where="_count_law"),
+    Mutant(
+        "2.3", "if strata else (0.0, 1.0)", "if not strata else (0.0, 1.0)", "law_the_table_of_estimators", where="_count_law"
+    ),
+    Mutant("2.4", "(n + 1) / calls * score", "n / calls * score", "law_the_table_of_estimators", where="_pair_law"),
+    Mutant("2.4", "value + weighted[everything - m]", "2 * value", "law_the_table_of_estimators", where="_pair_law"),
+    Mutant(
+        "2.6",
+        "law.append(_independent(scores, t, weight / t))",
+        "law.append(_independent(scores, t, weight))",
+        "law_the_table_of_estimators",
+        where="_sdmc_law",
+    ),
+    Mutant(
+        "2.6", "math.floor(1.5 + t * (n - 1))", "math.floor(1 + t * (n - 1))", "law_the_table_of_estimators", where="_sdmc_law"
+    ),
+    Mutant("2.8", "hidden | later)", "hidden)", "law_the_table_of_estimators", where="_scores"),
     Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_complementary_states"),
     Mutant("2.4", "(num_states * both.sum(-1)", "(pairs * both.sum(-1)", "law_single_position_is_exact"),
     Mutant("2.4", "[masked, inside & ~masked]", "[masked, ~masked]", "law_complementary_states"),
