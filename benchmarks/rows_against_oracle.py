@@ -1,0 +1,461 @@
+"""Each row's update against the true policy gradient: `python benchmarks/rows_against_oracle.py`; writes docs/rows.md.
+
+The model is a table of random conditional distributions that can be enumerated (`minidrl.oracle`): 4 positions, 3 tokens, of
+which one ends the text; the verifier accepts texts with exactly two ones. A draw is a rollout of 4 prompts x 8 responses, the
+row's plans for 8 updates on it, and the update directions g (minus the gradient of the row's loss) of the first and of the
+eighth of them, after seven updates by SGD of that row. The truth G is the gradient of the expected reward at the weights of
+that moment, by enumeration. Hundreds of draws are computed at once, one table of weights a draw, by the shipped functions.
+
+    cosine    E<g, G'> / (E<g, g'> E<G, G'>)^(1/2), a primed vector from an independent draw: noise biases none of these means
+    noise     (tr Var g / |E g|^2)^(1/2)
+
+--rehearse: a few draws of one table. --page: docs/rows.md from the results that are stored. --check: exit status 1 if
+docs/rows.md is not what they give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minidrl import algorithms as alg
+from minidrl import features as feat
+from minidrl import methods, oracle, runs, sampler, tables
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks/results/rows_against_oracle.json", ROOT / "docs/rows.md"
+LENGTH, TOKENS, END, BLOCK = 4, 3, 2, 2  # positions, ordinary tokens, the one that ends a text, positions of a block
+PROMPTS, GENERATIONS, UPDATES = 4, 8, 8
+EACH = PROMPTS * GENERATIONS  # responses of a draw
+TABLES, DRAWS, STEP = 8, 96, 0.3  # STEP: root mean square length of a row's first update
+STUDENT = {2: 12.71, 4: 3.182, 8: 2.365, 10: 2.262, 12: 2.201}  # two-sided 95 %, for a mean of so many tables
+PARTS = 8  # of the draws, for the jackknife
+CONTROL = "control"
+BATCH_WIDE = (alg.coupled_plan, alg.scheduled_plan)  # one random number for a whole batch: drawn for each rollout by itself
+
+# ================================================================================================== many tables at once
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A table of logits for each draw as one network: (D, (V+1)^L, L, V); the prompt's one token is the number of the draw."""
+
+    table: Tensor
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.table.shape[-1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.mask_token_id + 1
+
+    def encode(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """(N, T, V): the logits of a state as its hidden states, as `oracle.TabularDenoiser` has them."""
+        _, states, length, size = self.table.shape
+        places = self.vocab_size ** torch.arange(length)
+        number = (tokens[:, -length:] * places).sum(-1) + states * tokens[:, 0]
+        logits = self.table.flatten(0, 1).index_select(0, number)
+        return torch.cat([logits.new_zeros(len(tokens), tokens.shape[1] - length, size), logits], 1)
+
+    def encode_staircase(self, prompt, prompt_mask, clean, noisy, *, block_length: int, clean_stream: str) -> Tensor:
+        """(N, L, V): block m from the state [clean blocks before m, noisy block m, [MASK] after it]."""
+        blocks = []
+        for start in range(0, LENGTH, block_length):
+            stop = start + block_length
+            hidden = torch.full_like(noisy[:, stop:], self.mask_token_id)
+            state = torch.cat([prompt, clean[:, :start], noisy[:, start:stop], hidden], 1)
+            blocks.append(self.encode(state, None)[:, prompt.shape[1] + start : prompt.shape[1] + stop])
+        return torch.cat(blocks, 1)
+
+    head = oracle.TabularDenoiser.head
+
+
+class Truth:
+    """Expected reward of a sampler and its gradient, for many tables at once.
+
+    By dynamic programming over the states, from the full texts back: value(state) = sum over the next states of P(next | state)
+    value(next), with the kernel of `oracle.transition`, which judges it.
+    """
+
+    def __init__(self, order: str, block_length: int):
+        self.order, self.final = order, []  # final: the values of the states that end a text
+        place: dict[oracle.State, int] = {}  # in the vector of values
+        states, levels = list(itertools.product(range(TOKENS + 1), repeat=LENGTH)), []
+        for hidden in range(LENGTH + 1):
+            for state in (state for state in states if state.count(TOKENS) == hidden):
+                if not hidden or END in state[: start_of(state, block_length)]:
+                    place[state] = len(place)
+                    self.final.append(accepted_text(state))
+                elif in_turn(state, block_length):
+                    levels += [[]] if len(levels) < hidden else []
+                    levels[-1].append(state)
+        place |= {state: len(place) + i for i, state in enumerate(itertools.chain(*levels))}
+        self.levels = [self._indices(level, block_length, place) for level in levels]
+
+    @staticmethod
+    def _indices(level: list[oracle.State], block_length: int, place: dict) -> tuple[Tensor, Tensor, Tensor]:
+        # S states: their rows of the table (S, 1); the m positions that may be revealed (S, m); where each leads (S, m, V).
+        rows = [[oracle.state_index(state, TOKENS + 1)] for state in level]
+        block = [candidates(state, block_length) for state in level]
+        nexts = [
+            [[place[shown(state, i, v)] for v in range(TOKENS)] for i in own] for state, own in zip(level, block, strict=True)
+        ]
+        return torch.tensor(rows), torch.tensor(block), torch.tensor(nexts)
+
+    def value(self, table: Tensor) -> Tensor:
+        """J (D,), differentiable in the tables (D, (V+1)^L, L, V)."""
+        logp = table.log_softmax(-1)
+        value = torch.tensor(self.final, dtype=table.dtype).expand(len(table), -1)
+        for rows, block, nexts in self.levels:
+            value = torch.cat([value, self._level(logp[:, rows, block], nexts, value)], 1)
+        return value[:, -1]
+
+    def _level(self, logp: Tensor, nexts: Tensor, value: Tensor) -> Tensor:
+        # logp (D, S, m, V) of the m candidates of S states; nexts (S, m, V): where each reveals.
+        if self.order == "low_confidence":
+            return self._confident(logp, nexts, value)
+        mean = (logp.exp() * value[:, nexts]).sum(-1)
+        chosen = {"random": slice(None), "left_to_right": slice(0, 1), "right_to_left": slice(-1, None)}[self.order]
+        return mean[..., chosen].mean(-1)
+
+    def _confident(self, logp: Tensor, nexts: Tensor, value: Tensor) -> Tensor:
+        m = logp.shape[2]
+        drawn = torch.tensor(list(itertools.product(range(TOKENS), repeat=m)))
+        proposed = logp[:, :, torch.arange(m), drawn]  # (D, S, V^m, m)
+        winner = proposed.detach().float().argmax(-1, keepdim=True)
+        after = nexts[:, torch.arange(m), drawn].expand(proposed.shape).gather(-1, winner)[..., 0]
+        reached = value.gather(1, after.flatten(1)).view(after.shape)
+        return (proposed.sum(-1).exp() * reached).sum(-1)
+
+    def gradient(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """(J (D,), dJ/dtable as vectors (D, P))."""
+        table = table.detach().requires_grad_()
+        value = self.value(table)
+        return value.detach(), torch.autograd.grad(value.sum(), table)[0].flatten(1)
+
+
+def start_of(state: oracle.State, block_length: int) -> int:
+    """Where the first block begins that is not finished; the length, if all are."""
+    return state.index(TOKENS) // block_length * block_length if TOKENS in state else LENGTH
+
+
+def in_turn(state: oracle.State, block_length: int) -> bool:
+    """Blocks after the one that is being written are hidden."""
+    return set(state[start_of(state, block_length) + block_length :]) <= {TOKENS}
+
+
+def candidates(state: oracle.State, block_length: int) -> list[int]:
+    """The hidden positions of the block that is being written."""
+    start = start_of(state, block_length)
+    return [i for i in range(start, start + block_length) if state[i] == TOKENS]
+
+
+def shown(state: oracle.State, position: int, token: int) -> oracle.State:
+    """The state with one more token."""
+    return (*state[:position], token, *state[position + 1 :])
+
+
+def accepted_text(text: Iterable[int]) -> float:
+    """The verifier: 1 for exactly two ones up to the end of the text."""
+    kept = list(itertools.takewhile(lambda token: token != END, text))
+    return float(kept.count(1) == 2)
+
+
+def accepted(response: Tensor) -> Tensor:
+    """The same of many texts (*n, L)."""
+    kept = (response == END).cumsum(-1) == 0
+    return (((response == 1) & kept).sum(-1) == 2).double()
+
+
+# ================================================================================================== a row's updates
+
+
+def base_table(number: int) -> oracle.TabularDenoiser:
+    """Standard normal logits; that of the end is lower by 1, so that texts have some length."""
+    model = oracle.TabularDenoiser.random(LENGTH, TOKENS, runs.keyed_generator(number, 0, "table"))
+    with torch.no_grad():
+        model.table[..., END] -= 1
+    return model
+
+
+def method_of(name: str) -> methods.Method:
+    """The row; one that chooses among the steps, or the states, of a trajectory keeps 2 of the 4 here."""
+    row = methods.METHODS["reinforce" if name == CONTROL else name]
+    half = {"plan.num_states": LENGTH // 2} if row.plan.func in (alg.entropy_plan, alg.replay_plan) else {}
+    if half and row.plan.keywords["num_states"] is None:
+        half = {}
+    if row.credit.func is alg.progress_advantage:
+        half["credit.num_states"] = LENGTH // 2
+    return methods.with_options(row, half)
+
+
+def orders_of(name: str) -> tuple[str, ...]:
+    """The row's own order, if it is about one."""
+    own = method_of(name).order
+    return ("random", "low_confidence") if own == "any" else (own,)
+
+
+def block_of(name: str) -> int:
+    """Block length of the sampler: a staircase is about blocks, every other row has one block."""
+    return BLOCK if method_of(name).plan.func in (alg.block_elbo_plan, alg.block_replay_plan) else LENGTH
+
+
+def collect(model: oracle.TabularDenoiser, order: str, block_length: int, draws: int, number: int) -> alg.Rollout:
+    """The rollouts of all draws as one; the prompt is the number of the draw, as padding, so that no plan hides it."""
+    words = {"length": LENGTH, "block_length": block_length, "tokens_per_step": 1}
+    settings = sampler.Sampler(order=order, temperature=1.0, **words)
+    prompt = torch.arange(draws).repeat_interleave(PROMPTS)[:, None]
+    how = {"eos_token_id": END, "num_generations": GENERATIONS, "records": ["entropy", "one_step", "topk"]}
+    noise = runs.keyed_generator(number, block_length, f"rollout {order}")
+    return sampler.generate(model, prompt, torch.zeros_like(prompt).bool(), settings, generator=noise, **how)
+
+
+def part(rollout: alg.Rollout, rows: slice) -> alg.Rollout:
+    """Some of the rows of a rollout."""
+    tensors = {name: value[rows] for name, value in vars(rollout).items() if torch.is_tensor(value)}
+    records = {name: value[rows] for name, value in rollout.records.items()}
+    return dataclasses.replace(rollout, **tensors, records=records)
+
+
+def draw_plan(row: methods.Method, rollout: alg.Rollout, seed: int, update: int, updates: int) -> alg.Plan:
+    """The row's plan for an update; where a plan has one random number for all of a batch, each draw has its own."""
+    if row.plan.func not in BATCH_WIDE:
+        return methods.draw(row, rollout, runs.keyed_generator(seed, update, "plan"), update=update, updates=updates)
+    noise, parts = runs.keyed_generator(seed, update, "plan"), []
+    for draw in range(len(rollout.response) // EACH):
+        schedule = runs.keyed_generator(seed, draw, "schedule")
+        told = {"update": update, "updates": updates, "schedule": schedule}
+        parts.append(methods.draw(row, part(rollout, slice(draw * EACH, (draw + 1) * EACH)), noise, **told))
+    names = ("hidden", "scored", "weight", "valid")
+    return dataclasses.replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts], 1) for name in names})
+
+
+def with_graph(row: methods.Method, model: Tables, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
+    """The features of all states with their graph."""
+    shape, out = plan.scored.shape, {}
+    for states in feat.state_chunks(plan, plan.valid.numel()):
+        for name, value in feat.state_features(model, rollout, plan, states, temperature=1.0, names=row.features).items():
+            blank = value.new_zeros(shape[0] * shape[1], *value.shape[1:])
+            out[name] = blank.index_copy(0, states, value).unflatten(0, shape[:2])
+    return out
+
+
+def scored(row: methods.Method, model, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
+    """What an ll is made of, without a graph: for anchors and references."""
+    names = tuple(name for name in row.features if name in ("logp", "order_logp", "position_logp"))
+    return feat.features(model, rollout, plan, temperature=1.0, names=names, size=1 << 20)
+
+
+def advantages(row: methods.Method, plan: alg.Plan, rollout: alg.Rollout, reward: Tensor) -> Tensor:
+    """The row's credit; states that have a value are completed in one step, and the completions judged."""
+    values = None
+    if row.step_value != "none":
+        record = accepted(rollout.records["one_step"]).T
+        values = record.gather(0, plan.step)
+    return methods.advantages(row, plan, rollout, reward, values)
+
+
+def losses(row, plan: alg.Plan, rollout: alg.Rollout, feature: dict, adv: Tensor, anchor, ref) -> Tensor:
+    """`methods.method_loss` of each draw by itself: (D,). Groups never mix; what mixes a batch is the aggregation."""
+    loss = methods.surrogate(row, plan, rollout, feature, adv, anchor).loss
+    kl = methods.penalty(row, plan, rollout, feature, anchor, ref)
+    loss = loss if kl is None else loss + row.kl.beta * kl
+    first = part(rollout, slice(EACH))
+
+    def total(loss: Tensor, scored: Tensor, weight: Tensor, keep: Tensor) -> Tensor:
+        mine = alg.Plan(hidden=scored, scored=scored, weight=weight, valid=scored.any(-1))
+        own = dataclasses.replace(first, keep=keep)
+        return alg.aggregate(loss, mine, own, level=row.reduction, how=row.aggregation)
+
+    by_draw = [x.unflatten(1, (-1, EACH)) for x in (loss, plan.scored, plan.weight)]
+    return torch.func.vmap(total, in_dims=(1, 1, 1, 0))(*by_draw, rollout.keep.unflatten(0, (-1, EACH)))
+
+
+class Updates:
+    """The updates of a row on the rollouts of all draws, each with weights of its own, as the trainer makes them."""
+
+    def __init__(self, row: methods.Method, base: oracle.TabularDenoiser, rollout: alg.Rollout, reward: Tensor, seed: int):
+        self.row, self.base, self.rollout, self.reward, self.seed = row, base, rollout, reward, seed
+        self.draws = len(reward) // EACH
+        self.table = base.table.detach().repeat(self.draws, 1, 1, 1)
+        self.calls: list[float] = []
+        self.old = None  # the old value on masks of its own, for all updates
+        if row.refresh == "independent":
+            own = methods.draw(row, rollout, runs.keyed_generator(seed, 0, "plan of the old value"))
+            self.old = methods.reduced(row, own, rollout, scored(row, base, rollout, own))
+
+    def direction(self, update: int, updates: int) -> Tensor:
+        """g (D, P): minus the gradient of the row's loss at the present weights."""
+        row, rollout = self.row, self.rollout
+        plan = draw_plan(row, rollout, self.seed, 0 if row.refresh == "fixed" else update, updates)
+        self.calls.append(plan.network_calls / len(self.reward))
+        anchor = ref = None
+        if row.anchor == "behaviour":
+            anchor = methods.behaviour_anchor(row, plan, rollout)
+        elif row.anchor == "old":
+            anchor = self.old
+            if anchor is None:
+                anchor = methods.reduced(row, plan, rollout, scored(row, self.base, rollout, plan))
+        if row.kl and row.kl.target == "reference":  # which is the base, too
+            ref = methods.kl_target(row, plan, rollout, scored(row, self.base, rollout, plan))
+        table = self.table.requires_grad_()
+        feature = with_graph(row, Tables(table), rollout, plan)
+        loss = losses(row, plan, rollout, feature, advantages(row, plan, rollout, self.reward), anchor, ref)
+        self.table = table.detach()
+        return -torch.autograd.grad(loss.sum(), table)[0].flatten(1)
+
+    def move(self, by: Tensor) -> None:
+        """Add an update."""
+        self.table = self.table + by.view(self.table.shape)
+
+    def moved(self) -> float:
+        """Mean |log ratio| of a token that was drawn, between the present weights and those that drew it."""
+        plan = alg.replay_plan(self.rollout, torch.Generator(), num_states=None, min_entropy=0.0)
+        now = feat.features(Tables(self.table), self.rollout, plan, temperature=1.0, size=1 << 20)["logp"]
+        return float(((now - self.rollout.logp) * plan.scored).abs().sum() / plan.scored.sum())
+
+
+# ================================================================================================== against the truth
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the estimates need of some of the draws of g and G: how many, the sums, and the sums of the products."""
+
+    n: Tensor
+    g: Tensor
+    truth: Tensor
+    products: Tensor  # of g and g, g and G, G and G
+
+    @classmethod
+    def by_part(cls, g: Tensor, truth: Tensor) -> Sums:
+        """Of each of PARTS parts of the draws (D, P); D is a multiple of PARTS."""
+        each = len(g) // PARTS
+        products = torch.stack([(g * g).sum(1), (g * truth).sum(1), (truth * truth).sum(1)], 1)
+        g, truth, products = (x.unflatten(0, (PARTS, -1)).sum(1) for x in (g, truth, products))
+        return cls(torch.full((PARTS,), float(each)), g, truth, products)
+
+    def over(self, parts: Tensor) -> Sums:
+        """Of the parts together."""
+        return Sums(*(x[parts].sum(0) for x in vars(self).values()))
+
+
+def against(draws: Sums) -> tuple[float, float]:
+    """Cosine of E g and E G, and the noise of g. No product of a draw with itself enters the products of the means.
+
+    The mean of <g_i, G_j> over i != j is <E g, E G> without bias, where |mean g|^2 is too large by tr Var g / D. Not a number
+    where the mean of g cannot be told from 0.
+    """
+    total = torch.stack([draws.g @ draws.g, draws.g @ draws.truth, draws.truth @ draws.truth])
+    gg, both, exact = ((total - draws.products) / (draws.n * (draws.n - 1))).tolist()
+    if not min(gg, exact) > 1e-30:
+        return math.nan, math.nan
+    return both / math.sqrt(gg * exact), math.sqrt(max(float(draws.products[0] / draws.n) - gg, 0) / gg)
+
+
+def with_error(g: Tensor, truth: Tensor) -> dict[str, float]:
+    """Cosine and noise, and the Monte Carlo error of the cosine: the jackknife over parts of the draws."""
+    sums, every = Sums.by_part(g, truth), torch.arange(PARTS)
+    cosine, noise = against(sums.over(every))
+    without = [against(sums.over(every[every != i]))[0] for i in range(PARTS)]
+    mean = statistics.fmean(without)
+    error = math.sqrt((PARTS - 1) / PARTS * sum((x - mean) ** 2 for x in without))
+    return {"cosine": cosine, "noise": noise, "error": error}
+
+
+def control_signs(number: int) -> Tensor:
+    """A sign for each of the P weights, the same in all draws: reinforce with these is as noisy, and points elsewhere."""
+    size = (TOKENS + 1) ** LENGTH * LENGTH * TOKENS
+    return 2.0 * torch.randint(2, (size,), generator=runs.keyed_generator(number, 0, "signs")) - 1
+
+
+def measure(name: str, order: str, number: int, data: tuple, truth: Truth, updates: int = UPDATES) -> dict:
+    """A row on one table: cosine and noise of the first and of the last of its updates on a rollout."""
+    base, rollout, reward = data
+    row, seed = method_of(name), runs.keyed_seed(number, 0, f"{name} {order}")
+    signs = control_signs(number) if name == CONTROL else 1.0
+    run = Updates(row, base, rollout, reward, seed)
+    start, exact = truth.gradient(run.table[:1])
+    g = signs * run.direction(0, updates)
+    found = {"first": with_error(g, exact.expand_as(g))}
+    rate = STEP / float(g.square().sum(1).mean().sqrt())
+    for update in range(1, updates):
+        run.move(rate * g)
+        g = signs * run.direction(update, updates)
+    value, exact = truth.gradient(run.table)
+    found["last"] = with_error(g, exact)
+    found["calls"] = statistics.fmean(run.calls)
+    return found | {"moved": run.moved(), "gain": float((value - start).mean()), "start": float(start)}
+
+
+def checked_truth(model: oracle.TabularDenoiser, order: str, block_length: int) -> Truth:
+    """The fast truth, once it has agreed with the judge on this table."""
+    truth = Truth(order, block_length)
+    exact = oracle.policy_gradient(model, order, 1.0, 1, accepted_text, block_length, END)
+    torch.testing.assert_close(truth.gradient(model.table[None])[1][0], exact.flatten(), rtol=1e-9, atol=1e-12)
+    return truth
+
+
+def one_table(number: int, names: Iterable[str], draws: int, updates: int = UPDATES, check: bool = True) -> dict[str, dict]:
+    """All rows on one table: {"name, order": what `measure` finds}."""
+    model, data, truths, found = base_table(number), {}, {}, {}
+    for name in names:
+        for order in orders_of(name):
+            kind = (order, block_of(name))
+            if kind not in data:
+                rollout = collect(model, *kind, draws, number)
+                data[kind] = model, rollout, accepted(rollout.response)
+                truths[kind] = checked_truth(model, *kind) if check else Truth(*kind)
+            found[f"{name}, {order}"] = measure(name, order, number, data[kind], truths[kind], updates)
+    return found
+
+
+def rounded(value):
+    """Five digits are more than the draws support; a number that is none becomes null."""
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def settings(draws: int) -> dict:
+    """What the stored numbers depend on, beside the code."""
+    sizes = {"positions": LENGTH, "tokens": TOKENS, "block": BLOCK, "prompts": PROMPTS, "generations": GENERATIONS}
+    return sizes | {"updates": UPDATES, "step": STEP, "draws": draws}
+
+
+def names() -> list[str]:
+    """All rows, and the control."""
+    return [*methods.METHODS, CONTROL]
+
+
+def run(count: int, draws: int, path: Path) -> None:
+    """Measure ``count`` tables; those that are in the file are not repeated."""
+    done = json.loads(path.read_text()) if path.exists() else {"settings": settings(draws), "tables": {}}
+    if done["settings"] != settings(draws):
+        raise SystemExit(f"{path.name}: got results of {done['settings']}; allowed those of {settings(draws)}, or no file")
+    for number in range(count):
+        if str(number) not in done["tables"]:
+            started = time.process_time()
+            found = one_table(number, names(), draws)
+            done["tables"][str(number)] = rounded(found)
+            path.write_text(json.dumps(done, indent=1) + "\n")
+            print(f"table {number}: {time.process_time() - started:.0f} s of CPU time", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(TABLES, DRAWS, RESULTS)
