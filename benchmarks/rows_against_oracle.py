@@ -43,6 +43,7 @@ EACH = PROMPTS * GENERATIONS  # responses of a draw
 TABLES, DRAWS, STEP = 8, 128, 0.3  # STEP: root mean square length of a row's first update
 STUDENT = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201), start=2))  # 95 %
 PARTS = 8  # of the draws, for the jackknife
+SETTLED = 0.3  # a Monte Carlo error of a cosine from which on it is not given
 CONTROL = "control"
 BATCH_WIDE = (alg.coupled_plan, alg.scheduled_plan)  # one random number for a whole batch: drawn for each rollout by itself
 
@@ -513,9 +514,15 @@ class Results:
             found = [x[word] for x in found]
         return found
 
+    def cosines(self, name: str, order: str, which: str) -> list[float | None]:
+        """Table by table; None where the draws do not settle it: a mean update that is all but 0."""
+        errors = self.values(name, order, which, "error")
+        found = zip(self.values(name, order, which, "cosine"), errors, strict=True)
+        return [cosine if cosine is not None and error is not None and error < SETTLED else None for cosine, error in found]
+
     def interval(self, name: str, order: str, which: str) -> tuple[float, float] | None:
         """Mean cosine over the tables and half of Student's 95 % interval; None where a table has none."""
-        values = self.values(name, order, which, "cosine")
+        values = self.cosines(name, order, which)
         if None in values:
             return None
         return statistics.fmean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
@@ -524,7 +531,7 @@ class Results:
         """A cell."""
         found = self.interval(name, order, which)
         if found is None:
-            return f"none in {self.values(name, order, which, 'cosine').count(None)}"
+            return f"none in {self.cosines(name, order, which).count(None)}"
         mean, half = found
         return f"{two(mean)} [{two(mean - half)}, {two(mean + half)}]"
 
@@ -622,7 +629,7 @@ def reading(results: Results) -> list[str]:
         for order in orders_of(name)
         for which in ("first", "last")
         for error in results.values(name, order, which, "error")
-        if error is not None
+        if error is not None and error < SETTLED
     ]
     sentences = [
         f"""**First update, random order.** The {len(kinds["trajectory"])} rows that score every step of the trajectory, and
@@ -645,8 +652,8 @@ def reading(results: Results) -> list[str]:
         f"""**Eighth update, low-confidence order.** {named(sure, "reinforce", "cispo", "tis", "ppo", "spo", "egspo-exact")}.
         Random masks: {cosines("masks", sure, "last")}.""",
         f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
-        {results.mean("gspo", "random", "moved"):.3f} in the mean: what the clip still lets through has a cosine of
-        {c("gspo", which="last")} in random order, and a noise of {results.noise("gspo", "random", "last")}.""",
+        {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random order:
+        {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}.""",
         f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the mean's
         length, at the first update in random order:
         {", ".join(map(noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
@@ -658,8 +665,8 @@ def reading(results: Results) -> list[str]:
         {c(CONTROL, sure)}, with a noise of {results.noise(CONTROL, "random", "first")} and
         {results.noise(CONTROL, sure, "first")}.""",
         f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
-        {statistics.median(errors):.3f} in the median of all rows, tables and both columns, and {max(errors):.2f} at most. The
-        intervals are over tables, and contain it.""",
+        {statistics.median(errors):.3f} in the median of all rows, tables and both columns, and at most {max(errors):.2f} where a
+        cosine is given. The intervals are over tables, and contain it.""",
     ]
     return [" ".join(sentence.split()) for sentence in sentences]
 
@@ -685,7 +692,8 @@ in seconds.
 - **Cosine** of E g and E G: mean over tables [Student's 95 % interval over tables]. With a cosine c, the relative bias at the
   best factor a, `|a E g - E G| / |E G|`, is `(1 - c^2)^(1/2)`; a factor is a matter of the learning rate. E g is a Monte Carlo
   mean over draws. Products of means leave out the product of a draw with itself, so that noise does not lower the cosine; an
-  estimate can exceed 1. "none in k": in k of the tables the mean update could not be told from 0.
+  estimate can exceed 1. "none in k": in k of the tables the mean update is so near to 0 that the cosine's standard error is
+  above {settled}.
 - **noise**: `(tr Var g)^(1/2) / |E g|` at reuse 1 and at reuse 8, each the median over tables.
 - **calls**: sequences that go through the network for an update, per response: two numbers where there are two orders. What
   the rollout, an anchor or a reference costs is not counted.
@@ -711,7 +719,9 @@ def page(stored: dict) -> str:
     if missing := [key for key in wanted if any(key not in table for table in stored["tables"].values())]:
         raise ValueError(f"{RESULTS.name}: got no {missing[0]}; run python benchmarks/rows_against_oracle.py, which adds it")
     results = Results(list(stored["tables"].values()))
-    head = HEAD.format(**stored["settings"], tables=len(results.tables), minutes=sum(stored["seconds"].values()) / 60)
+    head = HEAD.format(
+        **stored["settings"], tables=len(results.tables), settled=SETTLED, minutes=sum(stored["seconds"].values()) / 60
+    )
     table = tables.markdown_table(lines(results), COLUMNS)
     how = {"width": 128, "subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     points = "\n".join(textwrap.fill(f"- {sentence}", **how) for sentence in reading(results))
