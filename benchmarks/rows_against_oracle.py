@@ -652,8 +652,8 @@ def reading(results: Results) -> list[str]:
         f"""**Eighth update, low-confidence order.** {named(sure, "reinforce", "cispo", "tis", "ppo", "spo", "egspo-exact")}.
         Random masks: {cosines("masks", sure, "last")}.""",
         f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
-        {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random order:
-        {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}.""",
+        {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random
+        order: {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}.""",
         f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the mean's
         length, at the first update in random order:
         {", ".join(map(noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
@@ -665,8 +665,8 @@ def reading(results: Results) -> list[str]:
         {c(CONTROL, sure)}, with a noise of {results.noise(CONTROL, "random", "first")} and
         {results.noise(CONTROL, sure, "first")}.""",
         f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
-        {statistics.median(errors):.3f} in the median of all rows, tables and both columns, and at most {max(errors):.2f} where a
-        cosine is given. The intervals are over tables, and contain it.""",
+        {statistics.median(errors):.3f} in the median of all rows, tables and both columns, and at most {max(errors):.2f} where
+        a cosine is given. The intervals are over tables, and contain it.""",
     ]
     return [" ".join(sentence.split()) for sentence in sentences]
 
