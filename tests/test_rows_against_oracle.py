@@ -1,0 +1,194 @@
+"""benchmarks/rows_against_oracle.py: its truth by the oracle, its updates draw by draw, its estimates by known numbers."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+import tiny
+from minidrl import features as feat
+from minidrl import methods, oracle, runs
+
+bench = tiny.script("rows_against_oracle")
+EACH = bench.PROMPTS * bench.GENERATIONS
+
+
+def perturbed(number: int) -> oracle.TabularDenoiser:
+    """A table with other ends than those of ``base_table``."""
+    noise = torch.Generator().manual_seed(number)
+    return oracle.TabularDenoiser.random(bench.LENGTH, bench.TOKENS, noise)
+
+
+@pytest.mark.parametrize(
+    ("order", "block"),
+    [("left_to_right", 4), ("right_to_left", 4), ("random", 2), ("low_confidence", 2), ("low_confidence", 4), ("random", 4)],
+)
+def test_the_truth_is_that_of_the_oracle_for_each_of_several_tables(order, block):
+    several = [perturbed(i) for i in range(1 if block == 4 else 2)]
+    value, gradient = bench.Truth(order, block).gradient(torch.stack([m.table for m in several] * 2))
+    for i, model in enumerate(several * 2):
+        outcomes = oracle.trajectories(model, order, 1.0, 1, block, bench.END)
+        judge = oracle.expected_reward(outcomes, bench.accepted_text)
+        torch.testing.assert_close(value[i], judge.detach(), rtol=1e-12, atol=0)
+        if i < len(several):
+            exact = oracle.table_gradient(model, judge).flatten()
+            torch.testing.assert_close(gradient[i], exact, rtol=1e-9, atol=1e-14)
+    assert torch.equal(gradient[: len(several)], gradient[len(several) :])
+
+
+def test_the_verifier_reads_texts_up_to_their_end():
+    texts = {(1, 1, 2, 1): 1, (1, 1, 1, 2): 0, (1, 0, 1, 0): 1, (1, 2, 1, 0): 0, (2, 1, 1, 0): 0, (0, 0, 1, 1): 1}
+    assert [bench.accepted_text(text) for text in texts] == list(texts.values())
+    assert bench.accepted(torch.tensor(list(texts))).tolist() == list(texts.values())
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A table, and rollouts of three draws by each sampler that a row asks for."""
+    model, rollouts = bench.base_table(0), {}
+    for name in bench.names():
+        for order in bench.orders_of(name):
+            kind = (order, bench.block_of(name))
+            rollouts.setdefault(kind, bench.collect(model, *kind, 3, 0))
+    return model, rollouts
+
+
+def alone(row, model, base, rollout, plan, own, reward) -> torch.Tensor:
+    """Minus the gradient of `methods.method_loss` of one rollout by one table."""
+
+    def read(network, plan, names):
+        states = torch.cat(list(feat.state_chunks(plan, 1 << 20)))
+        found = feat.state_features(network, rollout, plan, states, temperature=1.0, names=names)
+        blank = {k: v.new_zeros(plan.valid.numel(), *v.shape[1:]) for k, v in found.items()}
+        return {k: blank[k].index_copy(0, states, v).unflatten(0, plan.valid.shape) for k, v in found.items()}
+
+    parts = tuple(name for name in row.features if name != "topk_logp")
+    anchor = ref = None
+    if row.anchor == "behaviour":
+        anchor = methods.behaviour_anchor(row, plan, rollout)
+    if row.anchor == "old":
+        where = own if row.refresh == "independent" else plan
+        anchor = methods.reduced(row, where, rollout, read(base, where, parts)).detach()
+    if row.kl and row.kl.target == "reference":
+        ref = methods.kl_target(row, plan, rollout, read(base, plan, parts)).detach()
+    values = None
+    if row.step_value != "none":
+        guesses = rollout.records["one_step"]
+        judged = [[bench.accepted_text(guesses[b, k].tolist()) for b in range(EACH)] for k in range(guesses.shape[1])]
+        values = torch.tensor(judged, dtype=torch.float64).gather(0, plan.step)
+    adv = methods.advantages(row, plan, rollout, reward, values)
+    loss = methods.method_loss(row, plan, rollout, read(model, plan, row.features), adv, anchor, ref)
+    return -oracle.table_gradient(model, loss).flatten()
+
+
+def columns(plan, draw: int):
+    """The plan of one draw."""
+    rows = slice(draw * EACH, (draw + 1) * EACH)
+    names = ("hidden", "scored", "weight", "valid", "step", "targets")
+    return dataclasses.replace(plan, **{n: getattr(plan, n)[:, rows] for n in names if getattr(plan, n) is not None})
+
+
+@pytest.mark.parametrize("name", [name for name in bench.names() if name != bench.CONTROL])
+def test_every_draw_has_the_update_that_it_would_have_alone(name, world):
+    """At the weights that sampled, and where each draw has weights of its own."""
+    base, rollouts = world
+    row, order = bench.method_of(name), bench.orders_of(name)[-1]
+    rollout = rollouts[order, bench.block_of(name)]
+    reward = bench.accepted(rollout.response)
+    many = bench.Updates(row, base, rollout, reward, seed=5)
+    for update in (0, 2):
+        if update:
+            scale = 0.1 * torch.arange(3).view(3, 1, 1, 1)
+            many.table = many.table + scale * torch.randn(many.table.shape, generator=torch.Generator().manual_seed(1))
+        found = many.direction(update, 3)
+        plan = bench.draw_plan(row, rollout, 5, 0 if row.refresh == "fixed" else update, 3)
+        own = methods.draw(row, rollout, runs.keyed_generator(5, 0, "plan of the old value"))
+        for draw in (0, 2):
+            model, mine = oracle.TabularDenoiser(many.table[draw]), slice(draw * EACH, (draw + 1) * EACH)
+            given = bench.part(rollout, mine), columns(plan, draw), columns(own, draw), reward[mine]
+            exact = alone(row, model, base, *given)
+            torch.testing.assert_close(found[draw], exact, rtol=1e-9, atol=1e-13)
+            assert exact.abs().max() > 1e-4, "nothing was learned: the comparison says nothing"
+
+
+def test_plans_are_the_same_for_all_updates_only_where_the_row_keeps_them(world):
+    _, rollouts = world
+    rollout = rollouts["random", bench.LENGTH]
+    row = bench.method_of("unigrpo")
+    shares = [
+        bench.draw_plan(row, rollout, 5, update, 8).scored.double().unflatten(1, (3, EACH)).mean((0, 2, 3)) for update in (0, 7)
+    ]
+    assert shares[0].unique().numel() == 3 and (shares[0] < 1).all() and (shares[1] == 1).all()  # a t_0 a draw; at last all
+
+
+def test_noise_does_not_bias_the_estimates():
+    """g = a + noise and G = b + noise: cosine of a and b, and a noise of 3, although |mean g| is mostly noise."""
+    noise, size = torch.Generator().manual_seed(0), 500
+    a, b = torch.zeros(2, size, dtype=torch.float64)
+    a[:2], b[0] = torch.tensor([0.6, 0.8]), 2.0
+    found, naive = [], []
+    for _ in range(40):
+        g = a + 3 * torch.randn(64, size, generator=noise, dtype=torch.float64) / math.sqrt(size)
+        truth = b + torch.randn(64, size, generator=noise, dtype=torch.float64) / math.sqrt(size)
+        found.append(bench.with_error(g, truth))
+        naive.append(torch.cosine_similarity(g.mean(0), truth.mean(0), dim=0).item())
+    cosine, error = torch.tensor([[x["cosine"], x["error"]] for x in found]).T
+    assert abs(cosine.mean() - 0.6) < 4 * cosine.std() / math.sqrt(40) < 0.02
+    assert 0.5 < error.mean() / cosine.std() < 2
+    assert torch.tensor([x["noise"] for x in found]).mean() == pytest.approx(3, rel=0.02)
+    assert sum(naive) / len(naive) < 0.6 * 0.97
+
+
+def test_the_rehearsal_finds_numbers_for_every_row_and_judges_them():
+    found = bench.rehearsal()
+    assert bench.complaints(found) == []
+    expected = {f"{name}, {order}" for name in methods.METHODS for order in bench.orders_of(name)}
+    assert set(found) == expected | {f"control, {order}" for order in bench.orders_of("control")}
+    wrong = found["control, random"]["first"]["cosine"]
+    off = {**found, "reinforce, random": found["control, random"]}
+    assert bench.complaints(off) == [
+        f"reinforce, random: cosine {wrong:.3f} at the first update; allowed 1 within its interval"
+    ]
+    right = found["reinforce, random"]["first"]["cosine"]
+    on = {**found, "control, random": found["reinforce, random"]}
+    assert bench.complaints(on) == [f"control, random: cosine {right:.3f} at the first update; allowed below 0.5"]
+    row = {**found["grpo, random"], "last": {"cosine": math.nan, "noise": 1.0, "error": 1.0}}
+    complaint = "grpo, random: cosine nan at the last update; allowed a number"
+    assert bench.complaints({**found, "grpo, random": row}) == [complaint]
+
+
+def test_the_control_is_off_by_as_much_as_arithmetic_says():
+    """The gradient in other weights, with signs s: its cosine is sum s_i G_place(i) G_i / |G|^2."""
+    model = bench.base_table(1)
+    truth = bench.Truth("random", bench.LENGTH)
+    exact = truth.gradient(model.table[None])[1][0]
+    place, sign = bench.control_direction(1)
+    known = float((sign * exact[place] * exact).sum() / exact.square().sum())
+    assert abs(known) < 0.3 and sorted(place.tolist()) == list(range(len(exact))) and set(sign.tolist()) == {-1.0, 1.0}
+    rollout = bench.collect(model, "random", bench.LENGTH, 64, 1)
+    data = (model, rollout, bench.accepted(rollout.response))
+    found = bench.measure(bench.CONTROL, "random", 1, data, truth, updates=1)["first"]
+    assert abs(found["cosine"] - known) < 3 * found["error"] < 0.3
+
+
+def test_the_page_is_what_the_stored_results_give():
+    found = json.loads(bench.RESULTS.read_text())
+    page = bench.PAGE.read_text(encoding="utf-8")
+    assert page == bench.page(found), "run: python benchmarks/rows_against_oracle.py --page"
+    assert all(f"| {name} " in page for name in methods.METHODS) and len(found["tables"]) >= 8
+    changed = json.loads(bench.RESULTS.read_text())
+    for table in changed["tables"].values():
+        table["spg, random"]["first"]["cosine"] = 0.123
+    assert bench.page(changed) != page
+    del changed["tables"]["3"]["spg, random"]
+    with pytest.raises(ValueError, match=r"got no spg, random; run python benchmarks/rows_against_oracle\.py"):
+        bench.page(changed)
+
+
+def test_results_of_other_settings_are_refused(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"settings": bench.settings(8), "seconds": {}, "tables": {}}))
+    with pytest.raises(SystemExit, match="allowed those of"):
+        bench.run(1, 16, path)
