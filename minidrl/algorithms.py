@@ -349,6 +349,36 @@ def complementary_plan(
     return _response_plan(rollout, both, inside, weight)
 
 
+def arc_plan(
+    rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str
+) -> Plan:
+    """(2.11) ELBO from K arcs of one random circle: counts in strata as in (2.3), the
+    positions of a state follow those of the state before it.
+
+    A random permutation puts the n positions on a circle. State k hides the l_k of them
+    that begin where state k - 1 ends, weight n / (K l_k). Bias: none, for every K. The
+    arcs' lengths say nothing of the permutation, and a rotation of a uniform one is
+    uniform: each state alone is a state of (2.3), and only their joint law differs. All
+    positions are hidden equally often, or once more. Variance: two states overlap in
+    max(0, l_1 + l_2 - n) positions, never more than the l_1 l_2 / n of independent
+    ones, so that for log-probabilities that depend on the position alone their
+    covariance is at most 0, and the variance at most that of ``strata``. For other
+    models, and for three states or more, there is no such guarantee. Source: this
+    project.
+    """
+    _check_count("plan.num_states", num_states)
+    inside = _domain(rollout, domain)
+    n = inside.sum(-1)
+    u = _uniform((num_states, inside.shape[0]), generator, inside.device)
+    u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
+    count = torch.minimum((u * n).floor().long() + 1, n)
+    noise = _uniform(tuple(inside.shape), generator, inside.device)
+    place = noise.masked_fill(~inside, torch.inf).argsort(-1).argsort(-1)
+    start = count.cumsum(0) - count
+    masked = ((place - start[..., None]) % n[:, None] < count[..., None]) & inside
+    return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
+
+
 # Where the noise of an ELBO comes from. By the law of total variance, with N times and
 # M masks for each,
 #

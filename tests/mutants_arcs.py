@@ -1,0 +1,18 @@
+"""Wrong versions of what laws_arcs.py judges."""
+
+from mutant import Mutant
+
+MUTANTS: list[Mutant] = [
+    Mutant("2.11", "count.cumsum(0) - count", "count.cumsum(0)", "law_arc_plan_states"),
+    Mutant("2.11", "count.cumsum(0) - count", "0 * count", "law_arc_plan_states"),
+    Mutant("2.11", "% n[:, None] < count", "< count", "law_arc_plan_expectation"),
+    Mutant("2.11", "% n[:, None]", "% inside.shape[1]", "law_arc_plan_expectation"),
+    Mutant("2.11", "n.double() / (num_states * count)", "n.double() / count", "law_arc_plan_expectation"),
+    Mutant("2.11", "n.double() / (num_states * count)", "1 / u / num_states", "law_arc_plan_expectation"),
+    Mutant("2.11", "< count[..., None]) & inside", "<= count[..., None]) & inside", "law_arc_plan_states"),
+    Mutant("2.11", "noise.masked_fill(~inside, torch.inf).argsort(-1)", "noise.argsort(-1)", "law_arc_plan_expectation"),
+    Mutant("2.11", "count.cumsum(0) - count", "0 * count", "law_arcs_do_not_raise_the_variance_of_positions"),
+    Mutant("2.11", "u = (torch.arange(num_states", "u = (0 * torch.arange(num_states", "law_arc_plan_frequencies"),
+    Mutant("2.11", "_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])", "law_arc_plan_frequencies"),
+    Mutant("2.11", '_check_count("plan.num_states", num_states)', "", "law_arc_plan_states"),
+]
