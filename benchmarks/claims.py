@@ -26,11 +26,10 @@ from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import features as feat
-from minidrl import methods, oracle, sampler, tables
+from minidrl import intervals, methods, oracle, sampler, tables
 
 ROOT = Path(__file__).parents[1]
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "not distinguishable", "not run here"
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # two-sided 95 %, for a mean of so many runs
 
 # ============================================================================================== numbers, criteria, verdicts
 
@@ -57,8 +56,7 @@ def cases(values: Iterable[float]) -> Found:
 
 def runs(values: list[float]) -> Found:
     """Mean over seeds with Student's 95 % interval."""
-    mean, half = statistics.mean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return Found(mean, mean - half, mean + half, cases=False)
+    return Found(*intervals.mean_interval(values), cases=False)
 
 
 def percent_difference(a: float, b: float, puzzles: int) -> Found:
