@@ -1,13 +1,13 @@
-"""What noise in the ratio does to a run of 1,000 updates: `python benchmarks/instability.py --figure docs/instability.png`.
+"""What noise in the ratio does to a run of 1,000 updates: `python benchmarks/instability.py`, then instability_page.py.
 
 A network of two layers writes 12 of 8 letters; letter i should be (prompt + i) mod 8, and the reward is the share of letters
 that are. It starts from masked denoising on texts whose letters are right with probability 0.4, the others uniform. Then each
 rollout (4 prompts x 16 responses) is used for 4 updates, with one masked state a response for the likelihood, and no gradient
-clip. All methods share the network, the prompts and noise of each rollout, the advantage (reward minus the mean of its group)
-and the optimiser. What differs is what the ratio is taken of (``scale``: the ELBO of the sequence, or its mean a token),
-against which masks, and what is done with it. Writes instability.json, one line a run, downsampled; runs that are there are
-not repeated. With --figure also a picture of ratio spread, bypass, gradient norm and reward on one time axis. A run takes about
-half a minute on one CPU thread.
+clip. All lines share the network, the prompts and noise of each rollout, the advantage (reward minus the mean of its group)
+and the optimiser. What differs is what the ratio is taken of (``scale``: the ELBO of the sequence, or its mean a token; or one
+look with everything hidden, the mean field), against which masks, and what is done with it. Writes instability.json, one line
+a run, downsampled; runs that are there are not repeated, so the study can be stopped and resumed. A run takes about a minute
+of one CPU thread; the whole study has 15 lines x 2 scales x 5 seeds.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def stored(path: Path) -> list[dict]:
 
 
 def missing(done: list[dict], names: list[str], scales: list[str], seeds: int) -> list[tuple[str, str, int]]:
-    """(scale, line, seed) of the runs that are not there: seed by seed, so that lines that are stopped early are equally long."""
+    """(scale, line, seed) of the runs that are not there: seed by seed, so that an early end leaves lines of equal length."""
     there = {(r["scale"], r["method"], r["seed"]) for r in done}
     jobs = [(scale, name, seed) for scale in scales for seed in range(seeds) for name in names]
     return [job for job in jobs if job not in there]
@@ -241,14 +241,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(rows("sequence")), choices=list(rows("sequence")))
     parser.add_argument("--scales", nargs="*", default=list(SCALES), choices=list(SCALES))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--figure", type=Path, help="draw the runs that are in DIR, old ones included")
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "instability.json"
-    study(path, given.methods, given.scales, given.seeds, given.updates)
-    if given.figure:
-        figure(stored(path), given.figure)
+    study(given.out / "instability.json", given.methods, given.scales, given.seeds, given.updates)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def solved(length: int) -> list[float]:
 
 
 def stratum(length: int, states: int, k: int) -> list[float]:
-    """P(l = 1) .. P(l = length) where l = floor(u length) + 1 and u is uniform in the k-th of ``states`` equal parts of (0, 1]."""
+    """P(l = 1) .. P(l = length): l = floor(u length) + 1, u uniform in the k-th of ``states`` equal parts of (0, 1]."""
     low, high = k / states, (k + 1) / states
     inside = [max(0.0, min(high, (i + 1) / length) - max(low, i / length)) for i in range(length)]
     return [states * x for x in inside]

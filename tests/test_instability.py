@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import statistics
 
 import pytest
 import torch
@@ -154,3 +153,86 @@ def test_a_study_is_resumed_and_never_repeated(tmp_path, weak_base, capsys):
     assert (
         mean["sequence"] > 5 * mean["token mean"]
     )  # the first rollouts are the same, the ratio of one is that of the other ^ 12
+
+
+# ---------------------------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def page():
+    return tiny.script("instability_page")
+
+
+def a_run(name: str, seed: int, reward: list[float], scale: str = "token mean", norm: tuple = (1.0, 5.0, 2.0)) -> dict:
+    """A run of thirty updates whose rewards are given, three means of ten."""
+    curves = {key: [0.5] * 3 for key in ("spread", "bypass", "ess")} | {"reward": reward, "norm": list(norm)}
+    facts = {"method": name, "scale": scale, "seed": seed, "updates": 30, "stopped": None, "every": 10}
+    return facts | {"final_reward": reward[-1], "norm_max": max(norm)} | curves
+
+
+def test_a_line_of_the_table_by_hand(page):
+    runs = [a_run("stabledrl", 0, [0.4, 0.9, 0.8]), a_run("stabledrl", 3, [0.5, 0.6, 0.4], norm=(7.0, 1.0, 1.0))]
+    row = page.table_row("stabledrl", runs)
+    half = 12.7062 * 0.2  # Student's t at 1 degree of freedom times s / sqrt(2), with s = 0.4 / sqrt(2)
+    assert row["seeds"] == "0, 3" and row["reward at the end"] == f"0.600 [{0.6 - half:.3f}, {0.6 + half:.3f}]"
+    assert row["gained"].startswith("0.150 [") and row["runs that end below their start"] == "1 of 2"
+    assert row["below the peak"] == "0.150" and row["largest gradient norm"] == "7 at update 0"
+    assert page.table_row("clip-only", [])["seeds"] == "not run"
+
+
+@pytest.mark.parametrize(
+    "ends, word",
+    [
+        ([[0.5, 0.6, 0.4]] * 2, "collapses: every run"),
+        ([[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "collapses in 1 of 2"),
+        ([[0.5, 0.9, 0.7]] * 2, "falls back"),
+        ([[0.5, 0.9, 0.7], [0.5, 0.6, 0.6]], "1 of 2 runs end more"),
+        ([[0.5, 0.6, 0.6]] * 2, "no run ends more"),
+    ],
+)
+def test_words_follow_from_the_numbers(ends, word, page):
+    assert word in page.verdict_of([a_run("stabledrl", seed, reward) for seed, reward in enumerate(ends)])
+
+
+def test_pairs_are_paired_by_seed_and_corrected(page):
+    """StableDRL is 0.1, 0.2, 0.3 above GRPO on the seeds that both have; a second pair doubles the smaller p at least."""
+    ends = {"grpo, fresh masks": [0.5, 0.6, 0.1, 0.9], "stabledrl": [0.6, 0.8, 0.4], "clip-only": [0.6, 0.8, 0.4]}
+    results = [a_run(name, seed, [0.4, 0.5, x]) for name, values in ends.items() for seed, x in enumerate(values)]
+    first, second = page.differences(results, "token mean")
+    assert (first["pair"], first["seeds"], first["mean"]) == ("stabledrl - grpo, fresh masks", 3, pytest.approx(0.2))
+    # t = 0.2 / (0.1 / sqrt(3)) = 2 sqrt(3); two degrees of freedom: p = 1 - t / sqrt(2 + t^2)
+    p = 1 - 2 * math.sqrt(3) / math.sqrt(14)
+    assert float(first["p"]) == pytest.approx(p, abs=5e-4) and first["adjusted"] == pytest.approx(2 * p)
+    assert (second["pair"], second["adjusted"]) == ("stabledrl - clip-only", 1.0)
+    assert page.differences(results, "sequence") == []
+
+
+def test_what_is_not_run_is_said(page):
+    results = [a_run("stabledrl", seed, [0.4, 0.5, 0.6]) for seed in (0, 1)]
+    said = page.reading_of(results, "token mean")[-1]
+    assert said.startswith("- Not run: ") and "clip-only" in said and said.count(",") > len(study.rows("sequence")) - 3
+    everything = [a_run(name, seed, [0.4, 0.5, 0.6]) for name in study.rows("token mean") for seed in (0, 1)]
+    assert not any("Not run" in line for line in page.reading_of(everything, "token mean"))
+
+
+def test_the_page_is_what_the_stored_numbers_give(page, tmp_path):
+    page.main(["--check"])
+    (tmp_path / "instability.md").write_text((page.ROOT / "docs" / "instability.md").read_text().replace("0.506", "0.606", 1))
+    with pytest.raises(SystemExit, match="not current"):
+        page.main(["--check", "--out", str(tmp_path)])
+
+
+def test_the_config_of_full_size_has_what_the_page_recommends(page):
+    settings = study.config.load(study.config.Train, page.ROOT / "tiny_configs" / "llada_8b_full.yaml")
+    assert (
+        settings.method_options == {"normalizer": "kept_length", "refresh": "paired"}
+        and settings.sampler.length == page.PUBLISHED
+    )
+    lines = study.stored(study.RESULTS / "weight_signal.json")
+    states = study.methods.METHODS[settings.method].plan.keywords["num_states"]
+    before, after = (
+        page.case(lines, drift="1 nat a response", length=256, states=states, scale=scale, masks=masks)
+        for scale, masks in (("sequence", "fresh"), ("token mean", "shared"))
+    )
+    assert before["auc"] < 0.51 and before["at_cap"] + before["nothing"] > 0.95
+    assert after["auc"] > 0.99 and after["at_cap"] == after["nothing"] == 0
