@@ -267,7 +267,7 @@ COLOURS = ("#56B4E9", "#0072B2", "#009E73", "#000000")
 
 def signal_figure(lines: list[dict], path: Path) -> None:
     """AUC over the length for both drifts, and the effective group size."""
-    fig = Figure(figsize=(9.0, 3.0), dpi=110, layout="constrained")
+    fig = Figure(figsize=(9.0, 3.2), dpi=110, layout="constrained")
     axes = fig.subplots(1, 3)
     for axis, drift in zip(axes, weight.DRIFTS, strict=False):
         for k, colour in zip(weight.STATES, COLOURS, strict=True):
@@ -284,7 +284,9 @@ def signal_figure(lines: list[dict], path: Path) -> None:
         axis.minorticks_off()
         axis.grid(color="#dddddd", lw=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=7)
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    axes[2].legend(frameon=False, fontsize=8)
     FigureCanvasAgg(fig).print_png(path)
 
 
