@@ -573,7 +573,7 @@ def of_runs(
     seeds = set.intersection(*({run["seed"] for run in of_line(name, scale)} for name in names))
     text = f"{text} (ratio of the {scale})."
     if len(seeds) < 2:
-        return not_run(text, source, f"needs runs of {' and '.join(names)} at this scale")
+        return not_run(text, source, f"needs two seeds of {' and of '.join(names)}, `python benchmarks/instability.py`")
     number, _, criterion = words.partition(": ")
     made = f"{len(seeds)} seeds x {max(run['updates'] for run in of_line(names[0], scale)):,} updates"
     return Claim(text, source, where, made, number, lambda: measure(*names, scale), criterion)
