@@ -267,9 +267,11 @@ def measured_reading(results: list[dict], lines: list[dict]) -> str:
     fresh, shared = (trend(of(results, "sequence", name), "spread")[0] for name in (FRESH, "grpo, shared masks"))
     drift = next(iter(weight.DRIFTS))
     model = case(lines, drift=drift, length=study.LENGTH, states=1, scale="sequence", masks="fresh")["deviation"]
-    return f"""- **Measured**: in the first hundred updates of the runs below, {study.LENGTH} tokens and one state, the log-ratios
-  of `grpo` on the sequence spread by {fresh:.2f} nats with fresh masks, where this model has {model:.1f}, and by {shared:.2f} with
-  shared ones, what the policy really moved included: {fresh / shared:.0f} times less."""
+    return (
+        f"- **Measured**: in the first hundred updates of the runs below, {study.LENGTH} tokens and one state, the log-ratios\n"
+        f"  of `grpo` on the sequence spread by {fresh:.2f} nats with fresh masks, where this model has {model:.1f}, and by\n"
+        f"  {shared:.2f} with shared ones, what the policy really moved included: {fresh / shared:.0f} times less."
+    )
 
 
 COLOURS = ("#56B4E9", "#0072B2", "#009E73", "#000000")

@@ -71,6 +71,9 @@ def test_shared_masks_are_silent_where_nothing_changed():
     assert signal.deviation(64, 2, "shared", 0.0) == 0.0 < signal.deviation(64, 2, "fresh", 0.0)
     one, two = (signal.deviation(64, 2, "shared", d) for d in (1.0, -2.0))
     assert two == pytest.approx(2 * one)
+    # An update that doubles every log-probability moves the ELBO by itself: the noise is that of the estimate.
+    whole = signal.deviation(64, 2, "shared", sum(signal.solved(64)))
+    assert math.sqrt(2) * whole == pytest.approx(signal.deviation(64, 2, "fresh", 0.0))
 
 
 def test_the_stored_signal_is_what_the_code_finds():
