@@ -569,10 +569,47 @@ def instability() -> list[dict]:
     return [json.loads(line) for line in (Path(__file__).parent / "results" / "instability.json").read_text().splitlines()]
 
 
-def reward_gained(method: str) -> Found:
-    """Mean reward of the last hundred updates less that of the first ten; ratios of the sequence's ELBO."""
-    found = [r for r in instability() if (r["method"], r["scale"]) == (method, "sequence")]
-    return runs([run["final_reward"] - run["reward"][0] for run in found])
+def of_line(name: str, scale: str) -> list[dict]:
+    """Its runs, by seed."""
+    return sorted((r for r in instability() if (r["method"], r["scale"]) == (name, scale)), key=lambda r: r["seed"])
+
+
+def reward_gained(name: str, scale: str = "sequence") -> Found:
+    """Mean reward of the last hundred updates less that of the first ten."""
+    return runs([run["final_reward"] - run["reward"][0] for run in of_line(name, scale)])
+
+
+def below_the_peak(name: str, scale: str) -> Found:
+    """The highest mean reward of ten updates less that of the last hundred."""
+    return runs([max(run["reward"]) - run["final_reward"] for run in of_line(name, scale)])
+
+
+def growth_of_spread(name: str, scale: str) -> Found:
+    """Standard deviation of the log-ratio, nats: mean of the last hundred updates less that of the first hundred."""
+    return runs([statistics.mean(run["spread"][-10:]) - statistics.mean(run["spread"][:10]) for run in of_line(name, scale)])
+
+
+def reward_above(name: str, other: str, scale: str) -> Found:
+    """Reward at the end, by common seeds: of a line less that of another."""
+    ends = [{run["seed"]: run["final_reward"] for run in of_line(line, scale)} for line in (name, other)]
+    found = intervals.paired(
+        *zip(*[(ends[0][seed], ends[1][seed]) for seed in sorted(ends[0].keys() & ends[1].keys())], strict=True)
+    )
+    return Found(found.mean, found.low, found.high, cases=False)
+
+
+def of_runs(
+    text: str, source: str, where: str, names: str | tuple[str, str], scale: str, measure: Callable, words: str
+) -> Claim:
+    """A claim about a line of the study, or two, with the seeds that are there. words: what is measured, and the criterion."""
+    names = (names,) if isinstance(names, str) else names
+    seeds = set.intersection(*({run["seed"] for run in of_line(name, scale)} for name in names))
+    text = f"{text} (ratio of the {scale})."
+    if len(seeds) < 2:
+        return not_run(text, source, f"needs two seeds of {' and of '.join(names)}, `python benchmarks/instability.py`")
+    number, _, criterion = words.partition(": ")
+    made = f"{len(seeds)} seeds x {max(run['updates'] for run in of_line(names[0], scale)):,} updates"
+    return Claim(text, source, where, made, number, lambda: measure(*names, scale), criterion)
 
 
 def rl_less_self_training() -> Found:
@@ -597,7 +634,20 @@ def points(name: str, other: str | None = None) -> Found:
 
 TABLE_SEEDS, GRID = f"exact, {TABLES} tables", "exact, grid of 19,602 tokens"
 KERNEL = ("logp", "order_logp")
-RACE = "`python benchmarks/instability.py`, notebook 06 {}"
+RACE, ACCOUNTS, FRESH = (
+    "`python benchmarks/instability.py`, notebook 06 {}",
+    "accounts of arXiv 2603.06743",
+    "grpo, fresh masks",
+)
+
+
+def both(
+    text: str, source: str, tag: str, names: str | tuple[str, str], words: str, measure: Callable = reward_gained
+) -> list[Claim]:
+    """The claim at each scale of the study."""
+    return [of_runs(text, source, RACE.format(tag), names, scale, measure, words) for scale in ("sequence", "token mean")]
+
+
 COMPARE = "docs/results.md (command 2)"
 ONE_RUN = "1 run each, 512 puzzles"
 
@@ -669,18 +719,25 @@ LEDGER: dict[str, list[Claim]] = {
             "accounts of arXiv 2603.06743", "`law_self_normalized_gradient_is_bounded`, notebook 06 (8.4)",
             "exact, ratios to e^30",
             "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("stabledrl", (0.0, 3.0, 10.0, 30.0)), "<= 1"),
-        Claim("GRPO with noisy ratios collapses: it ends below where it began.",
-            "arXiv 2603.06743, abstract", RACE.format("(60.12)"), "3 seeds x 1,000 updates",
-            "reward gained", lambda: reward_gained("grpo, fresh masks"), "< 0"),
-        Claim("StableDRL, with the same noise, ends above where it began.",
-            "arXiv 2603.06743, abstract", RACE.format("(60.12)"), "3 seeds x 1,000 updates",
-            "reward gained", lambda: reward_gained("stabledrl"), "> 0"),
-        Claim("StableDRL's clip alone collapses.",
-            "accounts of arXiv 2603.06743", RACE.format("(60.14)"), "3 seeds x 1,000 updates",
-            "reward gained", lambda: reward_gained("clip-only"), "< 0"),
-        Claim("StableDRL's self-normalisation alone collapses.",
-            "accounts of arXiv 2603.06743", RACE.format("(60.14)"), "3 seeds x 1,000 updates",
-            "reward gained", lambda: reward_gained("self-norm-only"), "< 0"),
+        *both("GRPO with noisy ratios collapses: it ends below where it began",
+            "arXiv 2603.06743, abstract", "(60.12)", FRESH, "reward gained: < 0"),
+        of_runs("GRPO with noisy ratios rises, then falls back: it ends more than 0.03 below its peak",
+            "arXiv 2603.06743, abstract", RACE.format("(60.13)"), FRESH, "token mean", below_the_peak, "peak less end: > 0.03"),
+        of_runs("The noise of GRPO's ratios grows while it trains: the loop",
+            "arXiv 2603.06743, abstract", RACE.format("(60.13)"), FRESH,
+            "token mean", growth_of_spread, "spread, end less start: > 0"),
+        of_runs("The noise of GRPO's ratios grows while it trains: the loop",
+            "arXiv 2603.06743, abstract", RACE.format("(60.12)"), FRESH,
+            "sequence", growth_of_spread, "spread, end less start: > 0"),
+        *both("StableDRL, with the same noise, ends above where it began",
+            "arXiv 2603.06743, abstract", "(60.12)", "stabledrl", "reward gained: > 0"),
+        *both("StableDRL's clip alone collapses", ACCOUNTS, "(60.14)", "clip-only", "reward gained: < 0"),
+        *both("StableDRL's self-normalisation alone collapses", ACCOUNTS, "(60.14)", "self-norm-only", "reward gained: < 0"),
+        *both("StableDRL with epsilon = 1000 collapses", ACCOUNTS, "(60.8)", "stabledrl, epsilon 1000", "reward gained: < 0"),
+        *both("The published epsilon = 5 ends above epsilon = 1", ACCOUNTS, "(60.8)",
+            ("stabledrl", "stabledrl, epsilon 1"), "difference of rewards: > 0", reward_above),
+        *both("StableDRL ends above GRPO with masks that old and new share", "minidrl, on arXiv 2603.06743", "(60.14)",
+            ("stabledrl", "grpo, shared masks"), "difference of rewards: > 0", reward_above),
         not_run("StableDRL beats other methods on mathematics, with full attention and with blocks.",
             "arXiv 2603.06743, abstract", "needs 8B weights"),
     ],
@@ -689,9 +746,8 @@ LEDGER: dict[str, list[Claim]] = {
             "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.11)",
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
-        Claim("Reuse of rollouts without a ratio (SPG's choice) collapses.",
-            "accounts of arXiv 2603.06743", RACE.format("(60.14)"), "3 seeds x 1,000 updates",
-            "reward gained", lambda: reward_gained("no ratio"), "< 0"),
+        *both("Reuse of rollouts without a ratio (SPG's choice) collapses",
+            ACCOUNTS, "(60.14)", "no ratio", "reward gained: < 0"),
         Claim("Blocks of one token make the block ELBO exact.",
             "minidrl, on arXiv 2503.09573", "`law_blocks_of_one_token_are_exact`, notebook 07 (70.7)", TABLE_SEEDS,
             "error, nats", lambda: over_tables(blocks_of_one_token), "<= 1e-8"),

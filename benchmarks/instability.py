@@ -1,13 +1,13 @@
-"""What noise in the ratio does to a run of 1,000 updates: `python benchmarks/instability.py --figure docs/instability.png`.
+"""What noise in the ratio does to a run of 1,000 updates: `python benchmarks/instability.py`, then instability_page.py.
 
 A network of two layers writes 12 of 8 letters; letter i should be (prompt + i) mod 8, and the reward is the share of letters
 that are. It starts from masked denoising on texts whose letters are right with probability 0.4, the others uniform. Then each
 rollout (4 prompts x 16 responses) is used for 4 updates, with one masked state a response for the likelihood, and no gradient
-clip. All methods share the network, the prompts and noise of each rollout, the advantage (reward minus the mean of its group)
-and the optimiser. What differs is what the ratio is taken of (``scale``: the ELBO of the sequence, or its mean a token),
-against which masks, and what is done with it. Writes instability.json, one line a run, downsampled; runs that are there are
-not repeated. With --figure also a picture of ratio spread, bypass, gradient norm and reward on one time axis. A run takes about
-half a minute on one CPU thread.
+clip. All lines share the network, the prompts and noise of each rollout, the advantage (reward minus the mean of its group)
+and the optimiser. What differs is what the ratio is taken of (``scale``: the ELBO of the sequence, or its mean a token; or one
+look with everything hidden, the mean field), against which masks, and what is done with it. Writes instability.json, one line
+a run, downsampled; runs that are there are not repeated, so the study can be stopped and resumed. A run takes about a minute
+of one CPU thread; the whole study has 15 lines x 2 scales x 5 seeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from minidrl.launch import RunError
 
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-SCALES = {"sequence": "none", "token mean": "kept_length"}  # of the log ratio: what divides the ELBO
+SCALES = {"token mean": "kept_length", "sequence": "none"}  # of the log ratio: what divides the ELBO
+EPSILONS = (1, 100, 1000)  # of StableDRL's clip, whose cap is 1 + epsilon; 5, the published one, is the line "stabledrl"
+PROMPT_MASKING = {"": 0.0, ", prompt masking": 0.15}  # of diffu-GRPO: the chance that a prompt token is hidden
+RESULTS = Path(__file__).parent / "results"
 SETTINGS = sampler.Sampler(order="random", temperature=1.0, length=LENGTH, block_length=LENGTH, tokens_per_step=2)
 OPTIMIZER = config.Optimizer(learning_rate=3e-4, weight_decay=0.1, max_grad_norm=math.inf)
 
@@ -47,19 +50,26 @@ class Alphabet:
 
 
 def rows(scale: str) -> dict[str, methods.Method]:
-    """The methods, made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO."""
+    """The lines: rows made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO."""
     table, one = methods.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
-    centred = replace(table["grpo"], credit=table["stabledrl"].credit)
-    stable = methods.with_options(table["stabledrl"], one)
-    spg = replace(stable, name="no ratio", objective=partial(alg.reinforce), anchor="none", aggregation="sequence_mean")
-    return {
-        "grpo, fresh masks": methods.with_options(centred, {**one, "refresh": "independent"}),
+    line = lambda name, **words: methods.with_options(table[name], one | words)  # noqa: E731
+    centred, stable = replace(line("grpo"), credit=table["stabledrl"].credit, refresh="independent"), line("stabledrl")
+    found = {
+        "grpo, fresh masks": centred,
         "stabledrl": stable,
-        "grpo, shared masks": methods.with_options(centred, {**one, "refresh": "paired"}),
-        "clip-only": methods.with_options(table["clip-only"], one),
-        "self-norm-only": methods.with_options(table["self-norm-only"], one),
-        "no ratio": spg,
+        "grpo, shared masks": replace(centred, refresh="paired"),
+        "clip-only": line("clip-only"),
+        "self-norm-only": line("self-norm-only"),
+        "no ratio": replace(stable, objective=partial(alg.reinforce), anchor="none", aggregation="sequence_mean"),
+        "grpo, one plan": replace(centred, refresh="fixed"),
+        "stabledrl, shared masks": replace(stable, refresh="paired"),
     }
+    found |= {f"stabledrl, epsilon {x}": methods.with_options(stable, {"objective.cap": 1.0 + x}) for x in EPSILONS}
+    for masked, p in PROMPT_MASKING.items():
+        look = partial(alg.mean_field_plan, p_mask_prompt=p)
+        found |= {f"grpo, mean field{masked}": replace(centred, plan=look)}
+        found |= {f"stabledrl, mean field{masked}": replace(stable, plan=look)}
+    return found
 
 
 def goal(prompt: Tensor) -> Tensor:
@@ -111,9 +121,11 @@ def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor,
     """Yield plan, features, anchor, adv and gradient norm of each update on a rollout; plans as the row's ``refresh`` says."""
     draw = lambda purpose: method.plan(rollout, runs.keyed_generator(seed, step, purpose))  # noqa: E731
     score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731
-    plans = [draw(f"plan {i}") for i in range(REUSE)]
-    own = score(draw("plan of the old value"))
-    anchors = [score(plan) if method.refresh == "paired" else own for plan in plans]
+    plans = [draw(f"plan {0 if method.refresh == 'fixed' else i}") for i in range(REUSE)]
+    if method.refresh == "independent":
+        anchors = [score(draw("plan of the old value"))] * REUSE
+    else:
+        anchors = [score(plan) for plan in plans]
     for plan, anchor in zip(plans, anchors, strict=True):
         adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
         methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
@@ -154,7 +166,8 @@ def summary(result: dict) -> dict:
         "norm_max": float(f"{max(norm):.4g}"),
         "seconds": round(result["seconds"], 1),
     }
-    return {key: result[key] for key in ("method", "scale", "seed", "updates", "stopped")} | {"every": EVERY} | facts | curves
+    kept = {key: result[key] for key in ("method", "scale", "seed", "updates", "stopped")}
+    return kept | {"every": EVERY} | facts | curves
 
 
 COLOURS = {"grpo, fresh masks": "#D55E00", "stabledrl": "#0072B2"}
@@ -196,30 +209,42 @@ def panel(axis, results: list[dict], key: str) -> None:
         axis.set_ylim(0, {"reward": 1, "bypass": 0.4}.get(key))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--methods", nargs="*", default=list(rows("sequence")), choices=list(rows("sequence")))
-    parser.add_argument("--scales", nargs="*", default=list(SCALES), choices=list(SCALES))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--figure", type=Path, help="draw the runs that are in DIR, old ones included")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "instability.json"
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    jobs = [(scale, name, seed) for name in given.methods for scale in given.scales for seed in range(given.seeds)]
-    jobs = [job for job in jobs if job not in {(r["scale"], r["method"], r["seed"]) for r in done}]
-    start = base().state_dict() if jobs else None
+def stored(path: Path) -> list[dict]:
+    """One dict a run."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def missing(done: list[dict], names: list[str], scales: list[str], seeds: int) -> list[tuple[str, str, int]]:
+    """(scale, line, seed) of the runs that are not there: seed by seed, so that an early end leaves lines of equal length."""
+    there = {(r["scale"], r["method"], r["seed"]) for r in done}
+    jobs = [(scale, name, seed) for scale in scales for seed in range(seeds) for name in names]
+    return [job for job in jobs if job not in there]
+
+
+def study(path: Path, names: list[str], scales: list[str], seeds: int, updates: int, start: dict | None = None) -> None:
+    """Run what is missing. Each run is appended when it is done: an end in between loses one run."""
+    jobs = missing(stored(path), names, scales, seeds)
+    start = base().state_dict() if jobs and start is None else start
     for scale, name, seed in jobs:
         model = denoiser.build(SIZES, Alphabet(), 0).double().eval()
         model.load_state_dict(start)
-        done.append(summary(run(name, scale, model, seed, given.updates)))
-        path.write_text("".join(json.dumps(line) + "\n" for line in done))
-        print({key: value for key, value in done[-1].items() if not isinstance(value, list)}, flush=True)
-    if given.figure:
-        figure(done, given.figure)
+        line = summary(run(name, scale, model, seed, updates))
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print({key: value for key, value in line.items() if not isinstance(value, list)}, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--methods", nargs="*", default=list(rows("sequence")), choices=list(rows("sequence")))
+    parser.add_argument("--scales", nargs="*", default=list(SCALES), choices=list(SCALES))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    given.out.mkdir(parents=True, exist_ok=True)
+    study(given.out / "instability.json", given.methods, given.scales, given.seeds, given.updates)
 
 
 if __name__ == "__main__":

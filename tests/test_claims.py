@@ -119,7 +119,7 @@ def test_recorded_numbers_are_those_of_the_page():
 def test_instability_is_read_as_the_benchmark_writes_it():
     """BENCHMARKS.md, the rewards at the end to two decimals; the reward before is the same for all."""
     assert all(run["updates"] == 1000 for run in claims.instability())
-    assert {run["seed"] for run in claims.instability()} == {0, 1, 2}
+    assert {0, 1, 2} <= {run["seed"] for run in claims.instability()} <= set(range(5))
     text, start = (ROOT / "BENCHMARKS.md").read_text(), 0.44
     for label, method in (("grpo, fresh masks", "grpo, fresh masks"), ("stabledrl, fresh masks", "stabledrl")):
         ends = [float(x) for x in table_line(text, label)[0].split(", ")]

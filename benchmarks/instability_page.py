@@ -1,0 +1,410 @@
+"""docs/instability.md and its figures from stored numbers: `python benchmarks/instability_page.py` (`--check`: is it current?).
+
+Reads results/instability.json (benchmarks/instability.py) and results/weight_signal.json (benchmarks/weight_signal.py) and runs
+nothing. No sentence of a reading is typed in with its verdict: it is chosen by the numbers that it quotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from minidrl import intervals, tables
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def script(name: str):
+    """The script beside this one."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+study, weight = script("instability"), script("weight_signal")
+FRESH = "grpo, fresh masks"
+MASKING = "mean field, prompt masking"
+PAIRS = [
+    ("stabledrl", FRESH),
+    ("grpo, shared masks", FRESH),
+    ("grpo, one plan", FRESH),
+    ("grpo, mean field", FRESH),
+    ("stabledrl, shared masks", "stabledrl"),
+    ("stabledrl", "clip-only"),
+    ("stabledrl", "self-norm-only"),
+    ("stabledrl", "no ratio"),
+    ("stabledrl", "stabledrl, epsilon 1"),
+    ("stabledrl", "stabledrl, epsilon 100"),
+    ("stabledrl", "stabledrl, epsilon 1000"),
+    (f"stabledrl, {MASKING}", f"grpo, {MASKING}"),
+]
+SLOW = 0.03  # a reward that ends further than this below its peak is past it
+LEVEL = 0.05
+
+
+# ================================================================================================================ the runs
+
+
+def of(results: list[dict], scale: str, name: str) -> list[dict]:
+    """The runs of a line, by seed."""
+    return sorted((r for r in results if (r["scale"], r["method"]) == (scale, name)), key=lambda r: r["seed"])
+
+
+def gained(run: dict) -> float:
+    """Mean reward of the last hundred updates less that of the first ten."""
+    return run["final_reward"] - run["reward"][0]
+
+
+def fallen(run: dict) -> float:
+    """How far the reward ends below its peak; the peak is of means over ten updates."""
+    return max(run["reward"]) - run["final_reward"]
+
+
+def interval(values: list[float]) -> str:
+    """Mean [Student's 95 %]; of one run its number."""
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*intervals.mean_interval(values))
+
+
+def largest(runs: list[dict]) -> str:
+    """The largest gradient norm of the line, and after which share of its run it came."""
+    worst = max(runs, key=lambda r: r["norm_max"])
+    where = max(range(len(worst["norm"])), key=lambda i: worst["norm"][i]) * worst["every"]
+    return f"{worst['norm_max']:.3g} at update {where}"
+
+
+COLUMNS = (
+    "line",
+    "seeds",
+    "reward at the end",
+    "gained",
+    "runs that end below their start",
+    "below the peak",
+    "largest gradient norm",
+)
+
+
+def table_row(name: str, runs: list[dict]) -> dict:
+    """A line of the table of a scale."""
+    if not runs:
+        return {"line": name, "seeds": "not run"}
+    return {
+        "line": name,
+        "seeds": ", ".join(str(r["seed"]) for r in runs),
+        "reward at the end": interval([r["final_reward"] for r in runs]),
+        "gained": interval([gained(r) for r in runs]),
+        "runs that end below their start": f"{sum(gained(r) < 0 for r in runs)} of {len(runs)}",
+        "below the peak": f"{statistics.mean(map(fallen, runs)):.3f}",
+        "largest gradient norm": largest(runs),
+    }
+
+
+def differences(results: list[dict], scale: str) -> list[dict]:
+    """The pairs of which both lines ran with two common seeds or more: paired differences of the reward at the end, Holm."""
+    found = []
+    for a, b in PAIRS:
+        left, right = ({r["seed"]: r["final_reward"] for r in of(results, scale, name)} for name in (a, b))
+        seeds = sorted(left.keys() & right.keys())
+        if len(seeds) >= 2:
+            found.append((a, b, len(seeds), intervals.paired([left[s] for s in seeds], [right[s] for s in seeds])))
+    adjusted = intervals.holm([pair.p for *_, pair in found])
+    return [
+        {
+            "pair": f"{a} - {b}",
+            "seeds": n,
+            "difference": f"{pair.mean:.3f} [{pair.low:.3f}, {pair.high:.3f}]",
+            "p": f"{pair.p:.2g}",
+            "p, Holm": f"{p:.2g}",
+            "mean": pair.mean,
+            "adjusted": p,
+        }
+        for (a, b, n, pair), p in zip(found, adjusted, strict=True)
+    ]
+
+
+def trend(runs: list[dict], key: str) -> tuple[float, float]:
+    """Mean of a curve over the first and over the last hundred updates."""
+    ends = [(statistics.mean(r[key][:10]), statistics.mean(r[key][-10:])) for r in runs]
+    return statistics.mean(a for a, _ in ends), statistics.mean(b for _, b in ends)
+
+
+def verdict_of(runs: list[dict]) -> str:
+    """What became of a line, in words that its numbers choose."""
+    below, slow, n = sum(gained(r) < 0 for r in runs), sum(fallen(r) > SLOW for r in runs), len(runs)
+    if below == n:
+        return "collapses: every run ends below its start"
+    if below:
+        return f"collapses in {below} of {n} runs"
+    if slow == n:
+        return f"rises and falls back: every run ends more than {SLOW} below its peak"
+    if slow:
+        return f"rises; {slow} of {n} runs end more than {SLOW} below their peak"
+    return f"rises, and no run ends more than {SLOW} below its peak"
+
+
+def reading_of(results: list[dict], scale: str) -> list[str]:
+    """Sentences on one scale, each with its number."""
+    said = []
+    for name in study.rows(scale):
+        if runs := of(results, scale, name):
+            ends, (first, last) = interval([r["final_reward"] for r in runs]), trend(runs, "spread")
+            spread = f"spread of the log-ratio {first:.2f} in the first hundred updates, {last:.2f} in the last"
+            said.append(f"- `{name}` {verdict_of(runs)} (reward {ends}; {spread}).")
+    pairs = differences(results, scale)
+    decided = [f"{x['pair']} ({x['mean']:+.3f})" for x in pairs if x["adjusted"] < LEVEL]
+    open_ = [x["pair"] for x in pairs if x["adjusted"] >= LEVEL]
+    if decided:
+        said.append(f"- Differences that stand after Holm's correction at {LEVEL}: {'; '.join(decided)}.")
+    if open_:
+        said.append(f"- Differences that do not: {'; '.join(open_)}.")
+    if left := [name for name in study.rows(scale) if not of(results, scale, name)]:
+        said.append(f"- Not run: {', '.join(left)}.")
+    return said
+
+
+def section(results: list[dict], scale: str) -> str:
+    """A scale: table, pairs, reading."""
+    rows = [table_row(name, of(results, scale, name)) for name in study.rows(scale)]
+    pairs = differences(results, scale)
+    columns = ("pair", "seeds", "difference", "p", "p, Holm")
+    parts = [f"## Ratio of the {scale}", tables.markdown_table(rows, COLUMNS)]
+    parts += ["Paired by seed:", tables.markdown_table(pairs, columns)] if pairs else []
+    return "\n\n".join([*parts, "\n".join(reading_of(results, scale))])
+
+
+# ====================================================================================================== what a weight says
+
+PUBLISHED = 256
+
+
+def case(lines: list[dict], **words) -> dict:
+    """The one line with these values."""
+    (found,) = (line for line in lines if all(line[key] == value for key, value in words.items()))
+    return found
+
+
+def signal_row(lines: list[dict], length: int, states: int, scale: str, masks: str) -> dict:
+    """A case under both drifts."""
+    nat, token = (case(lines, length=length, states=states, scale=scale, masks=masks, drift=d) for d in weight.DRIFTS)
+    ratio = lambda w: f"{w[2] / w[0]:.3g}" if w[2] < 1e4 * w[0] else "> 10,000"  # noqa: E731
+    return {
+        "ratio": scale,
+        "masks": masks,
+        "tokens": length,
+        "states": states,
+        "std of the log-ratio": f"{nat['deviation']:.3g}",
+        "AUC, 1 nat a response": f"{nat['auc']:.3f}",
+        "AUC, 0.1 nat a token": f"{token['auc']:.3f}",
+        "mean weight, +1 over -1": ratio(nat["mean_weight"]),
+        "without noise": ratio(nat["exact_weight"]),
+        "at the cap": f"{100 * nat['at_cap']:.0f} %",
+        "nothing": f"{100 * nat['nothing']:.0f} %",
+        "effective size": f"{nat['effective_size']:.1f}",
+    }
+
+
+def signal_tables(lines: list[dict]) -> str:
+    """At the published length, and over the lengths at two states with fresh masks."""
+    cells = [(scale, masks, k) for scale in weight.SCALES for masks in weight.MASKS for k in weight.STATES]
+    at = [signal_row(lines, PUBLISHED, k, scale, masks) for scale, masks, k in cells]
+    over = [signal_row(lines, length, 2, scale, "fresh") for scale in weight.SCALES for length in weight.LENGTHS]
+    return "\n\n".join(
+        [
+            f"At {PUBLISHED} tokens:",
+            tables.markdown_table(at, tuple(at[0])),
+            "Two states, fresh masks, as the length grows:",
+            tables.markdown_table(over, tuple(over[0])),
+        ]
+    )
+
+
+READING = """- **Sequence, fresh masks, two states**, the row `stabledrl` as it is: the log-ratio has a deviation of
+  {blind[deviation]:.0f} nats. {blind[at_cap]:.0%} of the weights are at the cap and {blind[nothing]:.0%} are nothing:
+  a group of {group} counts as one of {blind[effective_size]:.1f}. A true log-ratio of +1 instead of -1 moves the mean
+  weight from {low:.4f} to {high:.4f} (without noise from {low_exact:.4f} to {high_exact:.4f}), and the better
+  response has the larger weight with probability {blind[auc]:.3f}.
+- **Token mean, fresh masks**: no weight is lost ({mean[at_cap]:.0%} at the cap, {mean[nothing]:.0%} nothing,
+  effective size {mean[effective_size]:.1f}). But a division by the length shows nothing that was hidden:
+  {mean[auc]:.3f} at one nat a response, {far[auc]:.3f} at 0.1 nat a token. These weights do little harm and say
+  little. Eight states, four times the calls, make the second number {many[auc]:.3f}.
+- **Token mean, shared masks**: {shared[auc]:.3f} in both, under the assumption above. The masks decide what a weight
+  says, the scale decides whether the cap cuts it off: at 0.1 nat a token the sequence's weights are {all_low:.4f} and
+  {all_high:.4f} even without noise, those of the token mean {mean_low:.4f} and {mean_high:.4f}.
+  `tiny_configs/llada_8b_full.yaml` therefore has `normalizer: kept_length` and `refresh: paired`."""
+
+
+def signal_reading(lines: list[dict]) -> str:
+    """What follows for the config of full size, with the numbers of the tables."""
+    at = lambda drift, **words: case(lines, length=PUBLISHED, drift=drift, **words)  # noqa: E731
+    nat, token = weight.DRIFTS
+    blind, mean = (at(nat, states=2, masks="fresh", scale=scale) for scale in ("sequence", "token mean"))
+    far, many = (at(token, states=k, masks="fresh", scale="token mean") for k in (2, 8))
+    both = [at(drift, states=2, masks="shared", scale="token mean") for drift in weight.DRIFTS]
+    shared = min(both[::-1], key=lambda line: line["auc"])  # of equal ones that of the larger drift
+    exact = at(token, states=2, masks="shared", scale="sequence")["exact_weight"]
+    return READING.format(
+        group=weight.GROUP,
+        **{"blind": blind, "mean": mean, "far": far, "many": many, "shared": shared},
+        **{"low": blind["mean_weight"][0], "high": blind["mean_weight"][2]},
+        **{"low_exact": blind["exact_weight"][0], "high_exact": blind["exact_weight"][2]},
+        **{"all_low": exact[0], "all_high": exact[2]},
+        **{"mean_low": shared["exact_weight"][0], "mean_high": shared["exact_weight"][2]},
+    )
+
+
+def measured_reading(results: list[dict], lines: list[dict]) -> str:
+    """What the runs say of the model and of its assumption: the spread of log-ratios in the first hundred updates."""
+    fresh, shared = (trend(of(results, "sequence", name), "spread")[0] for name in (FRESH, "grpo, shared masks"))
+    drift = next(iter(weight.DRIFTS))
+    model = case(lines, drift=drift, length=study.LENGTH, states=1, scale="sequence", masks="fresh")["deviation"]
+    return (
+        f"- **Measured**: in the first hundred updates of the runs below, {study.LENGTH} tokens and one state, the log-ratios\n"
+        f"  of `grpo` on the sequence spread by {fresh:.2f} nats with fresh masks, where this model has {model:.1f}, and by\n"
+        f"  {shared:.2f} with shared ones, what the policy really moved included: {fresh / shared:.0f} times less."
+    )
+
+
+COLOURS = ("#56B4E9", "#0072B2", "#009E73", "#000000")
+
+
+def signal_figure(lines: list[dict], path: Path) -> None:
+    """AUC over the length for both drifts, and the effective group size."""
+    fig = Figure(figsize=(9.0, 3.2), dpi=110, layout="constrained")
+    axes = fig.subplots(1, 3)
+    for axis, drift in zip(axes, weight.DRIFTS, strict=False):
+        for k, colour in zip(weight.STATES, COLOURS, strict=True):
+            curve(axis, lines, "auc", colour, f"fresh, {k} state" + "s" * (k > 1), drift=drift, states=k, masks="fresh")
+        curve(axis, lines, "auc", "#D55E00", "shared, 2 states", "--", drift=drift, states=2, masks="shared")
+        axis.set(title=f"drift of {drift}", ylabel="P(better response weighs more)", ylim=(0.45, 1.02))
+    for scale, colour in zip(weight.SCALES, ("#0072B2", "#D55E00"), strict=True):
+        drift = next(iter(weight.DRIFTS))
+        curve(axes[2], lines, "effective_size", colour, scale, drift=drift, states=2, masks="fresh", scale=scale)
+    axes[2].set(title=f"group of {weight.GROUP}, fresh, 2 states", ylabel="effective size", ylim=(0, weight.GROUP + 0.5))
+    for axis in axes:
+        axis.set(xscale="log", xlabel="tokens")
+        axis.set_xticks(weight.LENGTHS, list(map(str, weight.LENGTHS)))
+        axis.minorticks_off()
+        axis.grid(color="#dddddd", lw=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    axes[2].legend(frameon=False, fontsize=8)
+    FigureCanvasAgg(fig).print_png(path)
+
+
+def curve(axis, lines: list[dict], key: str, colour: str, label: str, style="-", scale="token mean", **words) -> None:
+    """A quantity over the lengths."""
+    y = [case(lines, length=length, scale=scale, **words)[key] for length in weight.LENGTHS]
+    axis.plot(weight.LENGTHS, y, style, marker="o", ms=3, lw=1.3, color=colour, label=label)
+
+
+# ================================================================================================================ the page
+
+PAGE = """# Noise in the ratio
+
+StableDRL (arXiv 2603.06743) says why reinforcement learning of diffusion language models collapses. The ratio is the
+exponential of an estimate, so that its noise has a long tail; the tail passes GRPO's clip; one large gradient moves
+the policy; and a policy that has moved has noisier ratios. This page has two parts: what a weight can say about the
+ratio, computed, and what becomes of runs, measured. The argument is in [notebook
+06](../notebooks/06_stabledrl.ipynb).
+
+Written by `python benchmarks/instability_page.py` from `benchmarks/results/instability.json` and `weight_signal.json`.
+
+## How much a weight says
+
+`python benchmarks/weight_signal.py`. A response has the true log-ratio delta. A method sees delta + noise and makes
+it a weight: the ratio, cut at {cap:g}, over the sum of its group of {group}, the others with delta = 0. The noise is
+that of the ELBO in its count form, one state in each of K strata, on the model that [notebook
+05](../notebooks/05_gdpo.ipynb) solves, hidden tokens drawn without replacement. It is taken as normal.
+
+- **fresh**: old and new value have masks of their own. **shared**: they have the same. For these it is *assumed* that
+  the update scales the log-probability of every token in every state by one factor; the noise of a real update was
+  not measured here.
+- **std of the log-ratio**: at delta = +-1 nat, after the division by the length where there is one.
+- **AUC**: the probability that of two responses, delta = +d and -d, the first has the larger weight, ties half. d is
+  1 nat a response, or 0.1 nat a token. A coin has 0.5.
+- **mean weight, +1 over -1**: of one response with delta = 1 nat over the same with -1; **without noise** is what it
+  should be.
+- **nothing**: a weight below {nothing:g} / {group}. This share, that at the cap and the effective size 1 / sum w^2
+  are at delta = 0.
+
+{signal}
+
+![Chance that the better of two responses weighs more, and effective group size, over the length](weight_signal.png)
+
+Reading:
+
+{signal_reading}
+
+## The runs
+
+`python benchmarks/instability.py` trains a network of 50,000 weights to write {length} letters: {updates} updates,
+{reuse} on each rollout of {batch} responses, one masked state a response, no gradient clip. The same command runs
+what is not run yet.
+
+Seeds 0 to 2 of the lines that had results first (`grpo, fresh masks` and `stabledrl` at both scales, `grpo, shared masks`,
+`clip-only`, `self-norm-only` and `no ratio` on the sequence) were run earlier, by an earlier state of the
+package. Today's does not repeat them digit by digit: the first ten updates of `grpo, fresh masks`, token mean, seed 0,
+had a mean reward of 0.441, and have 0.447.
+
+- **fresh**: new masks for each update, and others for the old value. **shared**: new masks for each update, which the
+  old weights score as well (`refresh: paired`). **one plan**: one draw for all updates on a rollout, shared by old
+  and new (`refresh: fixed`).
+- **epsilon**: of StableDRL's clip, a cap of 1 + epsilon on the ratio. `stabledrl` has the published 5.
+- **mean field**: one look with the whole response hidden, as diffu-GRPO has it. **prompt masking** hides a prompt
+  token with probability 0.15, drawn afresh for each update. Without it nothing is random, and masks cannot be fresh.
+- **no ratio**: SPG's choice.
+- **gained**: mean reward of the last hundred updates less that of the first ten. In brackets Student's 95 % interval
+  over seeds.
+- **below the peak**: how far, on average, a run ends below its highest mean of ten updates.
+- **p**: Student's paired test over common seeds; Holm's correction is over the pairs of a scale.
+
+![Spread of the log-ratio, bypass, gradient norm and reward over the updates](instability.png)
+
+{sections}
+"""
+
+
+def document(results: list[dict], lines: list[dict]) -> str:
+    """docs/instability.md."""
+    return PAGE.format(
+        cap=weight.CAP,
+        group=weight.GROUP,
+        nothing=weight.NOTHING,
+        signal=signal_tables(lines),
+        signal_reading=signal_reading(lines) + "\n" + measured_reading(results, lines),
+        length=study.LENGTH,
+        reuse=study.REUSE,
+        batch=study.PROMPTS * study.GENERATIONS,
+        updates=f"{max(r['updates'] for r in results):,}",
+        sections="\n\n".join(section(results, scale) for scale in study.SCALES),
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write docs/instability.md and its figures.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not what would be written")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    given = parser.parse_args(arguments)
+    results, lines = study.stored(RESULTS / "instability.json"), study.stored(RESULTS / "weight_signal.json")
+    text, path = document(results, lines), given.out / "instability.md"
+    if not given.check:
+        path.write_text(text, encoding="utf-8")
+        study.figure(results, given.out / "instability.png")
+        signal_figure(lines, given.out / "weight_signal.png")
+    elif not path.exists() or path.read_text(encoding="utf-8") != text:
+        sys.exit(f"{path.name} is not current: run python benchmarks/instability_page.py")
+
+
+if __name__ == "__main__":
+    main()

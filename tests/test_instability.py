@@ -1,0 +1,241 @@
+"""The study of noise in the ratio: its lines, its runs, what a weight says, and the page made of them."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import tiny
+from minidrl import algorithms as alg
+
+signal, study = tiny.script("weight_signal"), tiny.script("instability")
+
+# ------------------------------------------------------------------------------------------------- what a weight says
+
+
+@pytest.mark.parametrize("length, states", [(6, 1), (6, 2), (7, 3), (12, 8)])
+def test_the_noise_is_that_of_the_shipped_plan(length, states):
+    """Responses of the model, 40,000 plans: a token has the mean a(l) and the deviation abs(a(l)) over the positions."""
+    copies, noise = 40_000, torch.Generator().manual_seed(1)
+    blank = torch.zeros(copies, 0, dtype=torch.long)
+    response, keep = torch.zeros(copies, length, dtype=torch.long), torch.ones(copies, length, dtype=torch.bool)
+    rollout = alg.Rollout(blank, blank.bool(), response, keep, response, torch.zeros(copies, length).double(), 1, None)
+    plan = alg.elbo_count_plan(rollout, noise, num_states=states, domain="keep", strata=True)
+    offset = torch.linspace(-1, 1, length, dtype=torch.float64)
+    offset /= offset.square().mean().sqrt()  # deviation 1 over the positions of a response
+    count = plan.scored.sum(-1)
+    a = -(0.2 + 1.8 * (count / length) ** 2)
+    logp = torch.where(plan.scored, (a[..., None] * (1 + offset)), 0.0)
+    ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
+    assert float(ll.var()) == pytest.approx(signal.estimator_variance(signal.solved(length), states), rel=0.03)
+    assert float(ll.mean()) == pytest.approx(sum(signal.solved(length)), abs=5 * float(ll.std()) / 200)
+
+
+def test_all_tokens_hidden_leave_no_choice_of_a_mask():
+    """With the log-probability -1 everywhere the counts matter no more, and one token is always hidden alone."""
+    assert signal.estimator_variance([-1.0], 1) == 0.0
+    two = signal.estimator_variance([-1.0, -1.0], 1)  # l = 1: (2 / 1)^2 1 (2 - 1) / (2 - 1) = 4; l = 2: 0
+    assert two == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("length, states", [(6, 4), (7, 2), (256, 8)])
+def test_strata_share_the_counts_out(length, states):
+    parts = [signal.stratum(length, states, k) for k in range(states)]
+    assert [sum(part) for part in parts] == pytest.approx([1.0] * states)
+    assert [sum(column) / states for column in zip(*parts, strict=True)] == pytest.approx([1 / length] * length)
+
+
+@pytest.mark.parametrize(
+    "delta, spread, edge", [(1.0, 0.0, 1.8), (2.5, 0.0, -3.0), (1.0, 4.0, 1.8), (0.5, 0.7, 0.0), (1.0, 76.0, 1.8)]
+)
+def test_the_area_under_the_curve_by_simulation(delta, spread, edge):
+    noise = torch.Generator().manual_seed(2)
+    good, bad = (sign * delta + spread * torch.randn(400_000, generator=noise).double() for sign in (1, -1))
+    good, bad = good.clamp(max=edge), bad.clamp(max=edge)
+    found = float((good > bad).double().mean() + (good == bad).double().mean() / 2)
+    assert signal.auc(delta, spread, edge) == pytest.approx(found, abs=0.003)
+
+
+def test_weights_without_noise_are_those_of_the_objective():
+    """Against (8.3): the group's other log-ratios are 0."""
+    logs = torch.tensor([2.5] + [0.0] * (signal.GROUP - 1), dtype=torch.float64)
+    right = alg.self_normalized_weights(logs[None, :, None], signal.GROUP, log_cap=math.log(signal.CAP))[0, 0, 0]
+    still = torch.zeros(1, signal.GROUP, dtype=torch.float64)
+    assert float(signal.weights(still, 2.5, 0.0, 0.0, 1.0)) == pytest.approx(float(right))
+    assert float(signal.weights(still, 5.0, 0.0, 0.0, 2.0)) == pytest.approx(float(right))
+
+
+def test_shared_masks_are_silent_where_nothing_changed():
+    assert signal.deviation(64, 2, "shared", 0.0) == 0.0 < signal.deviation(64, 2, "fresh", 0.0)
+    one, two = (signal.deviation(64, 2, "shared", d) for d in (1.0, -2.0))
+    assert two == pytest.approx(2 * one)
+    # An update that doubles every log-probability moves the ELBO by itself: the noise is that of the estimate.
+    whole = signal.deviation(64, 2, "shared", sum(signal.solved(64)))
+    assert math.sqrt(2) * whole == pytest.approx(signal.deviation(64, 2, "fresh", 0.0))
+
+
+def test_the_stored_signal_is_what_the_code_finds():
+    lines = [json.loads(line) for line in (study.RESULTS / "weight_signal.json").read_text().splitlines()]
+    cases = list(itertools.product(signal.DRIFTS, signal.SCALES, signal.MASKS, signal.LENGTHS, signal.STATES))
+    assert [(r["drift"], r["scale"], r["masks"], r["length"], r["states"]) for r in lines] == cases
+    fresh = signal.measured(lengths=(12,), states=(1, 2), groups=2048)
+    for line in fresh:
+        old = next(r for r in lines if all(r[key] == line[key] for key in ("drift", "scale", "masks", "length", "states")))
+        assert [old["deviation"], old["auc"], old["at_cap"]] == pytest.approx(
+            [line["deviation"], line["auc"], line["at_cap"]], rel=1e-4
+        )
+        assert old["mean_weight"] == pytest.approx(line["mean_weight"], abs=0.008)  # 2,048 groups
+
+
+# ------------------------------------------------------------------------------------------------- the lines and the runs
+
+
+@pytest.fixture(scope="module")
+def weak_base():
+    """A base after two steps: the rehearsal is about the run, not about what it starts from."""
+    return study.base(steps=2).state_dict()
+
+
+def test_lines_differ_in_the_ratio_alone():
+    for scale, divisor in study.SCALES.items():
+        for name, row in study.rows(scale).items():
+            assert row.normalizer == divisor and row.credit.func is alg.group_mean and row.kl is None, name
+            assert row.plan.func is alg.mean_field_plan or row.plan.keywords["num_states"] == 1, name
+    caps = {name: row.objective.keywords["cap"] for name, row in study.rows("sequence").items() if name.startswith("stabledrl")}
+    assert caps["stabledrl"] == 6.0 == 1 + 5
+    assert [caps[f"stabledrl, epsilon {x}"] for x in (1, 100, 1000)] == [2.0, 101.0, 1001.0]
+
+
+def one_update(name: str, start: dict) -> list:
+    """Plans and anchors of the updates on the first rollout, and the weights they began with."""
+    model = study.denoiser.build(study.SIZES, study.Alphabet(), 0).double().eval()
+    model.load_state_dict(start)
+    method, optimizer = study.rows("token mean")[name], study.trainer.make_optimizer(model, study.OPTIMIZER)
+    rollout, reward = study.collect(model, 0, 0)
+    return [
+        (plan, feature, anchor) for plan, feature, anchor, *_ in study.updates(model, method, rollout, reward, optimizer, 0, 0)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, plans, still",
+    [
+        ("grpo, fresh masks", 4, False),
+        ("grpo, shared masks", 4, True),
+        ("grpo, one plan", 1, True),
+        ("grpo, mean field", 1, True),
+        ("grpo, mean field, prompt masking", 4, False),
+    ],
+)
+def test_masks_are_fresh_shared_or_kept(name, plans, still, weak_base):
+    """How many plans the updates on a rollout have, and whether the first log-ratio is exactly 0."""
+    seen = one_update(name, weak_base)
+    assert len({tuple(plan.hidden.flatten().tolist()) for plan, *_ in seen}) == plans
+    plan, feature, anchor = seen[0]
+    ll = alg.reduce_logp(feature["logp"], plan, level="sequence", normalizer=torch.full((64,), float(study.LENGTH)))
+    assert bool(((ll - anchor).abs() < 1e-12).all()) is still
+
+
+def test_a_study_is_resumed_and_never_repeated(tmp_path, weak_base, capsys):
+    path, names = tmp_path / "instability.json", ["grpo, fresh masks", "stabledrl, epsilon 100"]
+    study.study(path, names[:1], ["token mean"], 1, 4, weak_base)
+    before = path.read_text()
+    study.study(path, names, ["token mean", "sequence"], 1, 4, weak_base)
+    found = study.stored(path)
+    assert path.read_text().startswith(before)
+    wanted = {(scale, name, 0) for name in names for scale in ("token mean", "sequence")}
+    assert len(found) == 4 and {(r["scale"], r["method"], r["seed"]) for r in found} == wanted
+    assert study.missing(found, names, ["token mean", "sequence"], 1) == []
+    assert study.missing(found, names, ["sequence"], 2) == [("sequence", name, 1) for name in names]
+    for r in found:
+        assert r["updates"] == 4 and r["stopped"] is None and 0 < r["reward"][0] < 1
+        assert r["norm_max"] == max(r["norm"]) > 0 < r["spread"][0]
+    mean = {r["scale"]: r["spread"][0] for r in found if r["method"] == names[0]}
+    assert (
+        mean["sequence"] > 5 * mean["token mean"]
+    )  # the first rollouts are the same, the ratio of one is that of the other ^ 12
+
+
+# ---------------------------------------------------------------------------------------------------------------- the page
+
+
+@pytest.fixture(scope="module")
+def page():
+    return tiny.script("instability_page")
+
+
+def a_run(name: str, seed: int, reward: list[float], scale: str = "token mean", norm: tuple = (1.0, 5.0, 2.0)) -> dict:
+    """A run of thirty updates whose rewards are given, three means of ten."""
+    curves = {key: [0.5] * 3 for key in ("spread", "bypass", "ess")} | {"reward": reward, "norm": list(norm)}
+    facts = {"method": name, "scale": scale, "seed": seed, "updates": 30, "stopped": None, "every": 10}
+    return facts | {"final_reward": reward[-1], "norm_max": max(norm)} | curves
+
+
+def test_a_line_of_the_table_by_hand(page):
+    runs = [a_run("stabledrl", 0, [0.4, 0.9, 0.8]), a_run("stabledrl", 3, [0.5, 0.6, 0.4], norm=(7.0, 1.0, 1.0))]
+    row = page.table_row("stabledrl", runs)
+    half = 12.7062 * 0.2  # Student's t at 1 degree of freedom times s / sqrt(2), with s = 0.4 / sqrt(2)
+    assert row["seeds"] == "0, 3" and row["reward at the end"] == f"0.600 [{0.6 - half:.3f}, {0.6 + half:.3f}]"
+    assert row["gained"].startswith("0.150 [") and row["runs that end below their start"] == "1 of 2"
+    assert row["below the peak"] == "0.150" and row["largest gradient norm"] == "7 at update 0"
+    assert page.table_row("clip-only", [])["seeds"] == "not run"
+
+
+@pytest.mark.parametrize(
+    "ends, word",
+    [
+        ([[0.5, 0.6, 0.4]] * 2, "collapses: every run"),
+        ([[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "collapses in 1 of 2"),
+        ([[0.5, 0.9, 0.7]] * 2, "falls back"),
+        ([[0.5, 0.9, 0.7], [0.5, 0.6, 0.6]], "1 of 2 runs end more"),
+        ([[0.5, 0.6, 0.6]] * 2, "no run ends more"),
+    ],
+)
+def test_words_follow_from_the_numbers(ends, word, page):
+    assert word in page.verdict_of([a_run("stabledrl", seed, reward) for seed, reward in enumerate(ends)])
+
+
+def test_pairs_are_paired_by_seed_and_corrected(page):
+    """StableDRL is 0.1, 0.2, 0.3 above GRPO on the seeds that both have; a second pair doubles the smaller p at least."""
+    ends = {"grpo, fresh masks": [0.5, 0.6, 0.1, 0.9], "stabledrl": [0.6, 0.8, 0.4], "clip-only": [0.6, 0.8, 0.4]}
+    results = [a_run(name, seed, [0.4, 0.5, x]) for name, values in ends.items() for seed, x in enumerate(values)]
+    first, second = page.differences(results, "token mean")
+    assert (first["pair"], first["seeds"], first["mean"]) == ("stabledrl - grpo, fresh masks", 3, pytest.approx(0.2))
+    # t = 0.2 / (0.1 / sqrt(3)) = 2 sqrt(3); two degrees of freedom: p = 1 - t / sqrt(2 + t^2)
+    p = 1 - 2 * math.sqrt(3) / math.sqrt(14)
+    assert float(first["p"]) == pytest.approx(p, abs=5e-4) and first["adjusted"] == pytest.approx(2 * p)
+    assert (second["pair"], second["adjusted"]) == ("stabledrl - clip-only", 1.0)
+    assert page.differences(results, "sequence") == []
+
+
+def test_what_is_not_run_is_said(page):
+    results = [a_run("stabledrl", seed, [0.4, 0.5, 0.6]) for seed in (0, 1)]
+    said = page.reading_of(results, "token mean")[-1]
+    assert said.startswith("- Not run: ") and "clip-only" in said and said.count(",") > len(study.rows("sequence")) - 3
+    everything = [a_run(name, seed, [0.4, 0.5, 0.6]) for name in study.rows("token mean") for seed in (0, 1)]
+    assert not any("Not run" in line for line in page.reading_of(everything, "token mean"))
+
+
+def test_the_page_is_what_the_stored_numbers_give(page, tmp_path):
+    page.main(["--check"])
+    (tmp_path / "instability.md").write_text((page.ROOT / "docs" / "instability.md").read_text().replace("0.506", "0.606", 1))
+    with pytest.raises(SystemExit, match="not current"):
+        page.main(["--check", "--out", str(tmp_path)])
+
+
+def test_the_config_of_full_size_has_what_the_page_recommends(page):
+    settings = study.config.load(study.config.Train, page.ROOT / "tiny_configs" / "llada_8b_full.yaml")
+    assert (
+        settings.method_options == {"normalizer": "kept_length", "refresh": "paired"}
+        and settings.sampler.length == page.PUBLISHED
+    )
+    lines = study.stored(study.RESULTS / "weight_signal.json")
+    states = study.methods.METHODS[settings.method].plan.keywords["num_states"]
+    before, after = (
+        page.case(lines, drift="1 nat a response", length=256, states=states, scale=scale, masks=masks)
+        for scale, masks in (("sequence", "fresh"), ("token mean", "shared"))
+    )
+    assert before["auc"] < 0.51 and before["at_cap"] + before["nothing"] > 0.95
+    assert after["auc"] > 0.99 and after["at_cap"] == after["nothing"] == 0
