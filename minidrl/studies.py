@@ -128,11 +128,6 @@ class Cell:
         return f"{self.label}-{rate_text(s.optimizer.learning_rate)}-{s.num_iterations}-{s.seed}"
 
     @property
-    def line(self) -> tuple[str, int]:
-        """What a rate is chosen for."""
-        return self.label, self.settings.num_iterations
-
-    @property
     def key(self) -> str:
         """A hash of all settings that could change its numbers."""
         plain = config.to_dict(self.settings)
@@ -272,7 +267,7 @@ def chosen(study: Study, rows: Sequence[dict], lines: Sequence[tuple[str, int]])
         return dict.fromkeys(lines, study.rates[0])
     found: dict[tuple[str, int], dict[float, list[float]]] = {}
     for row in rows:
-        if row["stage"] == CHOOSE:
+        if row["stage"] == CHOOSE and row["rate"] in study.rates:
             line = found.setdefault((row["method"], row["updates"]), {})
             line.setdefault(row["rate"], []).append(row["after"] or 0.0)
     whole = {rate: study.choose.seeds for rate in study.rates}
@@ -301,6 +296,8 @@ def run_cell(cell: Cell, out: Path) -> None:
         try:
             trainer.train(cell.settings, out, runs.has_checkpoint(out), _learner(cell))
         except RunError as error:
+            if not any(out.glob("failed-*")):
+                raise
             why = one_line(error).partition(";")[0]  # what follows says where on this disk
             files.write(out / CELL, json.dumps({"status": f"failed: {why}"}))
             return

@@ -87,11 +87,21 @@ def line(rate: float, after: float | None, method: str = "drpo", updates: int = 
 def test_the_best_rate_is_chosen_by_its_mean_and_a_failed_cell_counts_as_nothing_solved(folder):
     asked, lines = study(folder, rates=[1e-4, 3e-4, 1e-3], choose={"seeds": 2}), [("drpo", 1), ("drpo", 8)]
     rows = [line(1e-4, 0.25), line(1e-4, 0.25), line(3e-4, 0.5), line(3e-4, None), line(1e-3, 0.2), line(1e-3, 0.2)]
-    other = [line(1e-4, 0.9, stage="report"), line(1e-3, 0.9, method="ppo"), line(1e-3, 0.9, updates=8)]
+    other = [line(1e-4, 0.9, stage="report"), line(1e-3, 0.9, method="ppo"), line(1e-3, 0.9, updates=8), line(1e-2, 0.9)]
     assert studies.chosen(asked, rows + other, lines) == {("drpo", 1): 1e-4}, "of equal ones the lowest; 8 updates: unfinished"
     assert studies.chosen(asked, rows[1:] + other, lines) == {}
     alone = study(folder, rates=[2e-4])
     assert studies.chosen(alone, [], lines) == dict.fromkeys(lines, 2e-4)
+
+
+def test_a_cell_that_stops_for_another_reason_is_no_result(folder, monkeypatch):
+    def out_of_memory(*how):
+        raise RunError("out of memory")
+
+    monkeypatch.setattr(trainer, "train", out_of_memory)
+    with pytest.raises(RunError, match="out of memory"):
+        ran(folder)
+    assert not (folder / "all/ledger.csv").exists()
 
 
 def test_labels_differ_in_what_they_say(folder):
