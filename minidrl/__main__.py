@@ -293,7 +293,7 @@ def _study(arguments, overrides):
         rate = config.load(config.Train, path, {"method": "reinforce"}).optimizer.learning_rate
         data = {"config": path.name, "methods": names, "rates": [rate], "seeds": 3}
         names = None
-    return studies.of(path, data, overrides | given, names)
+    return studies.study_of(path, data, overrides | given, names)
 
 
 def _controls(arguments, overrides) -> None:

@@ -138,7 +138,7 @@ class Cell:
 # ---------------------------------------------------------------------------------------- the grid
 
 
-def of(
+def study_of(
     path: Path, data: dict, overrides: dict[str, Any], names: Sequence[str] | None = None
 ) -> Study:
     """A study from the plain data of the file ``path``, to which its ``config`` is relative.

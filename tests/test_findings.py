@@ -295,7 +295,7 @@ def test_what_is_spent_until_a_goal(tmp_path):
     assert (far[0]["network calls"], far[0]["seeds there"]) == ("2,500 [1,875, not reached]", "1 of 2")
     assert (near[1]["network calls"], near[1]["seeds there"]) == ("not reached", "0 of 1")
     assert [line["seeds"] for line in commands] == ["0, 1", "0"]
-    assert commands[0]["command"] == "`python -m minidrl study s --cells a-3e-4-8-0`"
+    assert commands[0]["command"] == "`python -m minidrl compare studies/s.yaml --methods a`"
 
 
 def test_the_first_time_counts_even_if_it_falls_again(tmp_path):

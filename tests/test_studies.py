@@ -35,7 +35,7 @@ def folder(base, tmp_path, monkeypatch) -> Path:
 
 def study(folder: Path, **changes) -> studies.Study:
     data = {"config": "run.yaml", "settings": FEW, "methods": ["reinforce", "drpo"], "rates": [1e-4, "3e-4"], "seeds": 2}
-    return studies.of(folder / "study.yaml", data | {"choose": {"n": 4}} | changes, {})
+    return studies.study_of(folder / "study.yaml", data | {"choose": {"n": 4}} | changes, {})
 
 
 def ran(folder: Path, name: str = "all", jobs: int = 1, **changes) -> tuple[studies.Grid, ledgers.Ledger]:
@@ -133,7 +133,7 @@ STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 @pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
 def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_curve", lambda out: None)
-    asked = studies.of(path, config.read(path), {})
+    asked = studies.study_of(path, config.read(path), {})
     grid = studies.Grid(path.stem, studies.rehearsed(asked))
     ledger = ledgers.Ledger(tmp_path / "ledger.csv")
     studies.run(grid, tmp_path, ledger, jobs=1)
@@ -321,15 +321,15 @@ def test_refused(folder, message):
 
 def test_a_run_is_no_study(folder):
     with pytest.raises(ValueError, match="methods: run.yaml names none; allowed the file of a study, or --methods"):
-        studies.of(Path("run.yaml"), config.read(Path("run.yaml")), {})
+        studies.study_of(Path("run.yaml"), config.read(Path("run.yaml")), {})
 
 
 def test_overrides_are_the_studys_own_keys_or_settings(folder):
     data = {"config": "run.yaml", "methods": {"drpo": None, "near": {"method": "drpo"}}, "rates": [1e-4]}
     given = {"rates": "[1e-3, 2e-3]", "choose.n": "7", "steps": "5", "settings.evaluate.n": "3"}
-    found = studies.of(folder / "study.yaml", data, given)
+    found = studies.study_of(folder / "study.yaml", data, given)
     assert found.rates == [1e-3, 2e-3] and found.choose.n == 7 and found.settings == {"steps": 5, "evaluate.n": 3}
-    picked = studies.of(folder / "study.yaml", data, {}, ["near", "ppo"])
+    picked = studies.study_of(folder / "study.yaml", data, {}, ["near", "ppo"])
     assert picked.methods == {"near": {"method": "drpo"}, "ppo": {}}
 
 
