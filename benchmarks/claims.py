@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import instability as study
 import torch
 from torch import Tensor
+from weight_signal import mask_variances, solved
 
 from minidrl import algorithms as alg
 from minidrl import features as feat
@@ -175,21 +177,14 @@ def share_of_first(parts: tuple[float, float]) -> float:
 
 
 # Two models that can be solved for any length. In the first every second hidden token costs 2 a(l), the others nothing: mean
-# a(l), and a standard deviation of that size. A mask draws l positions without replacement, hence (length - l) / (length - 1).
+# a(l), and a standard deviation of that size: `weight_signal.py` has it.
 # In the second all hidden tokens cost the same while one key token is hidden, and nothing once it is visible.
-
-
-def solved(length: int) -> list[float]:
-    """a(1) .. a(length)."""
-    return [-(0.2 + 1.8 * (count / length) ** 2) for count in range(1, length + 1)]
 
 
 def time_and_mask_solved(length: int) -> tuple[float, float]:
     """`time_and_mask` of the solved model."""
     a = solved(length)
-    return length**2 * statistics.pvariance(a), length * sum(
-        x * x / count * (length - count) / (length - 1) for count, x in enumerate(a, 1)
-    )
+    return length**2 * statistics.pvariance(a), statistics.mean(mask_variances(a))
 
 
 def time_and_mask_key_token(length: int) -> tuple[float, float]:
@@ -288,7 +283,7 @@ def quadrature_error_solved(length: int) -> float:
     for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
         law = [(math.comb(length, c) * t**c * (1 - t) ** (length - c), c, a[c - 1]) for c in range(1, length + 1)]
         mean = sum(p * c * x / t for p, c, x in law)
-        within = [c * x * x * (length - c) / (length - 1) for _, c, x in law]
+        within = [(c / length) ** 2 * v for c, v in enumerate(mask_variances(a), 1)]
         total += w**2 * (sum(p * ((c * x) ** 2 + v) / t**2 for (p, c, x), v in zip(law, within, strict=True)) - mean**2)
     return math.sqrt(total / (sum(time_and_mask_solved(length)) / 3))
 
@@ -326,9 +321,8 @@ def ratio_of_shared_masks() -> Found:
 def weight_of_one_nat(length: int = 256, group: int = 16, groups: int = 20_000) -> Found:
     """Weights (8.3), cap 6, in the solved model, two stratified states, fresh masks: what one response's mean weight gains
     from log-ratio -1 to +1, over what it would gain without noise."""
-    l = torch.arange(1.0, length + 1, dtype=torch.float64)
     a, noise = torch.tensor(solved(length), dtype=torch.float64), torch.Generator().manual_seed(0)
-    mask_std = length * -a * ((length - l) / (length - 1) / l).sqrt()
+    mask_std = torch.tensor(mask_variances(a.tolist()), dtype=torch.float64).sqrt()
 
     def estimate() -> Tensor:
         shape = (2, groups, group)
@@ -566,22 +560,22 @@ RECORDED = json.loads((Path(__file__).parent / "claims.json").read_text())
 @functools.cache
 def instability() -> list[dict]:
     """One dict a run of benchmarks/instability.py."""
-    return [json.loads(line) for line in (Path(__file__).parent / "results" / "instability.json").read_text().splitlines()]
+    return study.stored(study.RESULTS / "instability.json")
 
 
 def of_line(name: str, scale: str) -> list[dict]:
     """Its runs, by seed."""
-    return sorted((r for r in instability() if (r["method"], r["scale"]) == (name, scale)), key=lambda r: r["seed"])
+    return study.of_line(instability(), scale, name)
 
 
 def reward_gained(name: str, scale: str = "sequence") -> Found:
     """Mean reward of the last hundred updates less that of the first ten."""
-    return runs([run["final_reward"] - run["reward"][0] for run in of_line(name, scale)])
+    return runs([study.gained(run) for run in of_line(name, scale)])
 
 
 def below_the_peak(name: str, scale: str) -> Found:
     """The highest mean reward of ten updates less that of the last hundred."""
-    return runs([max(run["reward"]) - run["final_reward"] for run in of_line(name, scale)])
+    return runs([study.fallen(run) for run in of_line(name, scale)])
 
 
 def growth_of_spread(name: str, scale: str) -> Found:
@@ -591,11 +585,8 @@ def growth_of_spread(name: str, scale: str) -> Found:
 
 def reward_above(name: str, other: str, scale: str) -> Found:
     """Reward at the end, by common seeds: of a line less that of another."""
-    ends = [{run["seed"]: run["final_reward"] for run in of_line(line, scale)} for line in (name, other)]
-    found = intervals.paired(
-        *zip(*[(ends[0][seed], ends[1][seed]) for seed in sorted(ends[0].keys() & ends[1].keys())], strict=True)
-    )
-    return Found(found.mean, found.low, found.high, cases=False)
+    mine, theirs = ({run["seed"]: run["final_reward"] for run in of_line(line, scale)} for line in (name, other))
+    return runs([mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())])
 
 
 def of_runs(

@@ -214,6 +214,21 @@ def stored(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def of_line(results: list[dict], scale: str, name: str) -> list[dict]:
+    """The runs of a line, by seed."""
+    return sorted((r for r in results if (r["scale"], r["method"]) == (scale, name)), key=lambda r: r["seed"])
+
+
+def gained(run: dict) -> float:
+    """Mean reward of the last hundred updates less that of the first ten."""
+    return run["final_reward"] - run["reward"][0]
+
+
+def fallen(run: dict) -> float:
+    """How far the reward ends below its peak; the peak is of means over ten updates."""
+    return max(run["reward"]) - run["final_reward"]
+
+
 def missing(done: list[dict], names: list[str], scales: list[str], seeds: int) -> list[tuple[str, str, int]]:
     """(scale, line, seed) of the runs that are not there: seed by seed, so that an early end leaves lines of equal length."""
     there = {(r["scale"], r["method"], r["seed"]) for r in done}

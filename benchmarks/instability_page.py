@@ -7,30 +7,20 @@ nothing. No sentence of a reading is typed in with its verdict: it is chosen by 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 from pathlib import Path
 
+import instability as study
+import weight_signal as weight
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from minidrl import intervals, tables
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 
 
-def script(name: str):
-    """The script beside this one."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-study, weight = script("instability"), script("weight_signal")
 FRESH = "grpo, fresh masks"
 MASKING = "mean field, prompt masking"
 PAIRS = [
@@ -52,21 +42,6 @@ LEVEL = 0.05
 
 
 # ================================================================================================================ the runs
-
-
-def of(results: list[dict], scale: str, name: str) -> list[dict]:
-    """The runs of a line, by seed."""
-    return sorted((r for r in results if (r["scale"], r["method"]) == (scale, name)), key=lambda r: r["seed"])
-
-
-def gained(run: dict) -> float:
-    """Mean reward of the last hundred updates less that of the first ten."""
-    return run["final_reward"] - run["reward"][0]
-
-
-def fallen(run: dict) -> float:
-    """How far the reward ends below its peak; the peak is of means over ten updates."""
-    return max(run["reward"]) - run["final_reward"]
 
 
 def interval(values: list[float]) -> str:
@@ -102,9 +77,9 @@ def table_row(name: str, runs: list[dict]) -> dict:
         "line": name,
         "seeds": ", ".join(str(r["seed"]) for r in runs),
         "reward at the end": interval([r["final_reward"] for r in runs]),
-        "gained": interval([gained(r) for r in runs]),
-        "runs that end below their start": f"{sum(gained(r) < 0 for r in runs)} of {len(runs)}",
-        "below the peak": f"{statistics.mean(map(fallen, runs)):.3f}",
+        "gained": interval([study.gained(r) for r in runs]),
+        "runs that end below their start": f"{sum(study.gained(r) < 0 for r in runs)} of {len(runs)}",
+        "below the peak": f"{statistics.mean(map(study.fallen, runs)):.3f}",
         "largest gradient norm": largest(runs),
     }
 
@@ -113,7 +88,7 @@ def differences(results: list[dict], scale: str) -> list[dict]:
     """The pairs of which both lines ran with two common seeds or more: paired differences of the reward at the end, Holm."""
     found = []
     for a, b in PAIRS:
-        left, right = ({r["seed"]: r["final_reward"] for r in of(results, scale, name)} for name in (a, b))
+        left, right = ({r["seed"]: r["final_reward"] for r in study.of_line(results, scale, name)} for name in (a, b))
         seeds = sorted(left.keys() & right.keys())
         if len(seeds) >= 2:
             found.append((a, b, len(seeds), intervals.paired([left[s] for s in seeds], [right[s] for s in seeds])))
@@ -140,7 +115,7 @@ def trend(runs: list[dict], key: str) -> tuple[float, float]:
 
 def verdict_of(runs: list[dict]) -> str:
     """What became of a line, in words that its numbers choose."""
-    below, slow, n = sum(gained(r) < 0 for r in runs), sum(fallen(r) > SLOW for r in runs), len(runs)
+    below, slow, n = sum(study.gained(r) < 0 for r in runs), sum(study.fallen(r) > SLOW for r in runs), len(runs)
     if below == n:
         return "collapses: every run ends below its start"
     if below:
@@ -156,7 +131,7 @@ def reading_of(results: list[dict], scale: str) -> list[str]:
     """Sentences on one scale, each with its number."""
     said = []
     for name in study.rows(scale):
-        if runs := of(results, scale, name):
+        if runs := study.of_line(results, scale, name):
             ends, (first, last) = interval([r["final_reward"] for r in runs]), trend(runs, "spread")
             spread = f"spread of the log-ratio {first:.2f} in the first hundred updates, {last:.2f} in the last"
             said.append(f"- `{name}` {verdict_of(runs)} (reward {ends}; {spread}).")
@@ -167,14 +142,14 @@ def reading_of(results: list[dict], scale: str) -> list[str]:
         said.append(f"- Differences that stand after Holm's correction at {LEVEL}: {'; '.join(decided)}.")
     if open_:
         said.append(f"- Differences that do not: {'; '.join(open_)}.")
-    if left := [name for name in study.rows(scale) if not of(results, scale, name)]:
+    if left := [name for name in study.rows(scale) if not study.of_line(results, scale, name)]:
         said.append(f"- Not run: {', '.join(left)}.")
     return said
 
 
 def section(results: list[dict], scale: str) -> str:
     """A scale: table, pairs, reading."""
-    rows = [table_row(name, of(results, scale, name)) for name in study.rows(scale)]
+    rows = [table_row(name, study.of_line(results, scale, name)) for name in study.rows(scale)]
     pairs = differences(results, scale)
     columns = ("pair", "seeds", "difference", "p", "p, Holm")
     parts = [f"## Ratio of the {scale}", tables.markdown_table(rows, COLUMNS)]
@@ -264,7 +239,7 @@ def signal_reading(lines: list[dict]) -> str:
 
 def measured_reading(results: list[dict], lines: list[dict]) -> str:
     """What the runs say of the model and of its assumption: the spread of log-ratios in the first hundred updates."""
-    fresh, shared = (trend(of(results, "sequence", name), "spread")[0] for name in (FRESH, "grpo, shared masks"))
+    fresh, shared = (trend(study.of_line(results, "sequence", name), "spread")[0] for name in (FRESH, "grpo, shared masks"))
     drift = next(iter(weight.DRIFTS))
     model = case(lines, drift=drift, length=study.LENGTH, states=1, scale="sequence", masks="fresh")["deviation"]
     return (
@@ -396,7 +371,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is not what would be written")
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     given = parser.parse_args(arguments)
-    results, lines = study.stored(RESULTS / "instability.json"), study.stored(RESULTS / "weight_signal.json")
+    results, lines = (study.stored(study.RESULTS / f"{name}.json") for name in ("instability", "weight_signal"))
     text, path = document(results, lines), given.out / "instability.md"
     if not given.check:
         path.write_text(text, encoding="utf-8")

@@ -5,10 +5,10 @@ A table stands between <!-- name --> and <!-- /name -->, on any one of these pag
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
+
+import elbo_error
 
 from minidrl import cards, estimators, index, tables
 
@@ -30,18 +30,10 @@ def map_rows() -> list[dict[str, str]]:
     return [{key: short.get(key, str)(row[key]) for key in MAP_COLUMNS} for row in cited]
 
 
-def benchmark(name: str):
-    """A script of this folder as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def parts() -> dict[str, str]:
     """The generated tables by the name of their place."""
     return {
-        "elbo_error": benchmark("elbo_error").stored_page(),
+        "elbo_error": elbo_error.stored_page(),
         "estimators": estimators.estimator_table(estimators.estimator_rows()),
         "methods": tables.markdown_table(map_rows(), MAP_COLUMNS),
     }

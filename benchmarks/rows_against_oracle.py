@@ -33,7 +33,7 @@ from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import features as feat
-from minidrl import methods, oracle, runs, sampler, tables
+from minidrl import intervals, methods, oracle, runs, sampler, tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/rows_against_oracle.json", ROOT / "docs/rows.md"
@@ -41,7 +41,6 @@ LENGTH, TOKENS, END, BLOCK = 4, 3, 2, 2  # positions, ordinary tokens, the one t
 PROMPTS, GENERATIONS, UPDATES = 4, 8, 8
 EACH = PROMPTS * GENERATIONS  # responses of a draw
 TABLES, DRAWS, STEP = 8, 128, 0.3  # STEP: root mean square length of a row's first update
-STUDENT = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201), start=2))  # 95 %
 PARTS = 8  # of the draws, for the jackknife
 SETTLED = 0.3  # a Monte Carlo error of a cosine from which on it is not given
 CONTROL = "control"
@@ -474,7 +473,7 @@ def complaints(found: dict[str, dict]) -> list[str]:
         for which in ("first", "last"):
             if not all(math.isfinite(x) for x in row[which].values()):
                 out.append(f"{key}: cosine {row[which]['cosine']:.3f} at the {which} update; allowed a number")
-    student = STUDENT[PARTS]
+    student = intervals.student(0.975, PARTS - 1)
     first = found["reinforce, random"]["first"]
     if not abs(first["cosine"] - 1) <= student * first["error"] <= 0.2:
         out.append(f"reinforce, random: cosine {first['cosine']:.3f} at the first update; allowed 1 within its interval")
@@ -520,20 +519,17 @@ class Results:
         found = zip(self.values(name, order, which, "cosine"), errors, strict=True)
         return [cosine if cosine is not None and error is not None and error < SETTLED else None for cosine, error in found]
 
-    def interval(self, name: str, order: str, which: str) -> tuple[float, float] | None:
-        """Mean cosine over the tables and half of Student's 95 % interval; None where a table has none."""
+    def interval(self, name: str, order: str, which: str) -> intervals.Interval | None:
+        """Mean cosine over the tables with Student's 95 % interval; None where a table has none."""
         values = self.cosines(name, order, which)
-        if None in values:
-            return None
-        return statistics.fmean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+        return None if None in values else intervals.mean_interval(values)
 
     def cosine(self, name: str, order: str, which: str) -> str:
         """A cell."""
         found = self.interval(name, order, which)
         if found is None:
             return f"none in {self.cosines(name, order, which).count(None)}"
-        mean, half = found
-        return f"{two(mean)} [{two(mean - half)}, {two(mean + half)}]"
+        return "{} [{}, {}]".format(*map(two, found))
 
     def noise(self, name: str, order: str, which: str) -> str:
         """A cell: the median, since a mean update near 0 makes it large without limit."""
@@ -607,7 +603,7 @@ def reading(results: Results) -> list[str]:
 
     def cosines(kind: str, order: str, which: str) -> str:
         found = {name: results.interval(name, order, which) for name in kinds[kind]}
-        return span({name: x and x[0] for name, x in found.items()})
+        return span({name: x and x.mean for name, x in found.items()})
 
     def gains(kind: str, order: str) -> str:
         return span({name: 100 * results.mean(name, order, "gain") for name in kinds[kind]}, digits=1)

@@ -52,10 +52,15 @@ def stratum(length: int, states: int, k: int) -> list[float]:
     return [states * x for x in inside]
 
 
+def mask_variances(a: list[float]) -> list[float]:
+    """Var[Z | l] for l = 1 .. length, nats squared."""
+    length = len(a)
+    return [(length * x) ** 2 / l * ((length - l) / max(1, length - 1)) for l, x in enumerate(a, 1)]
+
+
 def estimator_variance(a: list[float], states: int) -> float:
     """Of the count form with ``states`` states, one in each stratum, nats squared."""
-    length, total = len(a), 0.0
-    mask = [(length * x) ** 2 / l * ((length - l) / max(1, length - 1)) for l, x in enumerate(a, 1)]
+    length, mask, total = len(a), mask_variances(a), 0.0
     for k in range(states):
         chance = stratum(length, states, k)
         mean = sum(p * length * x for p, x in zip(chance, a, strict=True))
