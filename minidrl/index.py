@@ -2,7 +2,7 @@
 
 Nothing is kept in a list: what a function implements, its docstring says. The files are parsed, not
 imported, so that an answer takes no longer than reading them. ``python -m minidrl.index`` writes
-docs/index.md.
+docs/index.md and the line numbers of the notebooks' links.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from minidrl.tables import markdown_table
 
 PACKAGE = Path(__file__).parent
 PAGE = PACKAGE.parent / "docs" / "index.md"
+NOTEBOOKS = PACKAGE.parent / "notebooks"
 # In this order hits of one rank are shown; a file that is not named here comes after these.
 ROOMS = (
     "algorithms",
@@ -493,7 +494,27 @@ def _functions(row: Entry) -> str:
     return ", ".join(f"`{name}`" for name in row.functions.values())
 
 
-# ------------------------------------------------------------------------------- 5. Settings
+# ------------------------------------------------------------------------ 5. Links of the notebooks
+
+LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./(minidrl/[\w/]+\.py)#L\d+\)")
+
+
+def relinked(text: str, known: Iterable[Entry]) -> str:
+    """A text with each link of the form of ``_link`` at the line where that name stands now.
+
+    Raises ValueError for a link to a name that its file does not have.
+    """
+    places = {(entry.name, entry.file): entry for entry in known}
+
+    def current(match: re.Match) -> str:
+        if (match[1], match[2]) not in places:
+            raise ValueError(f"link: got {match[0]}; allowed a name that {match[2]} defines")
+        return _link(places[match[1], match[2]])
+
+    return LINK.sub(current, text)
+
+
+# ------------------------------------------------------------------------------- 6. Settings
 
 
 def settings(kind: str) -> list[tuple[str, str, list[tuple[str, str]]]]:
@@ -571,3 +592,6 @@ def settings_help(kind: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    for notebook in NOTEBOOKS.glob("*.ipynb"):
+        text = notebook.read_text(encoding="utf-8")
+        notebook.write_text(relinked(text, entries()), encoding="utf-8")

@@ -1,13 +1,16 @@
 """What every notebook uses: `check` and `check_le` judge an equation, `show` prints shipped source, `style` sets plots.
 
-A cell prints the bound that was met, never the residual: rounding differs between machines, a verdict does not. The
-stored outputs can therefore be compared literally.
+A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
+outputs can therefore be compared literally.
 """
 
 import ast
 import inspect
+import math
+import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -15,41 +18,77 @@ import torch
 from IPython.display import Markdown, display
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", "#666666"
+CLAIM_COLUMNS = ("claim", "stated in", "result", "verdict")
+MOST = 4  # elements of a tensor that a check prints
 
 
-def check(tag: str, a: Any, b: Any, atol: float = 1e-10) -> None:
-    """State that equation `tag` holds: max |a - b| <= atol.
+def check(tag: str, a: Any, b: Any, atol: float = 1e-10, names: str = "") -> None:
+    """State that equation `tag` holds: max |a - b| <= atol; print both sides.
 
+    names:   what a and b are, as "E[Z] = B"; then the line reads `(2.3)  E[Z] -8.3127   B -8.3127   ok`.
     Shapes:  a and b numbers, sequences or tensors of one shape; a plain number is compared with every element.
     Special: equal infinities agree; NaN agrees with nothing.
-    Raises:  AssertionError with the residual; ValueError for unequal shapes, no elements, or a bad atol.
+    Raises:  AssertionError with the residual; ValueError for unequal shapes, no elements, a bad atol, or a = b by name.
     """
-    a, b = _pair(tag, a, b, atol)
-    residual = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # inf - inf is NaN although they agree
-    worst = residual.max().item()  # NaN if any element is NaN
-    if not worst <= atol:
-        raise AssertionError(f"({tag}) fails: max |a-b| = {worst:.3e} > {atol:g}")
-    print(f"ok ({tag}): |a-b| <= {atol:g}")
+    a, b = _agreeing(tag, a, b, atol)
+    print(_line(tag, names, a, b, atol, "=") if names else f"ok ({tag}): |a-b| <= {atol:g}")
 
 
-def check_le(tag: str, a: Any, b: Any, atol: float = 0.0) -> None:
+def check_le(tag: str, a: Any, b: Any, atol: float = 0.0, names: str = "") -> None:
     """State that inequality `tag` holds: a <= b + atol in every element; atol > 0 allows for rounding at equality.
 
     A gap is checked with the number on the left: check_le("2.3", 0.1, bias) says that the bias is at least 0.1.
 
+    names:   what a and b are, as "bias <= bound".
     Shapes:  as for `check`.
     Raises:  AssertionError with the largest excess; ValueError for unequal shapes, no elements, or a bad atol.
     """
     a, b = _pair(tag, a, b, atol)
     if not bool((a <= b + atol).all()):
         raise AssertionError(f"({tag}) fails: max (a-b) = {(a - b).max().item():.3e} > {atol:g}")
-    print(f"ok ({tag}): a <= b" + (f" + {atol:g}" if atol else ""))
+    bound = f"ok ({tag}): a <= b" + (f" + {atol:g}" if atol else "")
+    print(_line(tag, names, a, b, atol, "<=") if names else bound)
+
+
+def check_rows(names: str, rows: Mapping[tuple[str, str], tuple[Any, Any]], atol: float = 1e-10) -> None:
+    """Alike equations as one table of values: {(tag, case): (a, b)}, each a number; the columns are named as in "E[Z] = B".
+
+    Raises: AssertionError with tag, case and residual, before anything is printed; ValueError as `check` does.
+    """
+    left, right = (name.strip() for name in names.split("="))
+    lines = []
+    for (tag, case), (a, b) in rows.items():
+        a, b = _agreeing(f"{tag}, {case}", a, b, atol)
+        if a.numel() != 1:
+            raise ValueError(f"({tag}), {case}: got {a.numel()} numbers a side; allowed 1")
+        size = max(a.abs().max().item(), b.abs().max().item())
+        lines.append((f"({tag})", case, _digits(a.item(), size, atol), _digits(b.item(), size, atol), "ok"))
+    lines.insert(0, ("", "", left, right, ""))
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    for tag, case, a, b, ok in lines:
+        cells = f"{tag:{widths[0]}}  {case:{widths[1]}}  {a:>{widths[2]}}  {b:>{widths[3]}}  {ok}"
+        print(cells.rstrip())
 
 
 def show(function: Callable) -> None:
     """Display the shipped source of a function or class as Markdown, comments kept, docstrings left out."""
     source = without_docstrings(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     display(Markdown(f"```python\n{source}\n```"))
+
+
+def claims(section: str) -> None:
+    """Display the rows of a section of CLAIMS.md: what is stated, how that is known, what was found here."""
+    text = (Path(__file__).parents[1] / "CLAIMS.md").read_text(encoding="utf-8")
+    heads, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
+    found = dict(zip(parts[::2], parts[1::2], strict=True))
+    if section not in found:
+        raise ValueError(f"section: got {section!r}; allowed {', '.join(found)}")
+    lines = [line.strip("|") for line in found[section].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    columns = [rows[0].index(name) for name in CLAIM_COLUMNS]
+    table = [[row[column] for column in columns] for row in [rows[0], *rows[2:]]]
+    table.insert(1, ["---"] * len(columns))
+    display(Markdown("\n".join(f"| {' | '.join(row)} |" for row in table)))
 
 
 def without_docstrings(source: str) -> str:
@@ -89,6 +128,50 @@ def style() -> None:
             "legend.frameon": False,
         }
     )
+
+
+def _agreeing(tag: str, a: Any, b: Any, atol: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sides, if they agree."""
+    if a is b and not isinstance(a, int | float):
+        raise ValueError(f"({tag}): got one object on both sides; allowed two that were computed apart")
+    a, b = _pair(tag, a, b, atol)
+    residual = torch.where(a == b, torch.zeros_like(a), (a - b).abs())  # inf - inf is NaN although they agree
+    worst = residual.max().item()  # NaN if any element is NaN
+    if not worst <= atol:
+        raise AssertionError(f"({tag}) fails: max |a-b| = {worst:.3e} > {atol:g}")
+    return a, b
+
+
+def _line(tag: str, names: str, a: torch.Tensor, b: torch.Tensor, atol: float, sign: str) -> str:
+    """Both sides with their names: digits of the larger side where they are equal, of each its own where they are not."""
+    sizes = [max((abs(x) for x in side.flatten().tolist() if math.isfinite(x)), default=0.0) for side in (a, b)]
+    if sign == "=":
+        sizes = [max(sizes)] * 2
+    left, right = (name.strip() for name in names.split(f" {sign} "))
+    between = "   " if sign == "=" else f"   {sign}   "
+    return f"({tag})  {left} {_values(a, sizes[0], atol)}{between}{right} {_values(b, sizes[1], atol)}   ok"
+
+
+def _values(x: torch.Tensor, size: float, atol: float) -> str:
+    """A number, or the first MOST of several and how many there are."""
+    flat = x.flatten()
+    if bool((flat == flat[0]).all()):
+        return _digits(flat[0].item(), size, atol)
+    shown = ", ".join(_digits(value, size, atol) for value in flat[:MOST].tolist())
+    return f"[{shown}, ... {len(flat)} values]" if len(flat) > MOST else f"[{shown}]"
+
+
+def _digits(value: float, size: float, atol: float) -> str:
+    """Five digits of a number of the given size; what is below the tolerance, or is rounding in float64, is 0."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) <= max(atol, 1e-12):
+        return "0"
+    if size < 1e-4:
+        return f"{value:.3e}"
+    text = f"{value:,.{max(0, 4 - math.floor(math.log10(size)))}f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
 
 
 def _pair(tag: str, a: Any, b: Any, atol: float) -> tuple[torch.Tensor, torch.Tensor]:

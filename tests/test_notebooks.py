@@ -7,6 +7,7 @@ comparison off, or an equation without a check. These rules close the holes. Eac
 
 import ast
 import copy
+import importlib.util
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "notebooks"))  # a notebook's kernel starts in its folder
 
 import nbtools  # noqa: E402
+from minidrl import index  # noqa: E402
 
 ALLOWED_OUTPUTS = {"text/plain", "text/markdown", "text/latex", "image/png"}
 FORBIDDEN_TAGS = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception", "raises-exception"}
@@ -64,12 +66,19 @@ def png_only(notebook: dict, shipped: set[str]) -> list[str]:
     return [f"output of type {kind}" for output in outputs for kind in output.get("data", {}) if kind not in ALLOWED_OUTPUTS]
 
 
-def checked_tags(cell: dict) -> set[str]:
-    """The literal tags of the calls to check and check_le in a code cell."""
+def calls_of(cell: dict, *names: str) -> list[ast.Call]:
+    """The calls of some functions in a code cell."""
     calls = [node for node in ast.walk(tree_of(cell)) if isinstance(node, ast.Call) and node.args]
-    names = {"check", "check_le"}
-    calls = [call for call in calls if getattr(call.func, "id", getattr(call.func, "attr", None)) in names]
-    return {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    return [call for call in calls if getattr(call.func, "id", getattr(call.func, "attr", None)) in names]
+
+
+def checked_tags(cell: dict) -> set[str]:
+    """The literal tags of the calls to check and check_le in a code cell, and in the keys of check_rows."""
+    calls = calls_of(cell, "check", "check_le")
+    tags = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    tables = [call.args[1] for call in calls_of(cell, "check_rows") if isinstance(call.args[1], ast.Dict)]
+    keys = [key.elts[0] for table in tables for key in table.keys if isinstance(key, ast.Tuple)]
+    return tags | {key.value for key in keys if isinstance(key, ast.Constant)}
 
 
 def every_tag_is_checked(notebook: dict, shipped: set[str]) -> list[str]:
@@ -145,6 +154,20 @@ def shipped_names() -> set[str]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "minidrl").rglob("*.py")]
     return {node.name for tree in trees for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"}
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
+def test_links_to_the_source_show_the_line(name: str):
+    text = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
+    assert index.relinked(text, index.entries()) == text, "python -m minidrl.index"
+
+
+def test_a_link_follows_its_name():
+    entry = next(e for e in index.entries() if e.name == "group_mean")
+    at = "[`group_mean`](../minidrl/algorithms.py#L{})"
+    assert index.relinked(f"see {at.format(1)}.", [entry]) == f"see {at.format(entry.line)}."
+    with pytest.raises(ValueError, match="allowed a name that minidrl/algorithms.py defines"):
+        index.relinked("[`group_mena`](../minidrl/algorithms.py#L1)", [entry])
 
 
 def markdown(source: str) -> dict:
@@ -263,6 +286,36 @@ def test_a_cell_of_the_maximal_length_is_allowed():
     assert short_cells(source("x = 1\n" * MAX_CELL_LINES), set()) == []
 
 
+# ---------------------------------------------------------------------------------------------------------- tolerances
+
+
+def tolerances():
+    """notebooks/conftest.py, which nbval loads."""
+    spec = importlib.util.spec_from_file_location("notebooks_conftest", ROOT / "notebooks" / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "settled"),
+    [
+        ("reward 0.51, 1,002 calls", "reward 0.50, 1,002 calls"),
+        ("reward 0.53, 1,002 calls", "reward 0.53, 1,002 calls"),
+        ("reward 0.51, 1,003 calls", "reward 0.50, 1,003 calls"),
+        ("reward 0.51", "reward 0.51"),
+    ],
+)
+def test_a_number_within_the_tolerance_is_settled(text, settled):
+    assert tolerances().settled(text, "reward 0.50, 1,002 calls", 0.02) == settled
+
+
+@pytest.mark.parametrize("tags", [["tolerance"], ["tolerance=0"], ["tolerance=x"], ["tolerance=1", "tolerance=2"]])
+def test_a_tolerance_is_one_number_above_nothing(tags):
+    with pytest.raises(ValueError, match="tags: got"):
+        tolerances().tolerance(tags)
+
+
 # ------------------------------------------------------------------------------------------------------------ nbtools
 
 
@@ -280,6 +333,43 @@ def test_check_le_prints_the_inequality(capsys):
     nbtools.check_le("2.1", torch.tensor([1.0, 2.0]), [1.0, 2.5])
     nbtools.check_le("2.2", 1.0 + 1e-13, 1.0, atol=1e-12)
     assert capsys.readouterr().out == "ok (2.1): a <= b\nok (2.2): a <= b + 1e-12\n"
+
+
+def test_a_check_with_names_prints_both_sides(capsys):
+    nbtools.check("2.1", -8.31274, -8.31274 + 1e-12, names="E[Z] = B")
+    nbtools.check("2.2", torch.tensor([1.0, 2.0, 3.0, 4.0, 0.5]), [1, 2, 3, 4, 0.5], names="a = b")
+    nbtools.check("2.3", torch.zeros(2, 3), 1e-17, names="bias = nothing")
+    nbtools.check_le("2.4", 0.1, 13000.12, names="gap <= bias")
+    nbtools.check_le("2.5", float("-inf"), 1e-6, names="a <= b")
+    assert capsys.readouterr().out.splitlines() == [
+        "(2.1)  E[Z] -8.3127   B -8.3127   ok",
+        "(2.2)  a [1, 2, 3, 4, ... 5 values]   b [1, 2, 3, 4, ... 5 values]   ok",
+        "(2.3)  bias 0   nothing 0   ok",
+        "(2.4)  gap 0.1   <=   bias 13,000   ok",
+        "(2.5)  a -inf   <=   b 1.000e-06   ok",
+    ]
+
+
+def test_alike_checks_form_a_table_of_values(capsys):
+    rows = {("2.3", "Bernoulli"): (-8.31274, -8.31274), ("20.14", "strata"): (torch.tensor(2.0), 2)}
+    nbtools.check_rows("E[Z] = B", rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "                       E[Z]        B",
+        "(2.3)    Bernoulli  -8.3127  -8.3127  ok",
+        "(20.14)  strata           2        2  ok",
+    ]
+
+
+def test_a_table_with_a_false_row_prints_nothing(capsys):
+    with pytest.raises(AssertionError, match=r"\(2\.4, second\) fails: max \|a-b\| = 1\.000e"):
+        nbtools.check_rows("a = b", {("2.3", "first"): (1.0, 1.0), ("2.4", "second"): (1.0, 2.0)})
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_compared_with_itself_is_no_check():
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match=r"\(2\.1\): got one object on both sides"):
+        nbtools.check("2.1", x, x)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +408,17 @@ def test_a_check_that_compares_nothing_or_broadcasts_is_an_error(verdict, a, b):
 def test_a_meaningless_tolerance_is_an_error(atol):
     with pytest.raises(ValueError, match="atol: got"):
         nbtools.check("2.1", 1.0, 1.0, atol)
+
+
+def test_claims_are_those_of_the_ledger(monkeypatch):
+    shown = []
+    monkeypatch.setattr(nbtools, "display", shown.append)
+    nbtools.claims("GDPO")
+    rows = [line.strip("| ").split(" | ") for line in shown[0].data.splitlines()]
+    assert rows[0] == ["claim", "stated in", "result", "verdict"] and len(rows) == 10
+    assert [row[3] for row in rows[2:]].count("holds") == 3
+    with pytest.raises(ValueError, match="section: got 'PPO'; allowed The ELBO"):
+        nbtools.claims("PPO")
 
 
 def test_show_leaves_out_docstrings_and_nothing_else(monkeypatch):
