@@ -263,7 +263,7 @@ def _evaluate(arguments, overrides) -> None:
 
 
 def _compare(arguments, overrides) -> None:
-    from minidrl import findings, studies
+    from minidrl import figures, findings, studies
 
     study, out = _study(arguments, overrides), _out(arguments)
     name, default = Path(arguments.config).stem, Path("results/ledger.csv")
@@ -276,7 +276,7 @@ def _compare(arguments, overrides) -> None:
     if not arguments.report:
         studies.run(grid, out, ledger, _number("jobs", arguments.jobs, int))
     print(findings.study_report(ledger.path, ledger.curves, name, grid.planned(ledger)))
-    for figure in findings.write_figures(ledger.curves, ledger.path, name, out):
+    for figure in figures.write_figures(ledger.curves, ledger.path, name, out):
         print(figure)
 
 

@@ -20,6 +20,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from minidrl.launch import one_line
 
 SUMS = "SHA256SUMS"
@@ -43,6 +45,22 @@ def write(path: Path, content: str | bytes) -> None:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+
+
+def acquire(lock: FileLock, key: str, path: Path) -> None:
+    """For this process alone; the kernel lets it go when the process ends, however it does.
+
+    ValueError where another process has it; WriteError where its folder cannot be written to.
+    """
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        got = f"{str(path)!r}, to which another process is writing"
+        allowed = f"another --{key}, or wait until that has ended"
+        raise ValueError(f"{key}: got {got}; allowed {allowed}") from None
+    except OSError as error:
+        raise WriteError(f"{key}: {path} cannot be written to: {one_line(error)}") from None
 
 
 def read_object(path: Path) -> dict:

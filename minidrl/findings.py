@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from minidrl import intervals
-from minidrl.figures import write_figures as write_figures
 from minidrl.ledger import (
     COLLAPSE,
     Courses,
@@ -53,8 +52,8 @@ def study_report(
     said = {name: _listed(row[name] for row in rows) for name in ("judged", "bed", "version")}
     steps = _listed(row["steps"] for group in found for row in group.report) or "none"
     head = f"""{len(rows) + absent} cells: {len(rows) - failed} finished, {failed} failed, \
-{absent} not run. Held-out puzzles: {said["judged"]}; bed {said["bed"]}; rollouts a run of the \
-report: {steps}; version {said["version"]}.
+{absent} not run. Held-out puzzles: {said["judged"]}; bed {said["bed"]}; steps of a run of \
+the report: {steps}; version {said["version"]}.
 
 Solved rates in percent. After: the mean over seeds [95 % interval, Student]. Tried: the mean \
 after of each rate under the seeds of the choice, where a failed cell counts 0. Training: rollouts \
@@ -299,7 +298,7 @@ def _commands(found: Sequence[Group], command: str) -> str:
         | {"command": f"`{command.format_map(group.report[0])}`"}
         for group in made
     ]
-    text = "Each makes the cell of the first seed; the last number of its name is the seed."
+    text = "Each does what the ledger lacks of a method: to run it again, name another --ledger."
     return f"## Commands\n\n{text}\n\n{markdown_table(lines, (*WHO, 'seeds', 'command'))}"
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from minidrl import files
 
@@ -82,14 +82,8 @@ class Ledger:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Inside, no other process writes to it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{self.path}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            got = f"{str(self.path)!r}, to which another process is writing"
-            allowed = "another --ledger, or wait until that has ended"
-            raise ValueError(f"ledger: got {got}; allowed {allowed}") from None
+        files.acquire(lock, "ledger", self.path)
         try:
             yield
         finally:

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 import yaml
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minidrl import checkpoints, config, distributed, files
 from minidrl.denoiser import has_adapters, trained
-from minidrl.launch import one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 _NAME = re.compile(r"checkpoint-[0-9]+")
@@ -128,7 +127,7 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
 
 def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None:
     _refuse_other_folders(out, resume)
-    _lock(out, lock)
+    files.acquire(lock, "out", out)
     for pattern in _NUMBERED:
         files.settle(out, pattern)
     if checkpoint_folders(out):
@@ -158,18 +157,6 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
     if content:
         got = f"{str(out)!r}, which already holds a run or other files"
         raise ValueError(f"out: got {got}; allowed another --out")
-
-
-def _lock(out: Path, lock: FileLock) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        got = f"{str(out)!r}, to which another process is writing"
-        allowed = "another --out, or wait until that has ended"
-        raise ValueError(f"out: got {got}; allowed {allowed}") from None
-    except OSError as error:
-        raise files.WriteError(f"out: {out} cannot be written to: {one_line(error)}") from None
 
 
 def _is_content(path: Path) -> bool:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from minidrl import checkpoints, config, controls, files, rehearsal, report, runs, trainer
 from minidrl.launch import Interrupted, RunError, one_line, stop_requests
-from minidrl.ledger import PHASES, SELF_TRAINING, Ledger, rate_text
+from minidrl.ledger import PHASES, SELF_TRAINING, Group, Ledger, rate_text
 
 CELL = "cell.json"
 CHOOSE, REPORT = "choose", "report"
@@ -211,6 +211,12 @@ class Grid:
             return self.choices()
         return self.reports(chosen(self.study, ledger.rows(self.name), self.lines()))
 
+    def size(self) -> int:
+        """How many cells there are, known or not."""
+        s = self.study
+        choices = s.choose.seeds * len(s.rates) if len(s.rates) > 1 else 0
+        return len(self.lines()) * (choices + s.seeds)
+
     def planned(self, ledger: Ledger) -> list[str]:
         """The names of all cells that are known."""
         return [cell.name for stage in (CHOOSE, REPORT) for cell in self.cells(stage, ledger)]
@@ -265,21 +271,14 @@ def chosen(study: Study, rows: Sequence[dict], lines: Sequence[tuple[str, int]])
     """
     if len(study.rates) == 1:
         return dict.fromkeys(lines, study.rates[0])
-    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    made: dict[tuple[str, int], list[dict]] = {line: [] for line in lines}
     for row in rows:
-        if row["stage"] == CHOOSE and row["rate"] in study.rates:
-            line = found.setdefault((row["method"], row["updates"]), {})
-            line.setdefault(row["rate"], []).append(row["after"] or 0.0)
-    whole = {rate: study.choose.seeds for rate in study.rates}
-    complete = {
-        line: rates
-        for line, rates in found.items()
-        if {rate: len(values) for rate, values in rates.items()} == whole
-    }
-    return {
-        line: max(sorted(rates), key=lambda rate: sum(rates[rate]))
-        for line, rates in complete.items()
-    }
+        line = row["method"], row["updates"]
+        if row["stage"] == CHOOSE and row["rate"] in study.rates and line in made:
+            made[line].append(row)
+    whole = study.choose.seeds * len(study.rates)
+    groups = [Group(*line, choose=own) for line, own in made.items() if len(own) == whole]
+    return {(group.method, group.updates): group.rate for group in groups}
 
 
 # ------------------------------------------------------------------------------------------- a cell
@@ -317,10 +316,10 @@ def _calls(row: dict) -> dict[str, int]:
     return {"rollout": both, "scoring": calls["scoring"], "update": 3 * calls["update"]}
 
 
-def curve(cell: Cell, run: Path) -> list[dict]:
+def curve(cell: Cell, metrics: list[dict]) -> list[dict]:
     """A line of curves.csv for each evaluation of a run."""
     lines, since, calls = [], [], 0
-    for row in report.read_metrics(run):
+    for row in metrics:
         if "solved" in row:
             since.append(row)
             calls += sum(_calls(row).values())
@@ -341,9 +340,9 @@ def _mean(values: Sequence[float]) -> float | str:
     return float(f"{sum(values) / len(values):.6g}") if values else ""
 
 
-def ledger_line(cell: Cell, run: Path, bed: str) -> dict:
-    """The line of ledger.csv of a cell that is done."""
-    s, told, metrics = cell.settings, files.read_object(run / CELL), report.read_metrics(run)
+def ledger_line(cell: Cell, told: dict, metrics: list[dict], bed: str) -> dict:
+    """The line of ledger.csv of a cell that is done; ``told``: its cell.json."""
+    s = cell.settings
     rows = [row for row in metrics if "solved" in row]
     held_out = [row["eval/solved"] for row in metrics if "eval/solved" in row]
     finished = told["status"] == "finished"
@@ -433,8 +432,10 @@ class _Work:
         total = len(cells) + done
         with tqdm(total=total, initial=done, desc=f"{self.grid.name}, {stage}", smoothing=0) as bar:
             for cell, left in self._finished(cells):
-                line = ledger_line(cell, self.out / cell.name, self.bed)
-                self.ledger.add(line, curve(cell, self.out / cell.name))
+                told = files.read_object(self.out / cell.name / CELL)
+                metrics = report.read_metrics(self.out / cell.name)
+                line = ledger_line(cell, told, metrics, self.bed)
+                self.ledger.add(line, curve(cell, metrics))
                 bar.update()
                 after = f"{float(line['after']):.1%}" if line["after"] != "" else line["status"]
                 bar.set_postfix_str(f"{cell.name}: {after}")
@@ -448,7 +449,7 @@ class _Work:
                 yield cell, cells[i + 1 :]
             return
         waiting, running = list(cells), {}
-        with stop_requests() as asked, _ended(running):
+        with stop_requests() as asked, _all_ended(running):
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     cell = waiting.pop(0)
@@ -474,16 +475,16 @@ class _Work:
 
     def _check_time(self, left: list[Cell]) -> None:
         # What the cells that are done took is what the others will take.
-        rows, s = self.ledger.rows(self.grid.name), self.grid.study
-        known = {row["cell"] for row in rows} | {cell.name for cell in left}
-        unknown = len(self.grid.choices()) + len(self.grid.lines()) * s.seeds - len(known)
+        lines, hours = self.grid.lines(), self.grid.study.hours
+        rows = self.ledger.rows(self.grid.name)
+        rows = [row for row in rows if (row["method"], row["updates"]) in lines]
         mean = sum(row["seconds"] for row in rows) / len(rows)
-        needed = mean * (len(left) + unknown) / self.jobs
+        needed = mean * max(len(left), self.grid.size() - len(rows)) / self.jobs
         spent = time.perf_counter() - self.started
-        if len(rows) >= 2 * self.jobs and spent + needed > 3600 * s.hours:
+        if len(rows) >= 2 * self.jobs and spent + needed > 3600 * hours:
             need = f"{(spent + needed) / 3600:.1f} by the first {len(rows)} cells"
             allowed = "more hours, fewer cells or steps; what is done is kept"
-            raise ValueError(f"hours: got {s.hours:g}, the grid needs {need}; allowed {allowed}")
+            raise ValueError(f"hours: got {hours:g}, the grid needs {need}; allowed {allowed}")
 
 
 def _start(cell: Cell, out: Path) -> multiprocessing.Process:
@@ -512,7 +513,7 @@ def _in_process(cell: Cell, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _ended(running: dict) -> Iterator[None]:
+def _all_ended(running: dict) -> Iterator[None]:
     """Afterwards no process is left; each was asked to save first."""
     try:
         yield

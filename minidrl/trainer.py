@@ -851,29 +851,33 @@ def _pretrain(
             bar.close()
             save(step)
             raise stopped(signal, out, step, last)
+        problems, rollout = demonstration_rollout(settings, tok, step)
+        lr = learning_rate(settings.optimizer, step, settings.steps)
         with _undone(model, optimizer, may_overflow(settings.optimizer)) as failed:
-            problems, rollout = demonstration_rollout(settings, tok, step)
             loss = elbo_loss(network, rollout, settings, step)
             loss.backward()
-            lr = learning_rate(settings.optimizer, step, settings.steps)
             norm = optimizer_step(model, optimizer, settings.optimizer, lr)
         if failed:
             raise RunError(_dumped(step, failed[0], save(step, "failed")))
         met.update(problem.key for problem in problems)
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
-            row = {"step": step + 1, "loss": loss.item(), "grad_norm": norm}
-            log.write(row | {"learning_rate": lr})
+            measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
+            log.write({"step": step + 1} | measured)
         if settings.save_every and (step + 1) % settings.save_every == 0:
             save(step + 1)
     seconds = time.perf_counter() - started
-    how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
-    scores = evaluate(model, tok, settings.task, settings.sampler, **how)
     with files.into(out) as part:
         checkpoints.save(model, tok, part)
-    summary = {"steps": last, "seconds": round(seconds, 1), "parameters": model.num_parameters()}
-    summary["distinct_problems"] = len(met)
-    return runs.write_summary(out, summary | {"held_out": scores})
+    how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
+    summary = {
+        "steps": last,
+        "seconds": round(seconds, 1),
+        "parameters": model.num_parameters(),
+        "distinct_problems": len(met),
+        "held_out": evaluate(model, tok, settings.task, settings.sampler, **how),
+    }
+    return runs.write_summary(out, summary)
 
 
 def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:

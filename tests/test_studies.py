@@ -81,7 +81,7 @@ def test_skipped_puzzles_are_not_judged(folder, base):
 
 
 def line(rate: float, after: float | None, method: str = "drpo", updates: int = 1, stage: str = "choose") -> dict:
-    return {"stage": stage, "method": method, "updates": updates, "rate": rate, "after": after}
+    return {"stage": stage, "method": method, "updates": updates, "rate": rate, "after": after, "status": "finished"}
 
 
 def test_the_best_rate_is_chosen_by_its_mean_and_a_failed_cell_counts_as_nothing_solved(folder):
