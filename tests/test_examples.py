@@ -1,6 +1,7 @@
 """The examples do what the trainer does: equal gradients on one batch."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ def example(name: str):
     return module
 
 
+sys.path.insert(0, str(EXAMPLES))  # one example imports the other
 plain = example("plain_torch")
 REFUSED = [
     name for name, row in methods.METHODS.items() if row.step_value != "none" or (row.kl and row.kl.target == "reference")
@@ -59,3 +61,30 @@ def test_what_the_plain_loop_leaves_out_it_refuses(name, monkeypatch):
 def test_the_example_runs(monkeypatch, capsys):
     rewards = plain.main("gdpo", steps=1)
     assert len(rewards) == 1 and 0 < rewards[0] < 1 and capsys.readouterr().out.startswith("step  1   loss ")
+
+
+@pytest.mark.filterwarnings("ignore")  # those of TRL about transformers, of transformers about torch
+def test_trl_applies_the_gradient_of_the_plain_loop(tmp_path, monkeypatch):
+    """On the rollout that TRL's trainer made, from its own rewards; a group without a difference teaches nothing."""
+    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+    trl, found = example("trl_trainer"), []
+
+    class Seen(trl.DiffusionGRPOTrainer):
+        def training_step(self, model, *batch):
+            state = self.noise.get_state()
+            loss = super().training_step(model, *batch)
+            applied = [p.grad.clone() for p in self.network.parameters()]
+            self.noise.set_state(state)
+            rollout, reward = self.rollout(batch[0])
+            model.zero_grad()
+            plain.backward(self.network, self.row, rollout, reward, self.noise)
+            found.append((reward, applied, [p.grad.clone() for p in self.network.parameters()]))
+            return loss
+
+    monkeypatch.setattr(trl, "DiffusionGRPOTrainer", Seen)
+    rewards = trl.main("gdpo", steps=1, out=str(tmp_path / "out"))
+    ((reward, applied, mine),) = found
+    assert rewards == [pytest.approx(float(reward.mean()), abs=1e-4)] and reward.std() > 0
+    assert any(grad.norm() > 0 for grad in mine)
+    for theirs, own in zip(applied, mine, strict=True):
+        torch.testing.assert_close(theirs, own)
