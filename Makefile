@@ -27,7 +27,7 @@ STAMP := $(VENV)/requirements.stamp
 unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 
 .DELETE_ON_ERROR:
-.PHONY: train test chaos notebooks lint pages
+.PHONY: train extras test chaos notebooks lint pages
 
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown_cpu.yaml --out runs/countdown_cpu $(ARGS)
@@ -38,6 +38,10 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal tests
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; \
 	$(PY) -m pytest -p no:xdist -p no:python --nbval --nbval-current-env --nbval-cell-timeout=240 "$$@"; fi
+
+# What one example needs, and its test, which is skipped without it.
+extras: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) trl==1.16.0
 
 chaos: $(STAMP)
 	$(PY) tests/chaos.py
