@@ -2,7 +2,7 @@
 
 Nothing is kept in a list: what a function implements, its docstring says. The files are parsed, not
 imported, so that an answer takes no longer than reading them. ``python -m minidrl.index`` writes
-docs/index.md and the line numbers of the notebooks' links.
+docs/index.md, and the line numbers of links in notebooks and docs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from minidrl.tables import markdown_table
 
 PACKAGE = Path(__file__).parent
 PAGE = PACKAGE.parent / "docs" / "index.md"
-NOTEBOOKS = PACKAGE.parent / "notebooks"
 # In this order hits of one rank are shown; a file that is not named here comes after these.
 ROOMS = (
     "algorithms",
@@ -494,9 +493,15 @@ def _functions(row: Entry) -> str:
     return ", ".join(f"`{name}`" for name in row.functions.values())
 
 
-# ------------------------------------------------------------------------ 5. Links of the notebooks
+# ----------------------------------------------------------------- 5. Links of notebooks and docs
 
 LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./(minidrl/[\w/]+\.py)#L\d+\)")
+
+
+def linked() -> list[Path]:
+    """The files that may have such links."""
+    root = PACKAGE.parent
+    return sorted([*root.glob("notebooks/*.ipynb"), *root.glob("docs/*.md")])
 
 
 def relinked(text: str, known: Iterable[Entry]) -> str:
@@ -592,6 +597,5 @@ def settings_help(kind: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-    for notebook in NOTEBOOKS.glob("*.ipynb"):
-        text = notebook.read_text(encoding="utf-8")
-        notebook.write_text(relinked(text, entries()), encoding="utf-8")
+    for path in linked():
+        path.write_text(relinked(path.read_text(encoding="utf-8"), entries()), encoding="utf-8")

@@ -156,9 +156,9 @@ def shipped_names() -> set[str]:
     return {node.name for tree in trees for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"}
 
 
-@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))])
-def test_links_to_the_source_show_the_line(name: str):
-    text = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", index.linked(), ids=lambda path: path.name)
+def test_links_to_the_source_show_the_line(path: Path):
+    text = path.read_text(encoding="utf-8")
     assert index.relinked(text, index.entries()) == text, "python -m minidrl.index"
 
 

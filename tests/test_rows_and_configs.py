@@ -66,21 +66,21 @@ def test_a_run_and_its_base_have_the_same_puzzles_in_the_same_splits(name):
     assert [getattr(of_base, key) for key in splits] == [getattr(of_run, key) for key in splits]
 
 
-def test_the_larger_bed_shares_no_puzzle_and_its_run_meets_each_about_once():
+def test_the_larger_bed_shares_no_puzzle_and_its_run_draws_fewer_than_there_are():
     run = config.load(config.Train, FOLDER / "countdown20_cpu.yaml")
     sizes = {split: len({puzzle.key for puzzle in run.task.puzzles(split)}) for split in ("pretrain", "train", "held_out")}
     assert sum(sizes.values()) == 14_912 and min(sizes.values()) > 2000
-    assert 0.9 < run.steps * run.num_prompts / sizes["train"] < 1.25
+    assert 0.5 < run.steps * run.num_prompts / sizes["train"] < 1
     card = (Path(run.model) / "README.md").read_text()
     told = "{pretrain:,} for pre-training, {train:,} for RL, {held_out:,} held out"
     assert told.format(**sizes) in card
 
 
 def test_the_base_of_the_larger_bed_is_small_and_solves_what_it_has_never_met():
-    """Its card says 26 % of 512 in confidence order, greedily; of 128 the standard error is 4 points."""
+    """Its card says 29.5 % of 512 with its best decoder; of 128 the standard error is 4 points."""
     run = config.load(config.Train, FOLDER / "countdown20_cpu.yaml", {"evaluate.n": 128})
     assert (Path(run.model) / "model.safetensors").stat().st_size < 4_000_000
-    assert controls.solved(*checkpoints.load(run.model), run, 0.0)["solved"] > 0.14
+    assert controls.solved(*checkpoints.load(run.model), run, 0.0, order="right_to_left")["solved"] > 0.17
 
 
 # --------------------------------------------------------------------------------------- options of a row that is not run
