@@ -204,7 +204,7 @@ def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folde
     weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
     save_file(weights, folder / ADAPTER_WEIGHTS)
     if not denoiser.files:
-        tokenizer.save_pretrained(folder)
+        _save_tokenizer(tokenizer, folder)
     # The base's configuration stays away: with it, this would seem to be a base.
     of_base = ("config.json", "generation_config.json")
     _write({name: words for name, words in denoiser.files.items() if name not in of_base}, folder)
@@ -274,7 +274,7 @@ def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -
     if not denoiser.files:
         with _quiet():
             denoiser.model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
         return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -286,6 +286,13 @@ def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -
     _write(denoiser.files, folder)
 
 
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # The padding of its last call is a state of transformers' tokenizer, and would be written.
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        backend.no_padding()
+    tokenizer.save_pretrained(folder)
+
+
 def save_as_llada(
     denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path
 ) -> None:
@@ -295,7 +302,7 @@ def save_as_llada(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
     ours, family = denoiser.model.config, FAMILIES["llada"]
     words = dict(PUBLISHED["GSAI-ML/LLaDA-8B-Base"])

@@ -421,6 +421,13 @@ def test_the_body_compiles_in_one_piece(folders, family, monkeypatch):
         close(whole(tokens, attention_mask), model.encode(tokens, attention_mask))
 
 
+def test_the_padding_of_the_last_call_is_not_saved(tmp_path):
+    tok = tokenizer()
+    tok(["1"], padding="max_length", max_length=9)
+    checkpoints.save(tiny.network(), tok, tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["padding"] is None
+
+
 @each_family
 def test_a_network_goes_back_in_the_format_it_came_in(folders, family, tmp_path):
     """Raw tensors, file by file; config.json and the tokenizer byte for byte; and no code beside them."""
