@@ -435,3 +435,16 @@ def test_ci_runs_the_oldest_and_the_newest_python():
     assert commands == (ROOT / ".ci" / "run").read_text().splitlines()[-4:]
     assert commands == ["make lint", "make extras", "make test", "make chaos"]
     assert f"Python {supported[0]} to {supported[-1]}" in (ROOT / "README.md").read_text()
+
+
+def test_what_the_faq_says_is_shown_is_there():
+    """Each answer names a test, a law, a notebook or a page; the names exist."""
+    text = (ROOT / "docs" / "faq.md").read_text()
+    answers = re.split(r"^\*\*(?=\S)", text, flags=re.MULTILINE)[1:]
+    assert len(answers) > 15
+    shown = [answer for answer in answers if "*Shown by*" in answer]
+    assert len(shown) >= len(answers) - 3, "three answers only point elsewhere"
+    names = set(re.findall(r"`((?:test|law)_\w+)`", text))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    assert names and [name for name in sorted(names) if f"def {name}(" not in sources] == []
+    assert all(re.search(r"`(?:test|law)_|notebook \d\d|docs/", answer.split("*Shown by*")[1]) for answer in shown)
