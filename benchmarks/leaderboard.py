@@ -1,0 +1,54 @@
+"""LEADERBOARD.md, from results/ledger.csv and results/curves.csv: `python benchmarks/leaderboard.py`.
+
+A line is added by `python -m minidrl compare studies/NAME.yaml --methods METHOD`, which appends to the ledger, and then by this
+script. It runs the laws first: a result of code that breaks one does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import decoders
+
+from minidrl import config, findings
+
+ROOT = Path(__file__).parents[1]
+LEDGER, CURVES = ROOT / "results" / "ledger.csv", ROOT / "results" / "curves.csv"
+CONFIG = ROOT / "tiny_configs" / "countdown20_cpu.yaml"
+LAWS = ["tests/test_laws.py", "-q", "-k", "not mutant"]
+
+
+def laws_pass() -> bool:
+    """True if every law holds for the code as it is."""
+    return subprocess.run([sys.executable, "-m", "pytest", *LAWS], cwd=ROOT).returncode == 0
+
+
+def best_decoder() -> float:
+    """Solved share of the base under its best order and temperature, on the held-out puzzles of the reports."""
+    rates = decoders.rates(config.load(config.Train, CONFIG))
+    return max(rate for by_temperature in rates.values() for rate in by_temperature.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--best", type=float, help="solved share of the base's best decoder, if it is known; it takes minutes")
+    parser.add_argument("--studies", nargs="+", help="those that count; default: all")
+    args = parser.parse_args(argv)
+    if not LEDGER.exists():
+        allowed = "after python -m minidrl compare studies/NAME.yaml"
+        print(f"ledger: got no {LEDGER.relative_to(ROOT)}; allowed {allowed}", file=sys.stderr)
+        return 2
+    if not laws_pass():
+        print("laws: got one that fails; allowed none", file=sys.stderr)
+        return 1
+    best = best_decoder() if args.best is None else args.best
+    page = findings.leaderboard(LEDGER, CURVES, best, args.studies)
+    (ROOT / "LEADERBOARD.md").write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
