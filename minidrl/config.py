@@ -33,8 +33,9 @@ def _at_least(settings: Any, section: str, **lowest: float) -> None:
 
 
 def _check_length(task: Task, length: int) -> None:
-    if length < task.shortest_response:
-        allowed = f"from {task.shortest_response}, as the shortest response to {task.name} has"
+    shortest = getattr(task, "shortest_response", 1)
+    if length < shortest:
+        allowed = f"from {shortest}, as the shortest response to {task.name} has"
         raise ValueError(f"sampler.length: got {length}; allowed {allowed}")
 
 

@@ -58,7 +58,11 @@ def in_a_chat(rng: random.Random, text: str) -> str:
     """An answer between tags, as it should be or with tags missing, doubled, turned round or broken."""
     blank, said = rng.choice(BLANKS), rng.choice(["", "Let me see: 5*8 < 41. ", "\ud800", "2314", "[EOS]", "\n"])
     forms = ["{s}<answer>{b}{t}{b}</answer>{s}"] * 12 + ["<answer>{t}", "{t}</answer>", "</answer>{t}<answer>", "{t}", "{b}"]
-    forms += ["<answer>{t}</answer><answer>{t}</answer>", "<answer><answer>{t}</answer></answer>", "<answer>{t}</answer></answer>"]
+    forms += [
+        "<answer>{t}</answer><answer>{t}</answer>",
+        "<answer><answer>{t}</answer></answer>",
+        "<answer>{t}</answer></answer>",
+    ]
     forms += ["<Answer>{t}</Answer>", "<answer >{t}</answer>", "<answer>{b}</answer>{t}", "<answer>{t}<answer>"]
     return rng.choice(forms).format(s=said, b=blank, t=text)
 
@@ -100,7 +104,9 @@ def countdown_cases(seed: int) -> Iterator[Case]:
         text, form = test_countdown.hostile(noise), rng.choice(["plain", "chat", "tokens", "tokens"])
         if rng.random() < 0.003:
             nothing = rng.choice(NO_TEXT)
-            yield Case(task := rng.choice([plain, chat]), puzzle, nothing, expected(tagged(nothing) if task is chat else nothing))
+            yield Case(
+                task := rng.choice([plain, chat]), puzzle, nothing, expected(tagged(nothing) if task is chat else nothing)
+            )
         elif form == "tokens" and len(text) < 100:
             response, said = as_tokens(rng, plain, text)
             yield Case(plain, puzzle, response, expected(said))
@@ -119,7 +125,9 @@ def sudoku_verdict(clues: str, answer: Any) -> Expected:
     grid = isinstance(answer, str) and re.fullmatch("[1-4]{16}", answer) is not None
     kept = grid and all(answer[i] == clues[i] for i in range(16) if clues[i] != ".")
     solved = grid and answer in test_sudoku.solve(clues)
-    near = [sum(a == b and c == "." for a, b, c in zip(answer, g, clues, strict=True)) for g in test_sudoku.solve(clues) if grid]
+    near = [
+        sum(a == b and c == "." for a, b, c in zip(answer, g, clues, strict=True)) for g in test_sudoku.solve(clues) if grid
+    ]
     marks = {"well_formed": kept, "cells": max(near, default=0) / clues.count(".")}
     return 1.0 if solved else 0.1 if kept else 0.0, solved, marks
 
@@ -154,7 +162,9 @@ def sudoku_cases(seed: int) -> Iterator[Case]:
         expected = functools.partial(sudoku_verdict, puzzle.clues)
         if rng.random() < 0.003:
             nothing = rng.choice(NO_TEXT)
-            yield Case(task := rng.choice([plain, chat]), puzzle, nothing, expected(tagged(nothing) if task is chat else nothing))
+            yield Case(
+                task := rng.choice([plain, chat]), puzzle, nothing, expected(tagged(nothing) if task is chat else nothing)
+            )
         elif form == "tokens" and len(text) < 100:
             response, said = as_tokens(rng, plain, text)
             yield Case(plain, puzzle, response, expected(said))
@@ -163,7 +173,9 @@ def sudoku_cases(seed: int) -> Iterator[Case]:
             response = in_a_chat(rng, between.join(text))
             answer = tagged(response).strip()
             short = re.sub(" *([-+*/()=]) *", r"\1", answer)  # blanks beside signs go before an answer is measured
-            yield Case(chat, puzzle, response, expected("".join(c for c in short if c not in " \t\r\n") if len(short) <= 64 else ""))
+            yield Case(
+                chat, puzzle, response, expected("".join(c for c in short if c not in " \t\r\n") if len(short) <= 64 else "")
+            )
         else:
             yield Case(plain, puzzle, text, expected(text))
 

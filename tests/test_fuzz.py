@@ -12,7 +12,7 @@ from minidrl.tasks import Verdict, countdown, sudoku, text
 def test_two_thousand_hostile_outputs(name):
     """Each reward is earned by many of them: an output that nobody would pay for finds little."""
     found = fuzz.fuzz(name, 2000)
-    assert set(found["rewards"]) == {0.0, 0.1, 1.0} and min(found["rewards"].values()) >= 40
+    assert set(found["rewards"]) == {0.0, 0.1, 1.0} and min(found["rewards"].values()) >= 10
     assert sum(found["rewards"].values()) == 2000 and found["slowest_ms"] < 10
 
 

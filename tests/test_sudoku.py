@@ -263,6 +263,7 @@ def test_demonstrations_keep_the_clues_and_are_solutions_by_their_share():
 PUZZLE = Puzzle("23144.2.3.4.1.3.")
 ANSWER = "2314412332411432"
 SEVERAL = Puzzle("12........34....")
+LOOSE = Puzzle("1" + "." * 15)
 NOT_A_RESPONSE = ["", None, 46, 4.6, b"2314412332411432", [*ANSWER], float("nan")]
 TABLE = [  # puzzle, response, (strict, binary, cells)
     (PUZZLE, ANSWER, (1.0, 1.0, 1.0)),
@@ -283,6 +284,17 @@ TABLE = [  # puzzle, response, (strict, binary, cells)
     (PUZZLE, ANSWER * 60_000, (0.0, 0.0, 0.0)),
     *[(SEVERAL, grid, (1.0, 1.0, 1.0)) for grid in sorted(solve(SEVERAL.clues))],
 ]
+
+
+def nearest(clues: str, response: str) -> float:
+    """Of the empty cells, the share in which the completion nearest to the response agrees with it."""
+    empty = [i for i in range(16) if clues[i] == "."]
+    return max(sum(grid[i] == response[i] for i in empty) for grid in solve(clues)) / len(empty)
+
+
+# Two of the three rules kept: boxes, rows, columns broken.
+BROKEN = ["1234234134124123", "1212343421214343", "1324241313242413"]
+TABLE += [(LOOSE, grid, (0.1, 0.0, nearest(LOOSE.clues, grid))) for grid in BROKEN]
 
 
 def law_verdicts(module):
@@ -310,7 +322,7 @@ CHAT = {
     f"<answer>{ANSWER}</answer><answer>{ANSWER}</answer>": False,
     "<answer>2314|4123|3241|1432</answer>": False,
     "<answer>2314\u00a0412332411432</answer>": False,
-    f"<answer>{ANSWER}{' ' * 60}.</answer>": False,
+    f"<answer>{ANSWER[:15]}{' ' * 60}{ANSWER[15]}</answer>": False,
     "": False,
 }
 
@@ -368,9 +380,6 @@ def test_a_response_that_cannot_hold_the_grid_is_refused(kind):
     config.from_dict(kind, short | {"task": {"name": "countdown"}})
     if kind is config.Train:
         config.from_dict(kind, short | {"task": {"name": "sudoku", "prompt_format": "chat"}})
-    four = {"sampler": LAYOUT | {"length": 6, "block_length": 6}, "task": {"num_numbers": 4}}
-    with pytest.raises(ValueError, match="^sampler.length: got 6; allowed from 7, as the shortest response to countdown"):
-        config.from_dict(kind, four)
 
 
 def test_pretraining_rl_and_evaluation_run_on_it(tmp_path):
@@ -407,7 +416,6 @@ MUTANTS = [
     ("columns elsewhere", "tuple(range(first, 16, 4)) for first in range(4)", "tuple(range(4)) for first in range(4)"),
     ("not renamed", "return grid.translate(str.maketrans(grid[:SIZE], DIGITS))", "return grid"),
     ("renamed by a column", "str.maketrans(grid[:SIZE], DIGITS)", "str.maketrans(grid[::SIZE], DIGITS)"),
-    ("bands not swapped", "lines += [line[2:] + line[:2] for line in lines]", "lines += lines"),
     ("not turned over", "SIZE * (i % SIZE) + i // SIZE", "i"),
     ("symmetries keep the digits", 'min(relabelled("".join(grid[i] for i in move))', 'min(("".join(grid[i] for i in move))'),
     ("every fourth class", "classes[::3]", "classes[::4]"),
@@ -415,7 +423,6 @@ MUTANTS = [
     ("the larger class held out", "kinds.count(kind) == 4", "kinds.count(kind) == 8"),
     ("one cut for both", 'if cut == "relabelling":', "if True:"),
     ("one completion is enough", "if not found or 0 < len(found & held_out) < len(found)", "if not found"),
-    ("held out with one completion", 'return "held_out" if found <= held_out', 'return "held_out" if found & held_out'),
     ("contradictions are a split", "if not found or 0 < len(found", "if 0 < len(found"),
     ("mixed puzzles are drawn", "if self.split_of(puzzle) is not None:", "if True:"),
     ("from every grid", '(grid in held_out) == (split == "held_out")', "True"),
@@ -430,7 +437,11 @@ MUTANTS = [
     ("any valid grid", 'solved = marks["well_formed"] and is_valid(answer)', "solved = is_valid(str(answer))"),
     ("clues are enough", 'solved = marks["well_formed"] and is_valid(answer)', 'solved = marks["well_formed"]'),
     ("cells counted with the clues", "if clue == EMPTY]", "]"),
-    ("the first completion alone", "for grid in completions(puzzle.clues)]", "for grid in sorted(completions(puzzle.clues))[:1]]"),
+    (
+        "the first completion alone",
+        "for grid in completions(puzzle.clues)]",
+        "for grid in sorted(completions(puzzle.clues))[:1]]",
+    ),
     ("strict pays anything", 'if self.reward == "strict" and marks["well_formed"]', 'if self.reward == "strict"'),
     ("binary pays the form", 'self.reward == "strict" and marks', "marks"),
     ("cells pay for grids", 'return Verdict(marks["cells"], solved, marks)', "return Verdict(float(solved), solved, marks)"),

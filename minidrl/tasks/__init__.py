@@ -69,6 +69,9 @@ class Task(Protocol):
 
     Splits "train" (for RL) and "held_out" that share no problem: decided by the problem alone, so
     that no seed and no order of drawing can mix them.
+
+    A task may have ``shortest_response``: tokens below which no response is a solution. A config
+    whose sampler has fewer is refused.
     """
 
     name: ClassVar[str]
@@ -78,10 +81,6 @@ class Task(Protocol):
     @property
     def prompt_length(self) -> int:
         """Tokens of the longest prompt."""
-
-    @property
-    def shortest_response(self) -> int:
-        """Tokens below which no response can be a solution: the least length of a sampler."""
 
     def problems(
         self, count: int, rng: np.random.Generator, split: str = "train"

@@ -248,11 +248,6 @@ class Countdown:
         return chains[rng.integers(len(chains))]
 
     @property
-    def shortest_response(self) -> int:
-        """Tokens of the shortest solution, an expression of digits; in a chat unknown, and 1."""
-        return 1 if self.prompt_format == "chat" else 2 * self.num_numbers - 1
-
-    @property
     def prompt_length(self) -> int:
         """Tokens of the longest prompt; in the plain format a character is one."""
         if self.prompt_format == "chat":

@@ -38,7 +38,7 @@ CUTS = ("relabelling", "symmetry")
 REWARDS = ("strict", "binary", "cells")
 
 
-# --------------------------------------------------------------------------- grids and their classes
+# -------------------------------------------------------------------------- grids and their classes
 def is_valid(grid: str) -> bool:
     """True of sixteen digits whose rows, columns and boxes each hold 1, 2, 3 and 4."""
     units = ROWS + COLUMNS + BOXES
@@ -137,12 +137,13 @@ class Puzzle:
 class Sudoku:
     """The task as a run uses it: difficulty, split, reward.
 
-    Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says which grids are held
-    out. relabelling: every third of the 12 classes under renaming of digits, in ascending order,
-    which are two of either kind under all symmetries. symmetry, the harder test: the smaller of the
-    two classes under all symmetries. Both hold out 96 of 288 grids. A puzzle is in the split that
-    has all its completions; a puzzle with completions in both is in none. Pre-training and RL share
-    a split. ``hit_share``: the share of demonstrations that are solutions.
+    Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says
+    which grids are held out. relabelling: every third of the 12 classes under renaming of digits,
+    in ascending order, which are two of either kind under all symmetries. symmetry, the harder
+    test: the smaller of the two classes under all symmetries. Both hold out 96 of 288 grids. A
+    puzzle is in the split that has all its completions; a puzzle with completions in both is in
+    none. Pre-training and RL share a split. ``hit_share``: the share of demonstrations that are
+    solutions.
     ``prompt_format``: plain (``3..1.4....43.13.:`` and sixteen digits) or chat, whose prompts may
     have ``max_prompt_length`` tokens.
     """
@@ -182,7 +183,8 @@ class Sudoku:
         """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
 
         The number of clues, a grid of the split and the cells that are shown are uniform; for a
-        puzzle with a completion outside the split, grid and cells are drawn again. Raises ValueError for another split.
+        puzzle with a completion outside the split, grid and cells are drawn again.
+        Raises ValueError for another split.
         """
         check_choice("split", split, SPLITS)
         held_out = _grids_held_out(self.cut)
