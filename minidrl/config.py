@@ -32,6 +32,13 @@ def _at_least(settings: Any, section: str, **lowest: float) -> None:
             raise ValueError(f"{section}{name}: got {getattr(settings, name)}; allowed from {low}")
 
 
+def _check_length(task: Task, length: int) -> None:
+    shortest = getattr(task, "shortest_response", 1)
+    if length < shortest:
+        allowed = f"from {shortest}, as the shortest response to {task.name} has"
+        raise ValueError(f"sampler.length: got {length}; allowed {allowed}")
+
+
 _PRECISIONS = ("highest", "high")
 
 
@@ -151,6 +158,7 @@ class Pretrain:
             allowed = f"up to steps ({self.steps}), or 0 for all of them"
             raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
+        _check_length(self.task, self.sampler.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +218,7 @@ class Train:
         _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
         _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
+        _check_length(self.task, self.sampler.length)
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
             allowed = "with lora.rank from 1 and without a rollout_dtype"
             allowed += ": 4 bits cannot be trained, nor rounded again"

@@ -164,7 +164,7 @@ def _fitted(settings: config.Train, model: Denoiser, tok: Any, question: Example
     """The step for this network's attention and tokenizer."""
     words = vars(settings.sampler) | _blocks(model, question.length)
     words["tokens_per_step"] = 2 - words["block_length"] % 2
-    task = task_class(DEFAULT)()
+    task = _task_of(tok) or task_class(DEFAULT)()
     if tok.chat_template is not None:
         longest, _ = encode_prompts(tok, task.held_out(64), 2**20, prompt_format="chat")
         width = longest.shape[1] + 16  # other problems may be longer

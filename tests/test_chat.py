@@ -70,9 +70,9 @@ def test_the_answer_is_what_stands_between_the_tags():
 MUTANTS = {
     "the first of several answers": ("response.count(OPENING) != 1 or response.count(CLOSING) != 1", "OPENING not in response"),
     "several closing tags": (" or response.count(CLOSING) != 1", ""),
-    "an answer without its end": ('answer.strip())) if closing else ""', "answer.strip()))"),
+    "an answer without its end": ('for part in parts) if closing else ""', "for part in parts)"),
     "the whole response": ("answer, closing, _ = response.partition(OPENING)[2]", "answer, closing, _ = (response)"),
-    "all blanks taken out": ("answer.strip())) if closing", 'answer.replace(" ", ""))) if closing'),
+    "all blanks taken out": ("_SIGN.split(answer.strip(),", '_SIGN.split(answer.replace(" ", ""),'),
     "no blanks taken out": ('"".join(part.strip(" ") for', '"".join(part for'),
     "tags in the plain format": ('if self.prompt_format == "chat" else response', "if True else response"),
     "no tags in a chat": ('if self.prompt_format == "chat" else response', "if False else response"),

@@ -9,7 +9,7 @@ import pytest
 import judged
 from minidrl import config, index, methods, sampler
 from minidrl.__main__ import main
-from minidrl.tasks.countdown import Countdown
+from minidrl.tasks import DEFAULT, TASKS, task_class
 
 ROOT = Path(__file__).parent.parent
 KNOWN = index.entries()
@@ -171,7 +171,16 @@ def expected(kind: type) -> dict[str, str]:
         for inner in dataclasses.fields(value):
             keys[f"{field.name}.{inner.name}"] = shown(getattr(value, inner.name))
     keys |= {f"sampler.{name}": "(required)" for name in required}
-    return keys | {"task.name": Countdown.name}
+    return keys | {"task.name": DEFAULT}
+
+
+def sections(lines: list[list[str]]) -> list[dict[str, str]]:
+    """The keys that are listed with their defaults, in a dictionary of its own from each task.name on."""
+    found: list[dict[str, str]] = [{}]
+    for key, value, *_ in lines:
+        found += [{}] * (key == "--task.name")
+        found[-1] = found[-1] | {key.removeprefix("--"): value}
+    return found
 
 
 @pytest.mark.parametrize("kind", [config.Train, config.Pretrain])
@@ -181,5 +190,10 @@ def test_help_lists_every_key_with_its_default(kind, capsys):
     out, error = capsys.readouterr()
     assert stopped.value.code == 0 and error == ""
     lines = [line.split() for line in out.splitlines() if line.startswith("  --") and "default runs" not in line]
-    listed = {line[0].removeprefix("--"): line[1] for line in lines if line[0] not in ("--out", "--resume")}
-    assert listed == expected(kind)
+    first, *tasks = sections([line for line in lines if line[0] not in ("--out", "--resume")])
+    assert [found["task.name"].rstrip(",") for found in tasks] == [*TASKS]
+    last = {key: value for key, value in tasks[-1].items() if not key.startswith("task.")}  # the sections after the tasks
+    assert first | tasks[0] | last == expected(kind)
+    for name, found in zip(TASKS, tasks, strict=True):
+        keys = {f"task.{f.name}": shown(getattr(task_class(name)(), f.name)) for f in dataclasses.fields(task_class(name))}
+        assert {key: value for key, value in found.items() if key.startswith("task.") and key != "task.name"} == keys

@@ -13,7 +13,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 # name -> module and class; the module is imported when the task is asked for.
-TASKS = {"countdown": "minidrl.tasks.countdown:Countdown"}
+TASKS = {
+    "countdown": "minidrl.tasks.countdown:Countdown",
+    "sudoku": "minidrl.tasks.sudoku:Sudoku",
+}
 DEFAULT = "countdown"
 
 
@@ -38,12 +41,13 @@ class Verdict(NamedTuple):
 
     reward   what reinforcement learning maximises
     solved   whether the problem is solved, whatever the reward pays for
-    marks    further yes or no of the response; their shares are columns of an evaluation
+    marks    further marks of the response, from 0 (no) to 1 (yes); their means are columns of an
+             evaluation
     """
 
     reward: float
     solved: bool
-    marks: dict[str, bool]
+    marks: dict[str, float]
 
 
 class Example(NamedTuple):
@@ -65,6 +69,9 @@ class Task(Protocol):
 
     Splits "train" (for RL) and "held_out" that share no problem: decided by the problem alone, so
     that no seed and no order of drawing can mix them.
+
+    A task may have ``shortest_response``: tokens below which no response is a solution. A config
+    whose sampler has fewer is refused.
     """
 
     name: ClassVar[str]

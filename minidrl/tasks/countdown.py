@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 CHARACTERS = "0123456789+-*/()=,>:"
 MAX_CHARACTERS = 64  # a longer response scores 0 unread
+MAX_RESPONSE = 100_000  # characters of a chat's response; a longer one is refused unread
 MAX_DEPTH = 8  # nested parentheses
 MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
@@ -128,7 +129,7 @@ class Countdown:
             if not right:
                 raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
 
-        _check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
+        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
         for name in ("num_numbers", "max_number", "max_value", "max_target", "max_prompt_length"):
             check(name, type(getattr(self, name)) is int, "whole numbers")
         most, target, share = self.max_value, self.max_target, self.held_out_share
@@ -140,7 +141,7 @@ class Countdown:
         check("held_out_share", 0 < share < 1, "between 0 and 1")
         below = f"from 0, below 1 - held_out_share ({share:g})"
         check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
-        _check_choice("task.reward", self.reward, REWARDS)
+        check_choice("task.reward", self.reward, REWARDS)
         for name in ("hit_share", "late_hit_share"):
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
 
@@ -178,7 +179,7 @@ class Countdown:
             yield from (puzzle for puzzle in every if self.split_of(puzzle) == wanted)
 
     def _drawn_from(self, split: str) -> str:
-        _check_choice("split", split, SPLITS)
+        check_choice("split", split, SPLITS)
         return "train" if split == "pretrain" and not self.pretrain_share else split
 
     def held_out(self, count: int) -> list[Puzzle]:
@@ -276,7 +277,8 @@ class Countdown:
         return Example(prompt, answer="64", text="7+9=16*4=64", before=prompt, length=12)
 
 
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ValueError for a value that is not among those allowed."""
     if value not in allowed:
         raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
 
@@ -488,12 +490,16 @@ def tagged_answer(response: str) -> str:
     """What stands between the one <answer> and the one </answer>; "" if there is not one of each.
 
     Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
-    and is no number.
+    and is no number. After MAX_CHARACTERS of these signs, where no expression can be read any more,
+    they stay. A response of more than ``MAX_RESPONSE`` characters has no answer.
     """
+    if not isinstance(response, str) or len(response) > MAX_RESPONSE:
+        return ""
     if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
         return ""
     answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    return "".join(part.strip(" ") for part in _SIGN.split(answer.strip())) if closing else ""
+    parts = _SIGN.split(answer.strip(), MAX_CHARACTERS)
+    return "".join(part.strip(" ") for part in parts) if closing else ""
 
 
 def reward(puzzle: Puzzle, response: str, kind: str) -> float:
@@ -507,7 +513,7 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
                  whatever it holds. Such code computes the value with ``eval`` and allows 1e-5; what
                  is solved is exact here, under each of the three names.
     """
-    _check_choice("task.reward", kind, REWARDS)
+    check_choice("task.reward", kind, REWARDS)
     result = evaluate(response)
     right_numbers = result is not None and Counter(result[1]) == Counter(puzzle.numbers)
     if right_numbers and result[0] == puzzle.target:
@@ -518,15 +524,15 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
 
 
 # ------------------------------------------------------------------------------------ the tokenizer
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Of characters, in transformers' own format: 20 characters, [PAD], [MASK], [EOS].
+def tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+    """Of single characters, [PAD], [MASK] and [EOS], in transformers' own format.
 
     It pads on the left. A character outside the alphabet becomes [PAD].
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {token: i for i, token in enumerate([PAD, MASK, EOS, *CHARACTERS])}
+    vocab = {token: i for i, token in enumerate([PAD, MASK, EOS, *characters])}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()

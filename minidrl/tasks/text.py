@@ -54,6 +54,11 @@ def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
 
 
 def decode(tok: Any, responses: Tensor) -> list[str]:
-    """The text of each response (B, L), up to its first [EOS]."""
-    rows = responses.masked_fill(~keep_mask(responses, tok.eos_token_id), tok.eos_token_id)
-    return tok.batch_decode(rows, skip_special_tokens=True)
+    """The text of each response (B, L), up to its first [EOS].
+
+    Other special tokens are part of the text: without its [PAD], ``5*[PAD]8`` would be read as
+    ``5*8``, which the model has not said.
+    """
+    said = keep_mask(responses, tok.eos_token_id) & (responses != tok.eos_token_id)
+    rows = [row[kept].tolist() for row, kept in zip(responses, said, strict=True)]
+    return tok.batch_decode(rows, skip_special_tokens=False)

@@ -1,0 +1,303 @@
+"""Sudoku 4x4: fill a grid so that every row, column and 2x2 box holds 1, 2, 3 and 4.
+
+    prompt     3..1.4....43.13.:    sixteen cells row by row, a dot where there is no clue
+    response   3421143221434132     the whole grid, its clues included
+
+There are 288 valid grids. Renaming the digits makes 12 classes of them, of 24 grids each; with the
+symmetries of the square (rows of a band, bands, columns likewise, transposition) two classes are
+left, of 192 and 96 grids. Puzzles cut at random would be trained and tested on the same grids with
+other clues, or on renamed ones. Here the classes are cut, and a puzzle belongs to a split if all
+its completions do: no grid that solves a held-out puzzle, and no renaming of it, was ever shown.
+
+Any valid completion of the clues is a solution. The verifier compares sixteen digits with the rules
+and with the clues; a response of another length is refused unread.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from minidrl.tasks import Example, Verdict
+from minidrl.tasks.countdown import PROMPT_FORMATS, SPLITS, check_choice, tagged_answer, tokenizer
+
+SIZE, CELLS, DIGITS, EMPTY = 4, 16, "1234", "."
+ROWS = [tuple(range(first, first + 4)) for first in (0, 4, 8, 12)]
+COLUMNS = [tuple(range(first, 16, 4)) for first in range(4)]
+BOXES = [(first, first + 1, first + 4, first + 5) for first in (0, 2, 8, 10)]
+FEWEST = 4  # clues; with fewer, some completion of every puzzle is in a class that is not held out
+MAX_ANSWER = 64  # characters of an answer in a chat, blanks included; a longer one is refused
+MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
+CUTS = ("relabelling", "symmetry")
+REWARDS = ("strict", "binary", "cells")
+
+
+# -------------------------------------------------------------------------- grids and their classes
+def is_valid(grid: str) -> bool:
+    """True of sixteen digits whose rows, columns and boxes each hold 1, 2, 3 and 4."""
+    units = ROWS + COLUMNS + BOXES
+    return len(grid) == CELLS and all({grid[i] for i in unit} == {*DIGITS} for unit in units)
+
+
+@functools.cache
+def grids() -> tuple[str, ...]:
+    """All 288 valid grids, ascending."""
+    rows = ["".join(row) for row in itertools.permutations(DIGITS)]
+    bands = [top + row for top in rows for row in rows if _is_band(top + row)]
+    return tuple(sorted(filter(is_valid, (a + b for a in bands for b in bands))))
+
+
+def _is_band(cells: str) -> bool:
+    # Two rows whose boxes are complete.
+    return all({cells[i] for i in box} == {*DIGITS} for box in BOXES[:2])
+
+
+def relabelled(grid: str) -> str:
+    """The grid of its class whose first row is 1234: the digits renamed. 12 values."""
+    return grid.translate(str.maketrans(grid[:SIZE], DIGITS))
+
+
+@functools.cache
+def _symmetries() -> list[list[int]]:
+    """The 128 ways to move cells: which cell of the old grid each cell of the new one shows."""
+    lines = [[*a, *b] for a, b in itertools.product(((0, 1), (1, 0)), ((2, 3), (3, 2)))]
+    lines += [line[2:] + line[:2] for line in lines]
+    moved = [[SIZE * i + j for i in rows for j in columns] for rows in lines for columns in lines]
+    return moved + [[move[SIZE * (i % SIZE) + i // SIZE] for i in range(CELLS)] for move in moved]
+
+
+def under_symmetries(grid: str) -> str:
+    """The least relabelled grid that the symmetries of the square make of it. 2 values."""
+    return min(relabelled("".join(grid[i] for i in move)) for move in _symmetries())
+
+
+@functools.cache
+def _grids_held_out(cut: str) -> frozenset[str]:
+    classes = sorted({relabelled(grid) for grid in grids()})
+    if cut == "relabelling":
+        held_out = set(classes[::3])
+    else:
+        kinds = [under_symmetries(grid) for grid in classes]
+        held_out = {c for c, kind in zip(classes, kinds, strict=True) if kinds.count(kind) == 4}
+    return frozenset(grid for grid in grids() if relabelled(grid) in held_out)
+
+
+@functools.cache
+def _grids_with(cell: int, digit: str) -> frozenset[str]:
+    return frozenset(grid for grid in grids() if grid[cell] == digit)
+
+
+@functools.cache
+def _rows_with(clues: str) -> list[str]:
+    rows = map("".join, itertools.permutations(DIGITS))
+    return [row for row in rows if all(c in (EMPTY, d) for c, d in zip(clues, row, strict=True))]
+
+
+def completions(clues: str) -> frozenset[str]:
+    """Every valid grid that has these clues; ``clues``: sixteen digits or dots."""
+    given = [_grids_with(i, digit) for i, digit in enumerate(clues) if digit != EMPTY]
+    return frozenset(grids()).intersection(*given)
+
+
+# ----------------------------------------------------------------------------------------- the task
+@dataclass(frozen=True)
+class Puzzle:
+    """Sixteen cells row by row: the clues, and a dot in every empty cell."""
+
+    clues: str
+
+    @property
+    def prompt(self) -> str:
+        """The puzzle in the plain format."""
+        return f"{self.clues}:"
+
+    @property
+    def instruction(self) -> str:
+        """The puzzle in words, for a chat; the wording is ours."""
+        rows = "\n".join(self.clues[first : first + SIZE] for first in range(0, CELLS, SIZE))
+        return (
+            "Complete this 4x4 Sudoku: every row, every column and every 2x2 box holds the digits "
+            f"1, 2, 3 and 4. A dot is an empty cell.\n{rows}\nThink first; then write all four "
+            "rows, clues included, between <answer> and </answer>."
+        )
+
+    @property
+    def key(self) -> str:
+        """The clues."""
+        return self.clues
+
+
+@dataclass(frozen=True)
+class Sudoku:
+    """The task as a run uses it: difficulty, split, reward.
+
+    Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says
+    which grids are held out. relabelling: every third of the 12 classes under renaming of digits,
+    in ascending order, which are two of either kind under all symmetries. symmetry, the harder
+    test: the smaller of the two classes under all symmetries. Both hold out 96 of 288 grids. A
+    puzzle is in the split that has all its completions; a puzzle with completions in both is in
+    none. Pre-training and RL share a split. ``hit_share``: the share of demonstrations that are
+    solutions.
+    ``prompt_format``: plain (``3..1.4....43.13.:`` and sixteen digits) or chat, whose prompts may
+    have ``max_prompt_length`` tokens.
+    """
+
+    name: ClassVar[str] = "sudoku"
+    about: ClassVar[str] = (
+        "complete a 4x4 Sudoku; generated, split by the classes of its 288 grids, any valid "
+        "completion counts"
+    )
+
+    min_clues: int = 6
+    max_clues: int = 6
+    cut: str = "relabelling"
+    reward: str = "strict"
+    prompt_format: str = "plain"
+    max_prompt_length: int = 200
+    hit_share: float = 0.2
+
+    def __post_init__(self):
+        def check(key: str, right: bool, allowed: str) -> None:
+            if not right:
+                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
+
+        for name in ("min_clues", "max_clues", "max_prompt_length"):
+            check(name, type(getattr(self, name)) is int, "whole numbers")
+        fewer, least = "with fewer no puzzle can be held out", self.min_clues
+        check("min_clues", FEWEST <= least < CELLS, f"{FEWEST} to {CELLS - 1}; {fewer}")
+        allowed = f"min_clues ({least}) to {CELLS - 1}"
+        check("max_clues", least <= self.max_clues < CELLS, allowed)
+        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
+        check("hit_share", 0 <= self.hit_share <= 1, "0 to 1")
+        check_choice("task.cut", self.cut, CUTS)
+        check_choice("task.reward", self.reward, REWARDS)
+        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
+
+    def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
+        """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
+
+        The number of clues, a grid of the split and the cells that are shown are uniform; for a
+        puzzle with a completion outside the split, grid and cells are drawn again.
+        Raises ValueError for another split.
+        """
+        check_choice("split", split, SPLITS)
+        held_out = _grids_held_out(self.cut)
+        pool = [grid for grid in grids() if (grid in held_out) == (split == "held_out")]
+        numbers = rng.integers(self.min_clues, self.max_clues + 1, count)
+        return [self._drawn(pool, int(number), rng) for number in numbers]
+
+    def _drawn(self, pool: list[str], clues: int, rng: np.random.Generator) -> Puzzle:
+        while True:  # ends: with FEWEST clues or more every split has puzzles
+            grid = pool[rng.integers(len(pool))]
+            shown = set(rng.permutation(CELLS)[:clues].tolist())
+            puzzle = Puzzle("".join(d if i in shown else EMPTY for i, d in enumerate(grid)))
+            if self.split_of(puzzle) is not None:
+                return puzzle
+
+    def held_out(self, count: int) -> list[Puzzle]:
+        """The first ``count`` held-out puzzles, each once: a prefix of every larger test set.
+
+        Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
+        """
+        if count < 1:
+            raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
+        seen: dict[str, Puzzle] = {}
+        rng, misses = np.random.default_rng(0), 0
+        while len(seen) < count and misses < MAX_REPEATS:
+            puzzle = self.problems(1, rng, "held_out")[0]
+            misses = misses + 1 if puzzle.key in seen else 0
+            seen.setdefault(puzzle.key, puzzle)
+        if len(seen) < count:
+            allowed = f"at most {len(seen)}, the held-out puzzles found with these clues"
+            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
+        return list(seen.values())
+
+    def split_of(self, puzzle: Puzzle) -> str | None:
+        """The split, from the puzzle alone; None for one with completions in both, or without."""
+        found, held_out = completions(puzzle.clues), _grids_held_out(self.cut)
+        if not found or 0 < len(found & held_out) < len(found):
+            return None
+        return "held_out" if found <= held_out else "train"
+
+    def demonstrations(
+        self, problems: Sequence[Puzzle], rng: np.random.Generator, progress: float
+    ) -> list[str]:
+        """A grid for each puzzle that keeps its clues.
+
+        With probability ``hit_share`` a solution, else rows that hold 1, 2, 3 and 4 each, drawn
+        apart from one another, so that columns and boxes are right by chance only. As in Countdown,
+        demonstrations of mixed quality teach the form well, and the goal only weakly.
+        """
+        return [self._demonstration(p, rng, rng.random() < self.hit_share) for p in problems]
+
+    def _demonstration(self, puzzle: Puzzle, rng: np.random.Generator, hit: bool) -> str:
+        if hit:
+            found = sorted(completions(puzzle.clues))
+            return found[rng.integers(len(found))]
+        choices = [_rows_with(puzzle.clues[row[0] : row[-1] + 1]) for row in ROWS]
+        return "".join(rows[rng.integers(len(rows))] for rows in choices)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt; in the plain format a character is one."""
+        return self.max_prompt_length if self.prompt_format == "chat" else CELLS + 1
+
+    @property
+    def shortest_response(self) -> int:
+        """Tokens without which nothing can be solved; in a chat unknown, and 1."""
+        return 1 if self.prompt_format == "chat" else CELLS
+
+    def judge(self, problem: Puzzle, response: str) -> Verdict:
+        """Solved by the rules and the clues; marks: well-formed, and the share of cells right."""
+        answer = self._answer(response)
+        marks = {"well_formed": is_well_formed(problem, answer), "cells": cells(problem, answer)}
+        solved = marks["well_formed"] and is_valid(answer)
+        if self.reward == "cells":
+            return Verdict(marks["cells"], solved, marks)
+        close = 0.1 if self.reward == "strict" and marks["well_formed"] else 0.0
+        return Verdict(1.0 if solved else close, solved, marks)
+
+    def _answer(self, response: str) -> str:
+        if self.prompt_format == "plain":
+            return response
+        answer = tagged_answer(response)
+        return re.sub("[ \t\r\n]", "", answer) if len(answer) <= MAX_ANSWER else ""
+
+    def tokenizer(self) -> Any:
+        """The characters of prompts and grids."""
+        return tokenizer(f"{DIGITS}{EMPTY}:")
+
+    def example(self) -> Example:
+        """A puzzle with its one solution."""
+        prompt, grid = "23144.2.3.4.1.3.:", "2314412332411432"
+        return Example(prompt, answer=grid, text=grid, before=prompt, length=CELLS)
+
+
+# ------------------------------------------------------------------------------------- the verifier
+def is_well_formed(puzzle: Puzzle, response: str) -> bool:
+    """True of sixteen digits 1 to 4 that keep the clues."""
+    return _is_grid(response) and all(
+        clue in (EMPTY, digit) for clue, digit in zip(puzzle.clues, response, strict=True)
+    )
+
+
+def cells(puzzle: Puzzle, response: str) -> float:
+    """The share of the empty cells in which a response agrees with the completion nearest to it.
+
+    0 for what is not sixteen digits 1 to 4. Clues count for nothing here, kept or not.
+    """
+    if not _is_grid(response):
+        return 0.0
+    empty = [i for i, clue in enumerate(puzzle.clues) if clue == EMPTY]
+    right = [sum(grid[i] == response[i] for i in empty) for grid in completions(puzzle.clues)]
+    return max(right, default=0) / max(1, len(empty))
+
+
+def _is_grid(response: str) -> bool:
+    return isinstance(response, str) and len(response) == CELLS and {*response} <= {*DIGITS}

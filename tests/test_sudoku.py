@@ -1,0 +1,480 @@
+"""Sudoku: grids, classes, splits, generator and verifier, judged by a solver of their own.
+
+``solve`` below shares nothing with the task: it fills cell by cell and looks at pairs of cells that see one another.
+Laws take the module as an argument, so that the mutants at the end can break it.
+"""
+
+import functools
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from minidrl import checkpoints, config, denoiser, trainer
+from minidrl.tasks import TASKS, sudoku
+from minidrl.tasks.sudoku import Puzzle, Sudoku
+from minidrl.tasks.text import decode, encode_prompts
+
+SIX, FEW = Sudoku(), Sudoku(min_clues=4, max_clues=4)
+HARD = Sudoku(cut="symmetry")
+WIDE = Sudoku(min_clues=4, max_clues=10, hit_share=0.3)
+BOTH = pytest.mark.parametrize("task", [WIDE, HARD, FEW], ids=["relabelling", "symmetry", "four clues"])
+LAYOUT = {"order": "low_confidence", "temperature": 1.0, "length": 16, "block_length": 16, "tokens_per_step": 1}
+
+
+# ------------------------------------------------------------------------------------------------ the independent solver
+
+
+def see(a: int, b: int) -> bool:
+    """Two different cells in one row, column or box."""
+    (i, j), (k, m) = divmod(a, 4), divmod(b, 4)
+    return a != b and (i == k or j == m or (i // 2, j // 2) == (k // 2, m // 2))
+
+
+SEEN = [[other for other in range(16) if see(cell, other)] for cell in range(16)]
+
+
+@functools.cache
+def solve(clues: str) -> frozenset[str]:
+    """Every completion, cell by cell; empty where the clues contradict one another."""
+    if any(clues[a] == clues[b] != "." for a in range(16) for b in SEEN[a]):
+        return frozenset()
+    if "." not in clues:
+        return frozenset([clues])
+    cell = clues.index(".")
+    free = [d for d in "1234" if all(clues[other] != d for other in SEEN[cell])]
+    return frozenset().union(*(solve(clues[:cell] + d + clues[cell + 1 :]) for d in free))
+
+
+EVERY = solve("." * 16)
+
+
+def renamed(grid: str) -> set[str]:
+    """The 24 grids that renaming its digits makes."""
+    return {grid.translate(str.maketrans("1234", "".join(names))) for names in itertools.permutations("1234")}
+
+
+def moved(grid: str) -> set[str]:
+    """What one step of the symmetries makes: two rows of a band swapped, the bands swapped, the square turned over."""
+    rows = [grid[i : i + 4] for i in (0, 4, 8, 12)]
+    orders = [(1, 0, 2, 3), (0, 1, 3, 2), (2, 3, 0, 1)]
+    return {"".join(rows[i] for i in order) for order in orders} | {"".join(map("".join, zip(*rows, strict=True)))}
+
+
+def connected(steps) -> list[set[str]]:
+    """The grids in classes: those that can be reached from one another."""
+    left, classes = set(EVERY), []
+    while left:
+        edge = found = {min(left)}
+        while edge := set().union(*(steps(grid) for grid in edge)) - found:
+            found = found | edge
+        classes.append(found)
+        left -= found
+    return classes
+
+
+BY_NAMES = connected(renamed)
+BY_SYMMETRY = connected(lambda grid: renamed(grid) | moved(grid))
+
+
+def law_grids(module):
+    """288 grids; 12 classes of 24 under renaming; 192 and 96 under all symmetries."""
+    assert set(module.grids()) == EVERY and len(module.grids()) == len(EVERY) == 288
+    assert list(module.grids()) == sorted(EVERY)
+    assert sorted(map(len, BY_NAMES)) == [24] * 12 and sorted(map(len, BY_SYMMETRY)) == [96, 192]
+    for classes, name in ((BY_NAMES, module.relabelled), (BY_SYMMETRY, module.under_symmetries)):
+        names = [{name(grid) for grid in members} for members in classes]
+        assert all(len(found) == 1 and found <= EVERY for found in names) and len(set().union(*names)) == len(classes)
+    assert all(module.relabelled(grid)[:4] == "1234" for grid in EVERY)
+
+
+def test_the_grids_and_their_classes_are_those_of_the_independent_solver():
+    law_grids(sudoku)
+
+
+def test_completions_are_those_of_the_independent_solver():
+    rng = np.random.default_rng(0)
+    for task in (WIDE, FEW, HARD):
+        for puzzle in task.problems(60, rng) + task.problems(20, rng, "held_out"):
+            assert sudoku.completions(puzzle.clues) == solve(puzzle.clues) != frozenset()
+    assert sudoku.completions("." * 16) == EVERY and sudoku.completions("11" + "." * 14) == frozenset()
+    assert len(sudoku.completions("1" + "." * 15)) == 72
+
+
+# --------------------------------------------------------------------------------------------- difficulty and the splits
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"min_clues": 3}, "task.min_clues: got 3; allowed 4 to 15; with fewer no puzzle can be held out"),
+        ({"min_clues": 16}, "task.min_clues: got 16; allowed 4 to 15; with fewer no puzzle can be held out"),
+        ({"min_clues": 6.0}, "task.min_clues: got 6.0; allowed whole numbers"),
+        ({"max_clues": 5}, "task.max_clues: got 5; allowed min_clues (6) to 15"),
+        ({"max_clues": 16}, "task.max_clues: got 16; allowed min_clues (6) to 15"),
+        ({"max_clues": True}, "task.max_clues: got True; allowed whole numbers"),
+        ({"cut": "random"}, "task.cut: got 'random'; allowed relabelling, symmetry"),
+        ({"reward": "eval"}, "task.reward: got 'eval'; allowed strict, binary, cells"),
+        ({"prompt_format": "html"}, "task.prompt_format: got 'html'; allowed plain, chat"),
+        ({"max_prompt_length": 0}, "task.max_prompt_length: got 0; allowed from 1"),
+        ({"hit_share": 1.5}, "task.hit_share: got 1.5; allowed 0 to 1"),
+        ({"hit_share": math.nan}, "task.hit_share: got nan; allowed 0 to 1"),
+    ],
+)
+def test_a_wrong_difficulty_is_named_with_what_is_allowed(setting, message):
+    with pytest.raises(ValueError) as error:
+        Sudoku(**setting)
+    assert str(error.value) == message
+
+
+def split_by_hand(clues: str, cut: str) -> str | None:
+    """Every third class in ascending order, or the class of 96 grids; a puzzle goes where all its completions are."""
+    classes = sorted(BY_NAMES, key=lambda members: min(m for m in members if m[:4] == "1234"))
+    held_out = set().union(*classes[::3]) if cut == "relabelling" else min(BY_SYMMETRY, key=len)
+    sides = {grid in held_out for grid in solve(clues)}
+    return {(True,): "held_out", (False,): "train"}.get(tuple(sides))
+
+
+def law_splits(module):
+    """A puzzle is where all its completions are, both cuts hold out 96 grids, and no class is on both sides."""
+    rng = np.random.default_rng(1)
+    for cut in module.CUTS:
+        task = module.Sudoku(min_clues=4, max_clues=8, cut=cut)
+        found = {s: task.problems(80, rng, s) for s in ("pretrain", "train", "held_out")}
+        grids = {s: frozenset().union(*(solve(p.clues) for p in puzzles)) for s, puzzles in found.items()}
+        for s, puzzles in found.items():
+            expected = "held_out" if s == "held_out" else "train"
+            assert {task.split_of(p) for p in puzzles} == {split_by_hand(p.clues, cut) for p in puzzles} == {expected}
+        classes = BY_NAMES if cut == "relabelling" else BY_SYMMETRY
+        for members in classes:
+            assert not (members & grids["held_out"] and members & (grids["train"] | grids["pretrain"]))
+        sides = Counter(task.split_of(module.Puzzle(grid)) for grid in EVERY)
+        assert sides == {"train": 192, "held_out": 96}
+        assert task.split_of(module.Puzzle("." * 16)) is None and task.split_of(module.Puzzle("11" + "." * 14)) is None
+
+
+def test_the_splits_share_no_class_and_no_puzzle():
+    law_splits(sudoku)
+
+
+def test_the_cut_by_relabelling_holds_out_both_kinds_of_grids_and_the_other_only_one():
+    for cut, kinds in (("relabelling", 2), ("symmetry", 1)):
+        held_out = {grid for grid in EVERY if Sudoku(cut=cut).split_of(Puzzle(grid)) == "held_out"}
+        assert sum(bool(held_out & members) for members in BY_SYMMETRY) == kinds
+
+
+def test_with_fewer_than_four_clues_no_puzzle_can_be_held_out():
+    """All puzzles of three clues, and with them those of fewer, have a completion that is trained on."""
+    assert sudoku.FEWEST == 4
+    for cut in sudoku.CUTS:
+        task = Sudoku(cut=cut)
+        held_out = [grid for grid in EVERY if task.split_of(Puzzle(grid)) == "held_out"]
+        trained = np.array([[*map(int, grid)] for grid in EVERY if grid not in held_out])
+        for cells in itertools.combinations(range(16), 3):
+            taught = {tuple(row) for row in trained[:, cells].tolist()}
+            assert {tuple(int(grid[i]) for i in cells) for grid in held_out} <= taught
+        assert task.split_of(Sudoku(min_clues=4, max_clues=4, cut=cut).held_out(1)[0]) == "held_out"
+
+
+@BOTH
+def test_puzzles_have_the_clues_of_the_difficulty_and_a_completion(task):
+    puzzles = task.problems(300, np.random.default_rng(2)) + task.problems(60, np.random.default_rng(2), "held_out")
+    counts = {16 - p.clues.count(".") for p in puzzles}
+    assert counts == set(range(task.min_clues, task.max_clues + 1))
+    assert all(len(p.clues) == 16 and set(p.clues) <= set("1234.") and solve(p.clues) for p in puzzles)
+    assert {len(p.prompt) for p in puzzles} == {task.prompt_length} and {p.key for p in puzzles} == {p.clues for p in puzzles}
+    assert len({i for p in puzzles for i in range(16) if p.clues[i] != "."}) == 16
+
+
+def test_held_out_is_the_same_set_every_time_without_repetition():
+    puzzles = SIX.held_out(256)
+    assert len({p.key for p in puzzles}) == 256 and SIX.held_out(40) == puzzles[:40]
+    assert {SIX.split_of(p) for p in puzzles} == {"held_out"}
+
+
+def test_held_out_counts_that_do_not_exist_are_named(monkeypatch):
+    monkeypatch.setattr(sudoku, "MAX_REPEATS", 2000)
+    full = Sudoku(min_clues=15, max_clues=15)  # 96 grids, with one of 16 cells empty
+    assert len(full.held_out(96 * 16)) == 96 * 16
+    with pytest.raises(ValueError, match="^evaluate.n: got 1537; allowed at most 1536, the held-out puzzles found with"):
+        full.held_out(96 * 16 + 1)
+    with pytest.raises(ValueError, match="^evaluate.n: got 0; allowed 1 or more$"):
+        full.held_out(0)
+    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
+        full.problems(1, np.random.default_rng(0), "test")
+
+
+CHILD = """
+import json, numpy as np
+from minidrl.tasks.sudoku import Sudoku
+task, rng = Sudoku(min_clues=4, max_clues=10, hit_share=0.3), np.random.default_rng(0)
+puzzles = task.problems(50, rng) + task.problems(50, rng, "held_out")
+print(json.dumps([[p.clues for p in puzzles], task.demonstrations(puzzles, rng, 0.5)]))
+"""
+
+
+def test_puzzles_and_demonstrations_are_the_same_in_every_process():
+    outputs = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        child = subprocess.run([sys.executable, "-c", CHILD], env=environment, capture_output=True, text=True, check=True)
+        outputs.append(json.loads(child.stdout))
+    rng = np.random.default_rng(0)
+    puzzles = WIDE.problems(50, rng) + WIDE.problems(50, rng, "held_out")
+    assert outputs == [[[p.clues for p in puzzles], WIDE.demonstrations(puzzles, rng, 0.5)]] * 2
+
+
+def law_demonstrations(module):
+    """The clues are kept and every row is whole; ``hit_share`` are solutions, of all of them, the others by chance."""
+    rng = np.random.default_rng(3)
+    for share in (0.0, 0.3, 1.0):
+        task = module.Sudoku(min_clues=4, max_clues=8, hit_share=share)
+        puzzles, expected, variance = task.problems(500, rng), 0.0, 0.0
+        hits = 0
+        for puzzle, text in zip(puzzles, task.demonstrations(puzzles, rng, 0.5), strict=True):
+            assert all(c in (".", d) for c, d in zip(puzzle.clues, text, strict=True))
+            assert all(sorted(text[i : i + 4]) == [*"1234"] for i in (0, 4, 8, 12))
+            hits += text in solve(puzzle.clues)
+            rows = math.prod(math.factorial(puzzle.clues[i : i + 4].count(".")) for i in (0, 4, 8, 12))
+            chance = share + (1 - share) * len(solve(puzzle.clues)) / rows
+            expected, variance = expected + chance, variance + chance * (1 - chance)
+        assert abs(hits - expected) <= 5 * math.sqrt(variance) + 1e-6, share
+    several = module.Puzzle("12........34....")
+    asked = module.Sudoku(hit_share=1.0).demonstrations([several] * 200, rng, 0.0)
+    assert len(solve(several.clues)) > 2 and set(asked) == solve(several.clues)
+
+
+def test_demonstrations_keep_the_clues_and_are_solutions_by_their_share():
+    law_demonstrations(sudoku)
+
+
+# --------------------------------------------------------------------------------------------------------- the verifier
+
+PUZZLE = Puzzle("23144.2.3.4.1.3.")
+ANSWER = "2314412332411432"
+SEVERAL = Puzzle("12........34....")
+LOOSE = Puzzle("1" + "." * 15)
+NOT_A_RESPONSE = ["", None, 46, 4.6, b"2314412332411432", [*ANSWER], float("nan")]
+TABLE = [  # puzzle, response, (strict, binary, cells)
+    (PUZZLE, ANSWER, (1.0, 1.0, 1.0)),
+    (PUZZLE, "2314412332411423", (0.0, 0.0, 5 / 6)),  # a clue lost, and the cell beside it wrong
+    (PUZZLE, "2314412332411234", (0.1, 0.0, 4 / 6)),  # clues kept, two cells wrong
+    (PUZZLE, "3214412332411432", (0.0, 0.0, 1.0)),  # empty cells right, a clue lost
+    (PUZZLE, "1234341221434321", (0.0, 0.0, 0.0)),  # a valid grid of other clues
+    (PUZZLE, "2314422232441133", (0.1, 0.0, 1 / 6)),
+    (PUZZLE, ANSWER[:15], (0.0, 0.0, 0.0)),
+    (PUZZLE, ANSWER + "1", (0.0, 0.0, 0.0)),
+    (PUZZLE, ANSWER + "\n", (0.0, 0.0, 0.0)),
+    (PUZZLE, " " + ANSWER[:15], (0.0, 0.0, 0.0)),
+    (PUZZLE, "23144.2332411432", (0.0, 0.0, 0.0)),
+    (PUZZLE, "2314412332411435", (0.0, 0.0, 0.0)),
+    (PUZZLE, "231441233241143２", (0.0, 0.0, 0.0)),
+    (PUZZLE, "231441233241143²", (0.0, 0.0, 0.0)),
+    (PUZZLE, "23144123[PAD]32411432", (0.0, 0.0, 0.0)),
+    (PUZZLE, ANSWER * 60_000, (0.0, 0.0, 0.0)),
+    *[(SEVERAL, grid, (1.0, 1.0, 1.0)) for grid in sorted(solve(SEVERAL.clues))],
+]
+
+
+def nearest(clues: str, response: str) -> float:
+    """Of the empty cells, the share in which the completion nearest to the response agrees with it."""
+    empty = [i for i in range(16) if clues[i] == "."]
+    return max(sum(grid[i] == response[i] for i in empty) for grid in solve(clues)) / len(empty)
+
+
+# Two of the three rules kept: boxes, rows, columns broken.
+BROKEN = ["1234234134124123", "1212343421214343", "1324241313242413"]
+TABLE += [(LOOSE, grid, (0.1, 0.0, nearest(LOOSE.clues, grid))) for grid in BROKEN]
+
+
+def law_verdicts(module):
+    """The table of rewards, under the three names; what is solved does not depend on the name."""
+    for puzzle, response, expected in TABLE + [(PUZZLE, nothing, (0.0, 0.0, 0.0)) for nothing in NOT_A_RESPONSE]:
+        asked = module.Puzzle(puzzle.clues)
+        verdicts = [module.Sudoku(reward=kind).judge(asked, response) for kind in ("strict", "binary", "cells")]
+        assert tuple(v.reward for v in verdicts) == pytest.approx(expected), (puzzle, str(response)[:80])
+        for v in verdicts:
+            assert v.solved == (expected[1] == 1.0) and v.marks["well_formed"] == (expected[0] > 0)
+            assert v.marks["cells"] == pytest.approx(expected[2])
+
+
+def test_the_table_of_rewards():
+    assert len(solve(PUZZLE.clues)) == 1 and len(solve(SEVERAL.clues)) > 2
+    law_verdicts(sudoku)
+
+
+CHAT = {
+    f"Row by row: <answer>{ANSWER}</answer>": True,
+    "<answer>\n2314\n4123\n3241\n1432\n</answer> done": True,
+    "<answer>2 3 1 4\r\n4 1 2 3\n\t3 2 4 1\n1 4 3 2</answer>": True,
+    ANSWER: False,
+    f"<answer>{ANSWER}": False,
+    f"<answer>{ANSWER}</answer><answer>{ANSWER}</answer>": False,
+    "<answer>2314|4123|3241|1432</answer>": False,
+    "<answer>2314\u00a0412332411432</answer>": False,
+    f"<answer>{ANSWER[:15]}{' ' * 60}{ANSWER[15]}</answer>": False,
+    "": False,
+}
+
+
+def law_chat(module):
+    for response, expected in CHAT.items():
+        chat = module.Sudoku(prompt_format="chat", reward="binary")
+        assert chat.judge(module.Puzzle(PUZZLE.clues), response).solved == expected, response
+    assert module.Sudoku().judge(module.Puzzle(PUZZLE.clues), ANSWER).solved
+    assert not module.Sudoku().judge(module.Puzzle(PUZZLE.clues), f"<answer>{ANSWER}</answer>").solved
+
+
+def test_in_a_chat_the_answer_is_what_stands_between_the_tags():
+    law_chat(sudoku)
+    asked = PUZZLE.instruction
+    assert "2314\n4.2.\n3.4.\n1.3.\n" in asked and "<answer>" in asked and "</answer>" in asked
+    chat = Sudoku(prompt_format="chat", max_prompt_length=90)
+    assert (chat.prompt_length, chat.shortest_response, SIX.prompt_length, SIX.shortest_response) == (90, 1, 17, 16)
+
+
+# --------------------------------------------------------------------------------------------------------------- the seam
+
+
+def test_the_tokenizer_gives_one_id_a_character_and_the_text_back():
+    tok = SIX.tokenizer()
+    assert len(tok) == 9 and (tok.pad_token, tok.mask_token, tok.eos_token) == ("[PAD]", "[MASK]", "[EOS]")
+    ids = tok(PUZZLE.prompt)["input_ids"]
+    assert len(ids) == 17 and tok.decode(ids) == PUZZLE.prompt and tok.get_vocab() != tiny.tokenizer().get_vocab()
+    assert decode(tok, torch.tensor([tok(ANSWER)["input_ids"]])) == [ANSWER]
+    prompt, mask = encode_prompts(tok, SIX.held_out(3), SIX.prompt_length)
+    assert prompt.shape == (3, 17) and mask.all()
+
+
+def test_the_example_is_a_puzzle_with_one_solution():
+    example = SIX.example()
+    assert solve(example.prompt[:-1]) == {example.answer} and example.text == example.answer
+    assert SIX.judge(Puzzle(example.prompt[:-1]), example.text).solved and example.length == len(example.text)
+
+
+def test_a_config_chooses_the_task_by_its_name():
+    assert set(TASKS) == {"countdown", "sudoku"}
+    words = {"sampler": LAYOUT, "task": {"name": "sudoku", "min_clues": 5, "max_clues": 7}}
+    settings = config.from_dict(config.Train, words)
+    assert settings.task == Sudoku(min_clues=5, max_clues=7) and config.to_dict(settings)["task"]["name"] == "sudoku"
+    assert config.from_dict(config.Train, config.to_dict(settings)) == settings
+    assert config.from_dict(config.Train, {"sampler": LAYOUT}).task.name == "countdown"
+
+
+@pytest.mark.parametrize("kind", [config.Train, config.Pretrain])
+def test_a_response_that_cannot_hold_the_grid_is_refused(kind):
+    short = {"sampler": LAYOUT | {"length": 12, "block_length": 12}, "task": {"name": "sudoku"}}
+    with pytest.raises(ValueError) as error:
+        config.from_dict(kind, short)
+    assert str(error.value) == "sampler.length: got 12; allowed from 16, as the shortest response to sudoku has"
+    config.from_dict(kind, short | {"task": {"name": "countdown"}})
+    if kind is config.Train:
+        config.from_dict(kind, short | {"task": {"name": "sudoku", "prompt_format": "chat"}})
+
+
+def test_pretraining_rl_and_evaluation_run_on_it(tmp_path):
+    """Three steps of each; the evaluation has a column for puzzles and one for cells."""
+    words = {"task": WIDE, "network": config.Network(**tiny.SIZES), "steps": 3, "batch_size": 2}
+    decoding = trainer.sampler.Sampler(**LAYOUT)
+    base = config.Pretrain(**words, sampler=decoding, evaluate=config.Evaluation(n=4))
+    summary = trainer.pretrain(base, tmp_path / "base")
+    assert summary["held_out"].keys() == {"solved", "well_formed", "cells", "n"} and 0 <= summary["held_out"]["cells"] <= 1
+    rl = {"num_prompts": 2, "num_generations": 3, "steps": 2, "evaluate": config.Evaluation(n=4)}
+    run = config.Train(model=str(tmp_path / "base"), task=SIX, sampler=decoding, **rl)
+    assert trainer.train(run, tmp_path / "run")["evaluated_on"] == 4
+
+
+def test_the_column_of_cells_is_a_mean_over_the_held_out_puzzles(tmp_path, monkeypatch):
+    tok = SIX.tokenizer()
+    checkpoints.save(denoiser.build(tiny.SIZES, tok, 0), tok, tmp_path)
+    model, tok = checkpoints.load(tmp_path)
+    replies = ["1" * 16, min(solve(SIX.held_out(2)[1].clues))]
+    monkeypatch.setattr(trainer, "decode", lambda *_: replies)
+    found = trainer.evaluate(model, tok, SIX, trainer.sampler.Sampler(**LAYOUT), n=2)
+    first = SIX.held_out(1)[0].clues
+    ones = max(sum(g == "1" and c == "." for g, c in zip(grid, first, strict=True)) for grid in solve(first)) / 10
+    assert found["solved"] == 0.5 and found["cells"] == pytest.approx((ones + 1) / 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+
+MUTANTS = [
+    ("boxes forgotten", "units = ROWS + COLUMNS + BOXES", "units = ROWS + COLUMNS"),
+    ("columns forgotten", "units = ROWS + COLUMNS + BOXES", "units = ROWS + BOXES"),
+    ("rows forgotten", "units = ROWS + COLUMNS + BOXES", "units = COLUMNS + BOXES"),
+    ("boxes elsewhere", "for first in (0, 2, 8, 10)", "for first in (0, 1, 8, 9)"),
+    ("columns elsewhere", "tuple(range(first, 16, 4)) for first in range(4)", "tuple(range(4)) for first in range(4)"),
+    ("not renamed", "return grid.translate(str.maketrans(grid[:SIZE], DIGITS))", "return grid"),
+    ("renamed by a column", "str.maketrans(grid[:SIZE], DIGITS)", "str.maketrans(grid[::SIZE], DIGITS)"),
+    ("not turned over", "SIZE * (i % SIZE) + i // SIZE", "i"),
+    ("symmetries keep the digits", 'min(relabelled("".join(grid[i] for i in move))', 'min(("".join(grid[i] for i in move))'),
+    ("every fourth class", "classes[::3]", "classes[::4]"),
+    ("another third", "classes[::3]", "classes[1::3]"),
+    ("the larger class held out", "kinds.count(kind) == 4", "kinds.count(kind) == 8"),
+    ("one cut for both", 'if cut == "relabelling":', "if True:"),
+    ("one completion is enough", "if not found or 0 < len(found & held_out) < len(found)", "if not found"),
+    ("contradictions are a split", "if not found or 0 < len(found", "if 0 < len(found"),
+    ("mixed puzzles are drawn", "if self.split_of(puzzle) is not None:", "if True:"),
+    ("from every grid", '(grid in held_out) == (split == "held_out")', "True"),
+    ("hits for all", "rng.random() < self.hit_share", "True"),
+    ("hits the other way round", "rng.random() < self.hit_share", "rng.random() >= self.hit_share"),
+    ("always the first solution", "found[rng.integers(len(found))]", "found[0]"),
+    ("clues of rows lost", "all(c in (EMPTY, d) for c, d in zip(clues, row, strict=True))", "True"),
+    ("clues lost", "clue in (EMPTY, digit) for clue", "True for clue"),
+    ("any text of sixteen", "and {*response} <= {*DIGITS}", ""),
+    ("any length", "len(response) == CELLS and {", "{"),
+    ("any object", "isinstance(response, str) and len", "len"),
+    ("any valid grid", 'solved = marks["well_formed"] and is_valid(answer)', "solved = is_valid(str(answer))"),
+    ("clues are enough", 'solved = marks["well_formed"] and is_valid(answer)', 'solved = marks["well_formed"]'),
+    ("cells counted with the clues", "if clue == EMPTY]", "]"),
+    (
+        "the first completion alone",
+        "for grid in completions(puzzle.clues)]",
+        "for grid in sorted(completions(puzzle.clues))[:1]]",
+    ),
+    ("strict pays anything", 'if self.reward == "strict" and marks["well_formed"]', 'if self.reward == "strict"'),
+    ("binary pays the form", 'self.reward == "strict" and marks', "marks"),
+    ("cells pay for grids", 'return Verdict(marks["cells"], solved, marks)', "return Verdict(float(solved), solved, marks)"),
+    ("blanks stay", 're.sub("[ \\t\\r\\n]", "", answer)', "answer"),
+    ("all blanks go", '"[ \\t\\r\\n]"', '"\\\\s"'),
+    ("answers of any length", "if len(answer) <= MAX_ANSWER", "if True"),
+    ("tags in the plain format", 'if self.prompt_format == "plain":', "if False:"),
+    ("no tags in a chat", 'if self.prompt_format == "plain":', "if True:"),
+]
+SOURCE = Path(sudoku.__file__).read_text()
+
+
+def laws(module) -> None:
+    law_grids(module)
+    law_verdicts(module)
+    law_chat(module)
+    law_splits(module)
+    law_demonstrations(module)
+
+
+def module_from(source: str, monkeypatch) -> types.ModuleType:
+    module = types.ModuleType("minidrl.tasks.sudoku_mutant")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module
+
+
+def test_the_laws_hold_for_the_source_as_it_is(monkeypatch):
+    laws(module_from(SOURCE, monkeypatch))
+
+
+@pytest.mark.parametrize("old, new", [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])
+def test_mutant_is_killed(old, new, monkeypatch):
+    module = module_from(tiny.replaced(SOURCE, old, new), monkeypatch)
+    with pytest.raises((AssertionError, TypeError, IndexError, ValueError)):  # a failed law, or what escaped
+        laws(module)
