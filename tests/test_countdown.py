@@ -725,7 +725,7 @@ MUTANTS = [
     ("depth unlimited", "or depth == MAX_DEPTH", ""),
     ("depth one less", "depth == MAX_DEPTH", "depth == MAX_DEPTH - 1"),
     ("length unlimited", "not 0 < len(response) <= MAX_CHARACTERS", "not response"),
-    ("any object", "not isinstance(response, str) or ", ""),
+    ("any object", "not isinstance(response, str) or not 0 <", "not 0 <"),
     ("floor division accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace('//', '/'))"),
     ("spaces accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace(' ', ''))"),
     ("strange characters skipped", '"".join(tokens) != text', "not tokens"),
