@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from minidrl import intervals
-from minidrl.figures import write_figures as write_figures
 from minidrl.ledger import (
     COLLAPSE,
     Courses,

@@ -383,7 +383,7 @@ def test_wide_ranges_are_logarithmic_and_keep_a_zero(tmp_path):
 def test_what_is_written_is_a_picture(tmp_path):
     path, curves = write(tmp_path, [cell("a", 0, 0.3), failed("a", 0, updates=4)])
     with matplotlib.rc_context({"font.size": 30}):
-        (found,) = findings.write_figures(curves, path, "s", tmp_path / "new" / "figures")
+        (found,) = figures.write_figures(curves, path, "s", tmp_path / "new" / "figures")
         assert matplotlib.rcParams["font.size"] == 30
     assert found == tmp_path / "new" / "figures" / "s-8.png"
     assert image.imread(found).shape[1] == 1200
@@ -401,7 +401,7 @@ def called(monkeypatch):
 def test_a_figure_for_each_number_of_updates_with_eight_lines_at_most(tmp_path, called):
     cells = [cell(f"m{k}", s, 0.2 + 0.01 * k) for k in range(9) for s in (0, 1)] + [cell("m0", 0, 0.3, updates=1)]
     path, curves = write(tmp_path, cells)
-    findings.write_figures(curves, path, "s", tmp_path)
+    figures.write_figures(curves, path, "s", tmp_path)
     assert {name: "".join(lines) for name, (lines, _) in called.items()} == {
         "s-1.png": "m0",
         "s-8.png": "m8m7m6m5m4",
@@ -413,7 +413,7 @@ def test_a_figure_for_each_number_of_updates_with_eight_lines_at_most(tmp_path, 
 def test_a_method_keeps_its_colour(tmp_path, called):
     cells = [cell("a", 0, 0.3), cell("b", 0, 0.2), cell("b", 0, 0.4, updates=1), cell("c", 0, 0.3, updates=1)]
     path, curves = write(tmp_path, cells)
-    findings.write_figures(curves, path, "s", tmp_path)
+    figures.write_figures(curves, path, "s", tmp_path)
     assert [lines for lines, _ in called.values()] == [{"b": 1, "c": 2}, {"a": 0, "b": 1}]
     assert len({*figures.COLOURS}) == len({*map(str, figures.DASHES)}) == figures.LINES == 8
 
