@@ -54,12 +54,10 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, FloatingPointError) as error:
         return _report(error, 1, error)
     except RuntimeError as error:
-        if not (
-            asked := re.search("can't allocate memory: you tried to allocate ([0-9]+)", str(error))
-        ):
+        if not (asked := re.search("memory: you tried to allocate ([0-9]+)", str(error))):
             raise
-        size = f"{int(asked[1]) / 1e9:.1f} GB more than are free"
-        return _report(f"memory: got {size}; allowed smaller sizes or another machine", 2, error)
+        size = f"{int(asked[1]) / 1e9:.1f} GB"
+        return _report(f"memory: got an array of {size}; allowed what is free here", 2, error)
     except KeyboardInterrupt as error:
         asked, said = getattr(error, "signal", signal.SIGINT), one_line(error) or "interrupted"
         said += f"; {GOES_ON.get(arguments.verb, 'nothing was written')}"

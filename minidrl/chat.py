@@ -29,7 +29,9 @@ def render(template: str, chats: list[list[dict]], words: Mapping[str, Any]) -> 
 
     ``words``: the special tokens. Raises ValueError for a template that fails or does not end.
     """
-    asked = json.dumps({"template": template, "chats": chats, "words": words})
+    asked = json.dumps(
+        {"template": template, "chats": chats, "words": words, "seconds": SECONDS}
+    )
     command = [sys.executable, "-P", str(Path(__file__))]
     try:
         done = subprocess.run(
@@ -113,8 +115,8 @@ def _answer(asked: dict) -> dict:
     return {"chats": found}
 
 
-def _limit() -> None:
-    limits = {"RLIMIT_CPU": SECONDS, "RLIMIT_AS": BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
+def _limit(seconds: int) -> None:
+    limits = {"RLIMIT_CPU": seconds, "RLIMIT_AS": BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_CORE": 0}
     for name, most in limits.items():
         kind = getattr(resource, name)
         _, hard = resource.getrlimit(kind)
@@ -124,7 +126,7 @@ def _limit() -> None:
 
 def _main() -> None:
     asked = json.loads(sys.stdin.buffer.read())
-    _limit()
+    _limit(asked["seconds"])
     sys.stdout.buffer.write(json.dumps(_answer(asked)).encode())
 
 
