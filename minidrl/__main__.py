@@ -222,7 +222,11 @@ def _no_overrides(overrides: dict[str, str]) -> None:
 
 
 def _out(arguments) -> Path:
-    return Path(arguments.out or Path("runs") / Path(arguments.config).stem)
+    out = Path(arguments.out or Path("runs") / Path(arguments.config).stem)
+    if os.fsencode(out) != str(out).encode(errors="replace"):  # safetensors writes names in UTF-8
+        allowed = "ASCII, or any name under a locale of UTF-8, or with PYTHONUTF8=1"
+        raise ValueError(f"out: got {str(out)!r}; allowed {allowed}")
+    return out
 
 
 def _count(name: str, text: str, most: int) -> int:

@@ -29,9 +29,7 @@ def render(template: str, chats: list[list[dict]], words: Mapping[str, Any]) -> 
 
     ``words``: the special tokens. Raises ValueError for a template that fails or does not end.
     """
-    asked = json.dumps(
-        {"template": template, "chats": chats, "words": words, "seconds": SECONDS}
-    )
+    asked = json.dumps({"template": template, "chats": chats, "words": words, "seconds": SECONDS})
     command = [sys.executable, "-P", str(Path(__file__))]
     try:
         done = subprocess.run(

@@ -263,6 +263,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
     for key, value in overrides.items():
+        if not isinstance(key, str):
+            raise ValueError(f"settings: got the key {brief(key)}; allowed text")
         _set(data, key, parsed(key, value) if isinstance(value, str) else value)
     return from_dict(kind, data)
 

@@ -57,9 +57,9 @@ def _states(method: Method, s: sampler.Sampler) -> tuple[str, int]:
     words = method.plan.keywords
     for name in ("num_states", "num_nodes"):
         if name in words:
-            given = words[name]
-            states = s.num_steps if given is None else given
-            return f"method_options.plan.{name}", states if type(states) is int else 1
+            if words[name] is None:
+                return "sampler.length", s.num_steps
+            return f"method_options.plan.{name}", words[name] if type(words[name]) is int else 1
     return "sampler.length", 1
 
 

@@ -165,17 +165,15 @@ def study_of(
     if "methods" not in data:
         allowed = "the file of a study, or --methods with that of a run"
         raise ValueError(f"methods: {path} names none; allowed {allowed}")
-    for key in ("choose", "settings"):
-        if not isinstance(data.get(key, {}), dict):
-            raise ValueError(f"{key}: got {brief(data[key])}; allowed a section")
-    for key, value in overrides.items():
+    # A section is replaced before a key of it is.
+    for key, value in sorted(overrides.items(), key=lambda pair: "." in pair[0]):
         value = config.parsed(key, value) if isinstance(value, str) else value
         if key in own:
             data[key] = value
         elif key.startswith("choose."):
-            data["choose"] = data.get("choose", {}) | {key.removeprefix("choose."): value}
+            data["choose"] = _section(data, "choose") | {key.removeprefix("choose."): value}
         else:
-            data["settings"] = data.get("settings", {}) | {key.removeprefix("settings."): value}
+            data["settings"] = _section(data, "settings") | {key.removeprefix("settings."): value}
     if isinstance(data["methods"], list):
         if not all(isinstance(label, str) for label in data["methods"]):
             raise ValueError(f"methods: got {brief(data['methods'])}; allowed a list of names")
@@ -186,8 +184,15 @@ def study_of(
             data["methods"] = {label: data["methods"].get(label, {}) for label in names}
     if isinstance(data.get("rates"), list):  # YAML reads 3e-4 as a string
         data["rates"] = [_number(rate) for rate in data["rates"]]
+    _section(data, "choose"), _section(data, "settings")
     study = config.from_dict(Study, data)
     return dataclasses.replace(study, config=str((path.parent / study.config).resolve()))
+
+
+def _section(data: dict, key: str) -> dict:
+    if not isinstance(data.get(key, {}), dict):
+        raise ValueError(f"{key}: got {brief(data[key])}; allowed a section")
+    return data.get(key, {})
 
 
 def _number(value: Any) -> Any:

@@ -273,16 +273,15 @@ class Loader(yaml.SafeLoader):
             raise yaml.YAMLError(f"more than {WIDEST} values once its anchors are resolved")
         return node
 
-    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         """Refuses a key that is there already: which one counts would be a matter of luck."""
-        seen = []
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = (key.tag, key.value)
-            if key.tag != f"{_TAG}merge" and isinstance(key, yaml.ScalarNode) and name in seen:
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen and key.tag != f"{_TAG}merge":
                 line = key.start_mark.line + 1
                 raise yaml.YAMLError(f"line {line}: key {key.value} is there twice")
-            seen.append(name)
-        return super().construct_mapping(node, deep)
+            seen.add((key.tag, key.value))
+        return node
 
 
 class Dumper(yaml.SafeDumper):

@@ -1,6 +1,6 @@
 """What a user mistypes and what a stranger sends: each is answered by one line that names it, exit status 2, and nothing is lost.
 
-``WRONG``, ``FILES`` and ``CHECKPOINTS`` are tables of inputs with a part of the line that must come; ``benchmarks/hostile.py``
+``WRONG``, ``FILES`` and ``CHECKPOINTS`` are tables of inputs with a part of the line that must come; ``tests/fuzz.py``
 draws inputs that nobody chose.
 """
 
@@ -74,7 +74,7 @@ def refused(capfd, *words: str) -> str:
 # -------------------------------------------------------------------------------------------------------- command lines
 WHOLE = ("steps", "num_prompts", "num_generations", "num_iterations", "micro_batch", "save_every", "seed", "threads")
 NETWORK = ("network.hidden_size", "network.num_hidden_layers", "network.num_attention_heads", "network.intermediate_size")
-NO_INTEGERS = ("x", "1.5", ".nan", "[1]", "{a: 1}", "1e400", "9" * 30, "2020-01-01")
+NO_INTEGERS = ("x", "1.5", ".nan", "[1]", "{a:1}", "1e400", "9" * 30, "2020-01-01")
 REALS = ("optimizer.learning_rate", "optimizer.beta1", "optimizer.weight_decay", "evaluate.temperature", "lora.alpha")
 NO_REALS = ("fast", ".nan", "[1]", "true", "{}")
 
@@ -91,9 +91,9 @@ WRONG |= {
     "pretrain base.yaml --threads 100000": "threads: got 100000; allowed up to",
     "train run.yaml --evaluate.n 1000000000": "evaluate.n: got 1000000000; allowed up to 1048576",
     "train run.yaml --evaluate.skip 1000000000": "evaluate.skip: got 1000000000; allowed up to 1048576",
-    "train run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000 with 6 responses",
-    "train run.yaml --method grpo --method_options.plan.num_states 1000000": "plan.num_states: got 1000000; allowed up to 174762",
-    "train run.yaml --method gdpo --method_options.plan.num_nodes 1000000": "plan.num_nodes: got 1000000; allowed up to 174762",
+    "train run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000; allowed up to",
+    "train run.yaml --method grpo --method_options.plan.num_states 1000000": "num_states: got 1000000; allowed up to 174762",
+    "train run.yaml --method gdpo --method_options.plan.num_nodes 1000000": "num_nodes: got 1000000; allowed up to 174762",
     "train run.yaml --lora.rank 1000000000000": "memory: got",
     "memory run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000",
     "pretrain base.yaml --batch_size 1000000000": "batch_size: got 1000000000; allowed up to 1048576",
@@ -107,7 +107,7 @@ WRONG |= {
     "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed a finite number",
     "evaluate base --config run.yaml --temperature warm": "temperature: got 'warm'; allowed numbers from 0",
     "memory run.yaml --gpus 9999999999": "gpus: got '9999999999'; allowed up to",
-    "compare run.yaml --methods reinforce --seeds 1000000000": "seeds: got 1000000000, 1 in choose: 1000000000 runs; allowed up to",
+    "compare run.yaml --methods reinforce --seeds 1000000000": "seeds: got 1000000000, 1 in choose: 1000000000 runs",
     "compare run.yaml --methods reinforce --jobs 1000000": "jobs: got '1000000'; allowed up to",
     "compare study.yaml --choose.seeds 1e6 --rates 1e-4,2e-4": "1000000 in choose",
     # words where others are meant
@@ -129,7 +129,6 @@ WRONG |= {
     "verify base --out nowhere": "out: got 'nowhere'; allowed a folder",
     "verify nowhere": "model: got 'nowhere', which holds no config.json",
     "verify base more": "argument 'more': allowed --key value",
-    "train run.yaml --": "argument '--': allowed --key value",
     "train run.yaml --=5": "argument '--=5': allowed --key value",
     "train run.yaml ---steps 5": "argument '---steps': allowed --key value",
     "train run.yaml --. 5": "unknown key",
@@ -140,7 +139,7 @@ WRONG |= {
     f"train run.yaml --steps {'[' * 3000}": "allowed a value in YAML",
     f"train run.yaml --steps {'9' * 5000}": "allowed a value in YAML",
     f"train run.yaml --{'x' * 100000} 5": "unknown key",
-    "train run.yaml --model \x1b]0;title\x07": r"model: got '\x1b]0;title\x07', which holds no config.json",
+    "train run.yaml --model \x1b]0;title\x07": r"model: got '\x1b]0;title\x07'; allowed a value in YAML",
     "train run.yaml --model base\x1b[31m": "model: got ",
     "train run.yaml --model a\u202eb": r"\u202e",
     "train \x1b[2J": r"config: got '\x1b[2J', which is no file",
@@ -300,7 +299,6 @@ NUMBERS |= {
     "1e5x": "1e5x",
     "e5": "e5",
     "2020-01-01": "2020-01-01",
-    "-": "-",
     ".": ".",
 }
 
@@ -311,7 +309,7 @@ def test_numbers_are_those_of_yaml_1_2(text):
     assert (type(found), found) == (type(NUMBERS[text]), NUMBERS[text])
 
 
-@pytest.mark.parametrize("text", [*NUMBERS, "yes", "null", "~", "0b1", "1:30:00", "012e4", "\x1b", "=", "<<"])
+@pytest.mark.parametrize("text", [*NUMBERS, "yes", "null", "-", "~", "0b1", "1:30:00", "012e4", "\x1b", "=", "<<"])
 def test_text_comes_back_as_text_from_a_runs_config(text):
     written = yaml.dump({"model": text}, Dumper=untrusted.Dumper)
     assert untrusted.parsed_yaml(written, "x") == yaml.safe_load(written) == {"model": text}
@@ -451,7 +449,7 @@ CHECKPOINTS = {
 def test_a_hostile_checkpoint_is_one_line_before_a_network_is_built(name, folder, capfd, monkeypatch):
     damage, said = CHECKPOINTS[name]
     damage(folder / "base")
-    if "peft_type" not in said and name.startswith("adapters"):
+    if name == "adapters base":
         pytest.importorskip("peft")
     if not name.startswith(("tokenizer", "weights")):  # those that a library has to read
         for family in checkpoints.FAMILIES.values():
@@ -584,7 +582,7 @@ def test_a_template_writes_no_file(tmp_path, monkeypatch):
     program = f"import resource, sys; sys.path.insert(0, {str(Path(chat.__file__).parents[1])!r})\n"
     program += "from minidrl import chat; chat._limit(5); open('x', 'w').write('x')"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
-    assert done.returncode != 0 and not (tmp_path / "x").exists() or (tmp_path / "x").stat().st_size == 0
+    assert done.returncode != 0 and (tmp_path / "x").read_bytes() == b""
 
 
 # ------------------------------------------------------------------------------------------------------------- responses
@@ -635,15 +633,16 @@ def test_a_wrong_environment_is_one_line(name, here, capfd, monkeypatch):
 
 
 def python(*words: str, **changes) -> subprocess.CompletedProcess:
-    environment = {key: value for key, value in os.environ.items() if key not in changes.pop("without", ())}
+    without = changes.pop("without", ())
+    environment = {key: value for key, value in os.environ.items() if key not in without}
     environment |= {"PYTHONPATH": str(tiny.ROOT)} | changes.pop("env", {})
     return subprocess.run([sys.executable, *words], env=environment, capture_output=True, **changes)
 
 
 def test_without_docstrings_a_verb_works_or_says_why_not(tmp_path):
     done = python("-OO", "-m", "minidrl", "train", "run.yaml", cwd=tmp_path)
-    line = b"minidrl: python -OO: got train, which needs transformers; allowed python and python -O, transformers reads docstrings\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, b"", line)
+    said = b"minidrl: python -OO: got train, which needs transformers; allowed python and python -O"
+    assert (done.returncode, done.stdout) == (2, b"") and done.stderr.startswith(said) and done.stderr.count(b"\n") == 1
     done = python("-OO", "-m", "minidrl", "where", "wd1", cwd=tmp_path)
     assert done.returncode == 0 and b"minidrl/methods.py:" in done.stdout
 
@@ -686,8 +685,7 @@ def test_every_text_file_is_opened_as_utf_8():
 
 
 def test_a_run_elsewhere_without_a_home_in_another_locale(folder, tmp_path_factory):
-    """Another working directory, ISO 8859-1 or ASCII, no HOME that can be written, a path with an umlaut."""
-    elsewhere, out = tmp_path_factory.mktemp("elsewhere"), folder / "läuft"
+    elsewhere, out = tmp_path_factory.mktemp("elsewhere"), folder / "new"
     language = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/proc/nowhere", "OMP_NUM_THREADS": "1"}
     words = ("-m", "minidrl", "train", str(folder / "run.yaml"), "--out", str(out))
     done = python(
@@ -696,6 +694,13 @@ def test_a_run_elsewhere_without_a_home_in_another_locale(folder, tmp_path_facto
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     assert b"Traceback" not in done.stderr and (out / "curve.png").is_file()
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_name_that_the_locale_does_not_write_in_utf_8_is_refused_before_the_run(here, capfd, monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("latin-1"))
+    assert "out: got 'läuft'; allowed ASCII, or any name under a locale of UTF-8" in refused(
+        capfd, "train", "run.yaml", "--out", "läuft"
+    )
 
 
 def test_evaluate_finds_the_shipped_config_from_any_folder(place, tmp_path, monkeypatch, capfd):
