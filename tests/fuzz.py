@@ -3,8 +3,8 @@
     python tests/fuzz.py --seconds 300 --seed 0
 
 Draws command lines, YAML files and damaged checkpoints, and calls every verb on them in this process. A case is wrong where it
-raises, ends with a status other than 0, 1 or 2, writes other than one line with status 2, writes a control character, or takes more
-than ``LIMIT`` seconds of CPU time. What is wrong is printed with the seed that repeats it: ``--seed N --count 1``.
+raises, ends with a status other than 0, 1 or 2, writes other than one line with status 2, writes a control character, or takes
+more than ``LIMIT`` seconds of CPU time. What is wrong is printed with the seed that repeats it: ``--seed N --count 1``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a user mistypes and what a stranger sends: each is answered by one line that names it, exit status 2, and nothing is lost.
+"""What a user mistypes and what a stranger sends: answered by one line that names it and exit status 2; nothing is lost.
 
 ``WRONG``, ``FILES`` and ``CHECKPOINTS`` are tables of inputs with a part of the line that must come; ``tests/fuzz.py``
 draws inputs that nobody chose.
