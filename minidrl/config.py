@@ -37,7 +37,7 @@ def _at_most(key: str, value: int, most: int, of: str = "") -> None:
 
 
 def _check_machine(device: str, threads: int) -> None:
-    if not re.fullmatch("cpu|cuda(:[0-9]{1,2})?", device, re.ASCII):
+    if not re.fullmatch("cpu|meta|cuda(:[0-9]{1,2})?", device, re.ASCII):
         raise ValueError(f"device: got {device!r}; allowed cpu, cuda, cuda:0 and so on")
     _at_most("threads", threads, max(MOST_THREADS, os.cpu_count() or 1))
 

@@ -669,7 +669,7 @@ def prepare(settings: config.Train | config.Pretrain) -> None:
     a device that is not there.
     """
     try:
-        torch.empty(0, device=settings.device)
+        torch.empty(0, device=settings.device).tolist()  # meta has no numbers
     except (RuntimeError, AssertionError):
         allowed = "cpu, and cuda where torch finds a GPU"
         raise ValueError(f"device: got {settings.device!r}; allowed {allowed}") from None
