@@ -1,7 +1,7 @@
 """Chat templates: programs of a stranger, rendered in a process of their own, with limits.
 
 A template is Jinja in the sandbox of transformers: it reaches no file and no Python object. What a
-sandbox does not bound is work: ``{% for %}`` in ``{% for %}``, ``9 ** (9 ** 9)``, ``"x" * 10 ** 9``.
+sandbox does not bound is work: ``{% for %}`` in ``{% for %}``, ``9 ** (9 ** 9)``, ``"x" * 10**9``.
 The operating system does: the process that renders has ``SECONDS`` of CPU time, ``BYTES`` of memory
 and no files to write, and answers with at most ``LONGEST`` characters a chat. One process renders
 all the chats of a call; it imports Jinja and nothing else.

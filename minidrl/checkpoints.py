@@ -530,6 +530,10 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
         index = index[0] if isinstance(index, list) and index else index
         if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
+        token = getattr(tokenizer, name)
+        if token is not None and getattr(tokenizer, f"{name}_id") is None:
+            allowed = f"one of its tokenizer's {len(tokenizer)} tokens"
+            raise _refused(folder, f" with {name} {brief(token)}; allowed {allowed}")
     return tokenizer
 
 
