@@ -6,17 +6,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from minidrl.launch import LocalError, RunError, launched_processes, launched_rank, one_line
+from minidrl.launch import (
+    LocalError,
+    RunError,
+    launched_processes,
+    launched_rank,
+    one_line,
+    shown,
+    tell,
+)
 
 GOES_ON = {
     **dict.fromkeys(("train", "pretrain"), "the same command with --resume goes on"),
     **dict.fromkeys(("compare", "controls"), "the same command goes on"),
 }
+SHIPPED = Path("tiny_configs/countdown_cpu.yaml")
+WITHOUT_DOCSTRINGS = ("where", "tasks")  # verbs that work under python -OO
+MOST_JOBS = 256
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,26 +38,55 @@ def main(argv: list[str] | None = None) -> int:
     0; 1 where a run had to stop; 2 for wrong settings and files; 130 and 143 after Ctrl-C and
     SIGTERM.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know every character
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     arguments, rest = _parser().parse_known_args(argv)
     try:
-        if arguments.verb != "train" and (processes := launched_processes()) > 1:
-            allowed = "1, only train shares its work"
-            raise ValueError(f"{arguments.verb}: got {processes} processes; allowed {allowed}")
+        _refuse_process(arguments.verb)
         arguments.run(arguments, _overrides(rest))
-    except (ValueError, OSError) as error:
-        return _report(error, 2)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has left, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (ValueError, OSError, MemoryError, RecursionError, OverflowError) as error:
+        return _report(one_line(error) or type(error).__name__, 2, error)
     except (RunError, FloatingPointError) as error:
-        return _report(error, 1)
+        return _report(error, 1, error)
+    except RuntimeError as error:
+        if not (asked := re.search("memory: you tried to allocate ([0-9]+)", str(error))):
+            raise
+        size = f"{int(asked[1]) / 1e9:.1f} GB"
+        return _report(f"memory: got an array of {size}; allowed what is free here", 2, error)
     except KeyboardInterrupt as error:
         asked, said = getattr(error, "signal", signal.SIGINT), one_line(error) or "interrupted"
-        return _report(f"{said}; {GOES_ON.get(arguments.verb, 'nothing was written')}", 128 + asked)
+        said += f"; {GOES_ON.get(arguments.verb, 'nothing was written')}"
+        return _report(said, 128 + asked, error)
     return 0
 
 
-def _report(error: Exception | str, status: int) -> int:
-    if launched_rank() == 0 or isinstance(error, LocalError):  # else the others say the same
-        print(f"minidrl: {one_line(error)}", file=sys.stderr)
+def _refuse_process(verb: str) -> None:
+    processes, rank = launched_processes(), launched_rank()
+    if verb != "train" and processes > 1:
+        allowed = "1, only train shares its work"
+        raise ValueError(f"{verb}: got {processes} processes; allowed {allowed}")
+    if rank >= processes:
+        allowed = f"below WORLD_SIZE ({processes})"
+        raise LocalError(f"RANK: got {rank} in the environment; allowed {allowed}")
+    if sys.flags.optimize > 1 and verb not in WITHOUT_DOCSTRINGS:
+        allowed = "python and python -O, transformers reads docstrings"
+        raise ValueError(f"python -OO: got {verb}, which needs transformers; allowed {allowed}")
+
+
+def _report(said: BaseException | str, status: int, error: BaseException) -> int:
+    if isinstance(error, LocalError) or launched_rank() == 0:  # else the others say the same
+        tell(said)
     return status
+
+
+def _print(text: object) -> None:
+    # What is printed may come from a checkpoint or a ledger.
+    print(shown(str(text)), flush=True)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
         return f"{super().format_help()}\n{index.settings_help(self.settings)}\n"
 
     def error(self, message: str):
-        print(f"minidrl: {message}; see python -m minidrl --help", file=sys.stderr)
+        tell(f"{message}; see python -m minidrl --help")
         raise SystemExit(2)
 
 
@@ -117,8 +159,8 @@ def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("model")
     text = "default: that of the config; python -m minidrl tasks lists them"
     sub.add_argument("--task", help=text)
-    config, text = "tiny_configs/countdown_cpu.yaml", "where difficulty and sampler are read from"
-    sub.add_argument("--config", default=config, help=text)
+    text = f"where difficulty and sampler are read from (default {SHIPPED})"
+    sub.add_argument("--config", help=text)
     sub.add_argument("--n", default="512")
     sub.add_argument("--temperature", default="1.0")
     sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
@@ -163,7 +205,7 @@ def _overrides(rest: list[str]) -> dict[str, str]:
     pairs, i = {}, 0
     while i < len(rest):
         key, equals, value = rest[i].partition("=")
-        if not key.startswith("--"):
+        if not re.fullmatch("--[^-].*", key):
             raise ValueError(f"argument {rest[i]!r}: allowed --key value")
         if not equals:
             if i + 1 >= len(rest):
@@ -180,17 +222,29 @@ def _no_overrides(overrides: dict[str, str]) -> None:
 
 
 def _out(arguments) -> Path:
-    return Path(arguments.out or Path("runs") / Path(arguments.config).stem)
+    out = Path(arguments.out or Path("runs") / Path(arguments.config).stem)
+    if os.fsencode(out) != str(out).encode(errors="replace"):  # safetensors writes names in UTF-8
+        allowed = "ASCII, or any name under a locale of UTF-8, or with PYTHONUTF8=1"
+        raise ValueError(f"out: got {str(out)!r}; allowed {allowed}")
+    return out
 
 
-def _number(name: str, text: str, kind: type):
+def _count(name: str, text: str, most: int) -> int:
+    value = int(text) if re.fullmatch("[0-9]{1,18}", text) else 0
+    if value < 1:
+        raise ValueError(f"{name}: got {text!r}; allowed integers from 1")
+    if value > most:
+        raise ValueError(f"{name}: got {text!r}; allowed up to {most}")
+    return value
+
+
+def _temperature(text: str) -> float:
     try:
-        value = kind(text)
+        value = float(text)
     except ValueError:
-        value = -1
-    if value < 0 or (kind is int and value < 1):
-        allowed = "integers from 1" if kind is int else "numbers from 0"
-        raise ValueError(f"{name}: got {text!r}; allowed {allowed}")
+        value = -1.0
+    if value < 0:
+        raise ValueError(f"temperature: got {text!r}; allowed numbers from 0")
     return value
 
 
@@ -199,7 +253,7 @@ def _pretrain(arguments, overrides) -> None:
 
     settings = config.load(config.Pretrain, arguments.config, overrides)
     summary = trainer.pretrain(settings, _out(arguments), arguments.resume)
-    print(json.dumps(summary, indent=2))
+    _print(json.dumps(summary, indent=2))
 
 
 def _train(arguments, overrides) -> None:
@@ -213,16 +267,18 @@ def _train(arguments, overrides) -> None:
     rise = f"{s['solved_before']:.1%} -> {s['solved_after']:.1%}"
     what = f"of {s['evaluated_on']} held-out puzzles at temperature {s['temperature']:g}"
     cost = f"{s['steps']} steps in {s['seconds']:.0f} s"
-    print(f"{s['method']}, seed {s['seed']}: {rise} {what}, {cost}; curve in {out}/curve.png")
+    curve = out / "curve.png"
+    where = f"curve in {curve}" if curve.is_file() else f"no {curve}: matplotlib is missing"
+    _print(f"{s['method']}, seed {s['seed']}: {rise} {what}, {cost}; {where}")
 
 
 def _memory(arguments, overrides) -> None:
     from minidrl import config, memory
 
     settings = config.load(config.Train, arguments.config, overrides)
-    parts = memory.predicted_memory(settings, _number("gpus", arguments.gpus, int))
+    parts = memory.predicted_memory(settings, _count("gpus", arguments.gpus, config.MOST))
     whole = parts | {"peak": memory.peak(parts)}
-    print(json.dumps(whole) if arguments.json else memory.table(parts))
+    _print(json.dumps(whole) if arguments.json else memory.table(parts))
 
 
 def _verify(arguments, overrides) -> None:
@@ -236,7 +292,7 @@ def _verify(arguments, overrides) -> None:
     checks = []
     words = {name: getattr(arguments, name) for name in names}
     for check in verify.verify(arguments.model, device=device, **words):
-        print(check, flush=True)
+        _print(check)
         checks.append(check)
     failed = [check.name for check in checks if check.status == "FAILED"]
     if failed:
@@ -248,23 +304,30 @@ def _evaluate(arguments, overrides) -> None:
     from minidrl import checkpoints, config, trainer
 
     _no_overrides(overrides)
-    n, samples = _number("n", arguments.n, int), _number("samples", arguments.samples, int)
-    temperature = _number("temperature", arguments.temperature, float)
+    n = _count("n", arguments.n, config.MOST)
+    samples = _count("samples", arguments.samples, config.MOST // n)
+    temperature = _temperature(arguments.temperature)
     chosen = {"task.name": arguments.task} if arguments.task else {}
-    settings = config.load(config.Train, arguments.config, chosen)
+    settings = config.load(config.Train, arguments.config or _shipped_config(), chosen)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     model, tok = checkpoints.load(arguments.model)
     scores = trainer.evaluate(model, tok, settings.task, decoding, n=n, samples=samples)
     if arguments.json:
-        print(json.dumps({"model": arguments.model, "temperature": temperature} | scores))
+        _print(json.dumps({"model": arguments.model, "temperature": temperature} | scores))
     else:
         shares = ", ".join(f"{key} {value:.1%}" for key, value in scores.items() if key != "n")
-        print(f"{shares} on {n} held-out puzzles")
+        _print(f"{shares} on {n} held-out puzzles")
+
+
+def _shipped_config() -> Path:
+    # Here, or in the repository that this package stands in, wherever the user is.
+    return SHIPPED if SHIPPED.is_file() else Path(__file__).parents[1] / SHIPPED
 
 
 def _compare(arguments, overrides) -> None:
-    from minidrl import figures, findings, studies
+    from minidrl import findings, report, studies
 
+    jobs = _count("jobs", arguments.jobs, max(MOST_JOBS, os.cpu_count() or 1))
     study, out = _study(arguments, overrides), _out(arguments)
     name, default = Path(arguments.config).stem, Path("results/ledger.csv")
     if study.config == str(Path(arguments.config).resolve()) or arguments.rehearse:
@@ -274,10 +337,13 @@ def _compare(arguments, overrides) -> None:
         study = studies.rehearsed(study)
     grid = studies.Grid(name, study)
     if not arguments.report:
-        studies.run(grid, out, ledger, _number("jobs", arguments.jobs, int))
-    print(findings.study_report(ledger.path, ledger.curves, name, grid.planned(ledger)))
-    for figure in figures.write_figures(ledger.curves, ledger.path, name, out):
-        print(figure)
+        studies.run(grid, out, ledger, jobs)
+    _print(findings.study_report(ledger.path, ledger.curves, name, grid.planned(ledger)))
+    if report.can_draw():
+        from minidrl import figures
+
+        for figure in figures.write_figures(ledger.curves, ledger.path, name, out):
+            _print(figure)
 
 
 def _study(arguments, overrides):
@@ -305,7 +371,7 @@ def _controls(arguments, overrides) -> None:
         if not controls.read(folder):
             report.read_summary(folder)  # raises where the run is not finished
             controls.measure(folder)
-    print(controls.table(folders))
+    _print(controls.table(folders))
 
 
 def _estimators(arguments, overrides) -> None:
@@ -313,7 +379,7 @@ def _estimators(arguments, overrides) -> None:
 
     _no_overrides(overrides)
     rows = estimators.estimator_rows()
-    print(json.dumps(rows) if arguments.json else estimators.estimator_table(rows))
+    _print(json.dumps(rows) if arguments.json else estimators.estimator_table(rows))
 
 
 def _methods(arguments, overrides) -> None:
@@ -321,7 +387,7 @@ def _methods(arguments, overrides) -> None:
 
     _no_overrides(overrides)
     if not arguments.name and not arguments.json:
-        print(index.method_list())
+        _print(index.method_list())
         return
     if arguments.name:
         index.row_place(arguments.name)  # a wrong name is answered before torch is imported
@@ -329,16 +395,16 @@ def _methods(arguments, overrides) -> None:
 
     if arguments.name:
         told = cards.card(arguments.name)
-        print(json.dumps(told) if arguments.json else cards.card_text(told))
+        _print(json.dumps(told) if arguments.json else cards.card_text(told))
     else:
-        print(json.dumps(cards.method_rows()))
+        _print(json.dumps(cards.method_rows()))
 
 
 def _where(arguments, overrides) -> None:
     from minidrl import index
 
     _no_overrides(overrides)
-    print(index.answer(" ".join(arguments.word)))
+    _print(index.answer(" ".join(arguments.word)))
 
 
 def _tasks(arguments, overrides) -> None:
@@ -346,7 +412,7 @@ def _tasks(arguments, overrides) -> None:
 
     _no_overrides(overrides)
     for name in TASKS:
-        print(f"{name:<12}{task_class(name).about}")
+        _print(f"{name:<12}{task_class(name).about}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     BitsAndBytesConfig,
@@ -33,8 +33,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from minidrl import untrusted
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
 from minidrl.launch import one_line
+from minidrl.untrusted import brief
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -224,12 +226,16 @@ def _load_adapters(
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
     """The base that the folder's config names, with the folder's adapters."""
     with _reading(folder):
-        raw = json.loads((folder / ADAPTER_CONFIG).read_text())
-        base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
-        config = peft().LoraConfig.from_pretrained(folder) if kind == "LORA" else None
-    if config is None or (Path(base) / ADAPTER_CONFIG).is_file():
+        raw = untrusted.json_object(folder / ADAPTER_CONFIG, untrusted.ADAPTERS)
+    base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
+    if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
         allowed = "LORA for a plain base"
         raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
+    if missing := [key for key in ("r", "lora_alpha", "target_modules") if raw.get(key) is None]:
+        raise _refused(folder, f", whose {ADAPTER_CONFIG} gives no {missing[0]}")
+    known = ("r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout")
+    words = {key: raw[key] for key in known if raw.get(key) is not None}
+    config = peft().LoraConfig(**words, base_model_name_or_path=base, task_type="CAUSAL_LM")
     try:
         denoiser, tokenizer = load(base, device, dtype)
     except ValueError as error:
@@ -423,21 +429,43 @@ def _read_config(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
         allowed = "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream or SDAR"
         raise _refused(folder, f", which holds no config.json; allowed {allowed}")
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise _refused(folder, f", whose config.json is no JSON: {error}") from None
-    raw = {"is_causal": True, **raw} if isinstance(raw, dict) else {}
+    with _reading(folder):
+        raw = {"is_causal": True} | untrusted.json_object(folder / "config.json")
     name = raw.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         others = ", ".join(key for key in FAMILIES if key != "llama")
         allowed = f"a bidirectional llama (is_causal false), {others}"
-        raise _refused(folder, f" with model_type {name!r}; allowed {allowed}")
+        raise _refused(folder, f" with model_type {brief(name)}; allowed {allowed}")
     for key, value in FAMILIES[name].must.items():
         if (raw.get(key) or False) != (value or False):
             allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
-            raise _refused(folder, f" with {key} {raw.get(key)!r}; allowed for {name} is {allowed}")
+            got = f" with {key} {brief(raw.get(key))}"
+            raise _refused(folder, f"{got}; allowed for {name} is {allowed}")
+    with _reading(folder):
+        untrusted.check(raw, _schema(FAMILIES[name]), "config.json")
     return raw
+
+
+def _schema(family: Family) -> dict[str, untrusted.Kind]:
+    """What the values of a family's config.json may be, under its own keys."""
+    if not family.fields:
+        return untrusted.CONFIG | untrusted.NETWORK | untrusted.OWN
+    fields = family.fields.items()
+    return untrusted.CONFIG | {
+        key: untrusted.NETWORK[ours] for ours, keys in fields for key in keys
+    }
+
+
+def _check_shape(shape: PreTrainedConfig) -> None:
+    """ValueError for sizes of which no attention can be made."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % groups:
+        raise ValueError(f"{groups} key-value heads; allowed divisors of its {heads} heads")
+    own = getattr(shape, "head_dim", None)
+    if own is None and shape.hidden_size % heads:
+        raise ValueError(f"hidden size {shape.hidden_size}; allowed multiples of its {heads} heads")
+    if (width := own or shape.hidden_size // heads) % 2 or not width:
+        raise ValueError(f"heads of size {width}; allowed even numbers, positions rotate pairs")
 
 
 def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
@@ -449,7 +477,7 @@ def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) ->
     if family.block_key is None or (own and raw.get(family.block_key) is None):
         return None
     length = raw.get(family.block_key) if asked is None else asked
-    if not isinstance(length, int) or length < 1:
+    if type(length) is not int or length < 1:
         allowed = f"integers from 1 ({family.block_key})"
         raise ValueError(f"block_length: got {length!r} for {str(folder)!r}; allowed {allowed}")
     return length
@@ -464,8 +492,13 @@ def _network_config(
     LLaDA that of the end token.
     """
     if not family.fields:
-        config = family.config.from_pretrained(folder)
-        config.mask_token_id = mask_token_id
+        known = (*untrusted.NETWORK, *untrusted.OWN, "eos_token_id", "rope_theta", "dtype")
+        words = {key: raw[key] for key in known if raw.get(key) is not None}
+        words.setdefault("dtype", raw.get("torch_dtype"))  # its name before transformers 4.56
+        no_ids = {"bos_token_id": None, "pad_token_id": None}
+        words |= {"mask_token_id": mask_token_id, "architectures": raw.get("architectures")}
+        config = family.config(**words, **no_ids)
+        _check_shape(config)
         return config
     values = {}
     for ours, keys in family.fields.items():
@@ -474,7 +507,7 @@ def _network_config(
             raise ValueError(f"config.json gives no {keys[0]}")
     if raw.get("rope_theta") is None:
         raise ValueError("config.json gives no rope_theta")
-    return family.config(
+    config = family.config(
         **values,
         rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
         eos_token_id=raw.get("eos_token_id"),
@@ -484,22 +517,51 @@ def _network_config(
         is_causal=False,
         use_cache=False,
     )
+    _check_shape(config)
+    return config
 
 
 def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
     """The tokenizer, padding on the left, with the tokens that only other files name."""
     kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else family.tokenizer
     with _reading(folder):
+        _check_tokenizer_files(folder)
         tokenizer = kind.from_pretrained(folder, padding_side="left")
-        generation = folder / "generation_config.json"
-        named = raw | (json.loads(generation.read_text()) if generation.is_file() else {})
+        generation, told = folder / "generation_config.json", {}
+        if generation.is_file():
+            told = untrusted.json_object(generation, untrusted.GENERATION)
+        named = raw | told
     named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
     for name in ("mask_token", "eos_token", "pad_token"):
         index = named.get(f"{name}_id")
         index = index[0] if isinstance(index, list) and index else index
         if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
+        token = getattr(tokenizer, name)
+        if token is not None and getattr(tokenizer, f"{name}_id") is None:
+            allowed = f"one of its tokenizer's {len(tokenizer)} tokens"
+            raise _refused(folder, f" with {name} {brief(token)}; allowed {allowed}")
     return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """ValueError for a file that is too large, no text, or does not say what it is asked for."""
+    for path in (folder / name for name in FILES):
+        if path.is_file() and path.suffix != ".json":
+            untrusted.text(path)
+    tables = {
+        "tokenizer_config.json": untrusted.TOKENIZER,
+        "special_tokens_map.json": untrusted.TOKENIZER,
+        "added_tokens.json": {},
+        "chat_template.json": {"chat_template": untrusted.TEXT},
+        "tokenizer.json": None,  # large: read once, by what it is for
+        "vocab.json": None,
+    }
+    for name, table in tables.items():
+        if (folder / name).is_file() and table is not None:
+            untrusted.json_object(folder / name, table)
+        elif (folder / name).is_file():
+            untrusted.check_size(folder / name)
 
 
 def _mask_token_id(
@@ -538,6 +600,8 @@ def _read_network(
 ) -> PreTrainedModel:
     """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
     paths, how = shards(folder), {}
+    with _reading(folder):
+        _check_size(config, paths)
     if quantize_on is not None:
         how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
@@ -577,12 +641,37 @@ def _four_bits() -> BitsAndBytesConfig:
     )
 
 
+SLACK = 2**24  # weights; where fewer are missing or too many, loading says which
+
+
+def _check_size(shape: PreTrainedConfig, paths: list[Path]) -> None:
+    """ValueError where the configuration asks for many more weights than the files' headers name.
+
+    Before anything is built: those that are missing would be made up, whatever their size.
+    """
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    heads = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
+    layer = shape.hidden_size * (heads * width + 3 * shape.intermediate_size)
+    tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    asked, held = tables + shape.num_hidden_layers * layer, 0
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            held += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    if asked > held + SLACK:
+        raise ValueError(
+            f"config.json asks for {asked:,} weights; allowed the {held:,} of its files"
+        )
+
+
 def shards(folder: Path) -> list[Path]:
-    """The weight files; the ones that the index names must all be there."""
+    """The weight files; the ones that the index names must all be there, in this folder."""
     if (folder / "model.safetensors").is_file() or not (folder / INDEX).is_file():
         return [folder / "model.safetensors"]
     with _reading(folder):
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        index = untrusted.json_object(folder / INDEX, untrusted.WEIGHT_INDEX)
+        names = sorted(set((index.get("weight_map") or {}).values()))
+    if not names:
+        raise _refused(folder, f", whose {INDEX} gives no weight_map")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise _refused(folder, f", which lacks {', '.join(missing)}, named by its {INDEX}")
@@ -604,12 +693,16 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
 
 @contextlib.contextmanager
 def _reading(folder: Path):
-    """What a library has to say about a file becomes one line."""
-    refused = (OSError, RuntimeError, ValueError, KeyError, SafetensorError, StrictDataclassError)
+    """What a library has to say about a file becomes one line: of hostile ones it may be anything.
+
+    Running out of a GPU's memory is not about the file, and the caller knows what to lower.
+    """
     try:
         with _quiet():
             yield
-    except refused as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
         raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
 
 

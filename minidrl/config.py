@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
-import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -15,15 +15,31 @@ from typing import Any
 
 import yaml
 
-from minidrl.launch import launched_rank
+from minidrl import untrusted
+from minidrl.launch import launched_rank, tell
 from minidrl.methods import METHODS, has_option
 from minidrl.sampler import Sampler
 from minidrl.tasks import DEFAULT, Task, task_class
+from minidrl.untrusted import WHOLE, brief
+
+MOST = 2**20  # sequences of a rollout, a batch, an evaluation: beyond it no step would end
+MOST_LAYERS, MOST_UPDATES, MOST_THREADS = 1024, 4096, 256
 
 
 def _one_of(key: str, value: Any, *allowed: str) -> None:
     if value not in allowed:
         raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
+
+
+def _at_most(key: str, value: int, most: int, of: str = "") -> None:
+    if value > most:
+        raise ValueError(f"{key}: got {value}; allowed up to {most}{of}")
+
+
+def _check_machine(device: str, threads: int) -> None:
+    if not re.fullmatch("cpu|meta|cuda(:[0-9]{1,2})?", device, re.ASCII):
+        raise ValueError(f"device: got {device!r}; allowed cpu, cuda, cuda:0 and so on")
+    _at_most("threads", threads, max(MOST_THREADS, os.cpu_count() or 1))
 
 
 def _at_least(settings: Any, section: str, **lowest: float) -> None:
@@ -54,6 +70,7 @@ class Network:
     def __post_init__(self):
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         _at_least(self, "network.", **dict.fromkeys(names, 1))
+        _at_most("network.num_hidden_layers", self.num_hidden_layers, MOST_LAYERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +111,8 @@ class Evaluation:
 
     def __post_init__(self):
         _at_least(self, "evaluate.", n=1, temperature=0, every=0, skip=0)
+        _at_most("evaluate.n", self.n, MOST)
+        _at_most("evaluate.skip", self.skip, MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +176,8 @@ class Pretrain:
         if self.stop_after > self.steps:
             allowed = f"up to steps ({self.steps}), or 0 for all of them"
             raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
+        _at_most("batch_size", self.batch_size, MOST)
+        _check_machine(self.device, self.threads)
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
         _check_length(self.task, self.sampler.length)
 
@@ -215,6 +236,11 @@ class Train:
             self, "", steps=1, num_prompts=1, num_generations=1, num_iterations=1, micro_batch=1
         )
         _at_least(self, "", save_every=0, threads=0)
+        _at_most("num_iterations", self.num_iterations, MOST_UPDATES)
+        most = MOST // min(self.num_generations, MOST)
+        _at_most("num_generations", self.num_generations, MOST)
+        _at_most("num_prompts", self.num_prompts, most, f" with {self.num_generations} generations")
+        _check_machine(self.device, self.threads)
         _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
         _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
@@ -246,6 +272,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
     for key, value in overrides.items():
+        if not isinstance(key, str):
+            raise ValueError(f"settings: got the key {brief(key)}; allowed text")
         _set(data, key, parsed(key, value) if isinstance(value, str) else value)
     return from_dict(kind, data)
 
@@ -255,10 +283,7 @@ def read(path: Path) -> dict:
     if not path.is_file():
         shipped = "the configs that ship are in tiny_configs/"
         raise ValueError(f"config: got {str(path)!r}, which is no file; {shipped}")
-    try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"config: {path} is no YAML: {' '.join(str(error).split())}") from None
+    data = untrusted.parsed_yaml(untrusted.text(path), f"config: {path}")
     if not isinstance(data, dict):
         what = f"{path} holds {type(data).__name__}"
         raise ValueError(f"config: {what}; allowed a mapping of keys to values")
@@ -268,13 +293,15 @@ def read(path: Path) -> dict:
 def _leave_out_options(data: dict, name: Any) -> None:
     # Those that the file has for its own method, and that the method ``name`` does not have.
     own, options = data.get("method", Train.method), data.get("method_options")
-    if name == own or name not in METHODS or not isinstance(options, dict):
+    known = isinstance(name, str) and name in METHODS
+    if name == own or not known or not isinstance(options, dict):
         return
-    left = [key for key in options if not has_option(METHODS[name], key)]
+    words = [key for key in options if isinstance(key, str)]
+    left = [key for key in words if not has_option(METHODS[name], key)]
     data["method_options"] = {key: value for key, value in options.items() if key not in left}
     if left and launched_rank() == 0:
         said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
-        print(f"minidrl: method_options: {said}", file=sys.stderr)
+        tell(f"method_options: {said}")
 
 
 def _model(parent: Path, name: str) -> str:
@@ -286,9 +313,9 @@ def _model(parent: Path, name: str) -> str:
 def parsed(key: str, text: str) -> Any:
     """The value that a text of the command line stands for."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ValueError(f"{key}: got {text!r}; allowed a value in YAML") from None
+        return untrusted.parsed_yaml(text, key)
+    except ValueError:
+        raise ValueError(f"{key}: got {brief(text)}; allowed a value in YAML") from None
 
 
 def _set(data: dict, key: str, value: Any) -> None:
@@ -320,6 +347,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if isinstance(hint, types.UnionType):
         return None if value is None else _convert(typing.get_args(hint)[0], value, key)
     if hint is Task and isinstance(value, dict):
+        if not isinstance(value.get("name", DEFAULT), str):
+            raise ValueError(f"{key}.name: got {brief(value['name'])}; allowed text")
         settings = {name: setting for name, setting in value.items() if name != "name"}
         return from_dict(task_class(value.get("name", DEFAULT)), settings, f"{key}.")
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
@@ -327,23 +356,32 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint) or hint is Task:
         kind = task_class(DEFAULT) if hint is Task else hint
         names = ", ".join(f.name for f in dataclasses.fields(kind))
-        raise ValueError(f"{key}: got {value!r}; allowed a section with keys {names}")
+        raise ValueError(f"{key}: got {brief(value)}; allowed a section with keys {names}")
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
-            number = float(value)  # YAML reads 3e-4 as a string
-        except ValueError:
+            number = float(value)  # "3e-4" in quotes is one, too
+        except (ValueError, OverflowError):
             number = math.nan
         if not math.isnan(number):
             return number
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+    elif hint is int:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and -WHOLE < value < WHOLE and value == int(value):  # 1e3 is a whole number
+            return int(value)
+    elif isinstance(value, hint):
         return value
-    raise ValueError(f"{key}: got {value!r}; allowed a value of type {hint.__name__}")
+    raise ValueError(f"{key}: got {brief(value)}; allowed a value of type {hint.__name__}")
 
 
 def to_dict(settings: Any) -> dict:
     """Plain data, as written to a run's config.yaml."""
     data = dataclasses.asdict(settings)
     return data | {"task": {"name": settings.task.name} | data["task"]}
+
+
+def dumped(settings: Any) -> str:
+    """The text of a run's config.yaml."""
+    return yaml.dump(to_dict(settings), Dumper=untrusted.Dumper, sort_keys=False)
 
 
 def of_run(kind: type, folder: Path) -> Any:

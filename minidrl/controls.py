@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minidrl import checkpoints, config, files, sampler, tables, trainer
+from minidrl import checkpoints, config, files, sampler, tables, trainer, untrusted
 from minidrl.denoiser import Denoiser
 from minidrl.ledger import SELF_TRAINING
 
@@ -124,6 +124,10 @@ def table(runs: list[Path]) -> str:
     """Markdown table of several runs' controls (percent): one column a seed, and the mean."""
     rows = [read(run) for run in runs]
     columns = [run.name for run in runs]
+    for run, row in zip(runs, rows, strict=True):
+        if row.keys() != rows[0].keys() or not all(map(untrusted.SHARE.good, row.values())):
+            allowed = f"a share from 0 to 1 for each of {', '.join(rows[0])}"
+            raise ValueError(f"{run / CONTROLS}: got {untrusted.brief(row)}; allowed {allowed}")
     out = []
     for name in rows[0]:
         values = [100 * row[name] for row in rows]

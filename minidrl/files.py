@@ -66,15 +66,15 @@ def acquire(lock: FileLock, key: str, path: Path) -> None:
 def read_object(path: Path) -> dict:
     """The JSON object of a file; empty if there is no file, or none that can be read."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def append(path: Path, line: str) -> None:
     """A line at the end of a file; what is not flushed yet may go with the machine."""
-    with _writing(path), path.open("a") as file:
+    with _writing(path), path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
@@ -133,7 +133,7 @@ def damage(path: Path) -> str:
     Hidden files are nobody's.
     """
     try:
-        lines = (path / SUMS).read_text().splitlines()
+        lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
         told = {name: total for total, _, name in (line.partition("  ") for line in lines)}
         present = _sums(path)
     except FileNotFoundError:
@@ -174,7 +174,8 @@ def write_sums(path: Path) -> None:
     """SHA256SUMS of a folder, after its files have reached the disk; it is the last one to."""
     for file in _files(path):
         sync(file)
-    (path / SUMS).write_text("".join(f"{total}  {name}\n" for name, total in _sums(path).items()))
+    lines = (f"{total}  {name}\n" for name, total in _sums(path).items())
+    (path / SUMS).write_text("".join(lines), encoding="utf-8")
     sync(path / SUMS)
     sync(path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -28,20 +29,47 @@ class Interrupted(KeyboardInterrupt):
         self.signal = signal
 
 
+LONGEST = 4000  # characters of a message
+
+
+def shown(text: str) -> str:
+    """A text for a terminal: what is neither printable nor a new line is escaped, as in Python.
+
+    Names and values of files that a stranger wrote could otherwise move the cursor, change the
+    title, or write from right to left.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def one_line(error: BaseException | str) -> str:
-    """The message of an error, however many lines a library gave it."""
-    return " ".join(str(error).split())
+    """The message of an error, however many lines a library gave it; of a long one both ends."""
+    said = " ".join(str(error).split())
+    if len(said) > LONGEST:
+        said = f"{said[: LONGEST // 2]} .. {said[-LONGEST // 4 :]}"
+    return shown(said)
+
+
+def tell(said: BaseException | str) -> None:
+    """One line on stderr."""
+    print(f"minidrl: {one_line(said)}", file=sys.stderr)
 
 
 def launched_processes() -> int:
     """The number of processes that torchrun says it started; 1 without it."""
     told = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
-    return int(os.environ["WORLD_SIZE"]) if told else 1
+    return _told("WORLD_SIZE", 1) if told else 1
 
 
 def launched_rank() -> int:
     """This process's number among those, from 0."""
-    return int(os.environ["RANK"]) if launched_processes() > 1 else 0
+    return _told("RANK", 0) if launched_processes() > 1 else 0
+
+
+def _told(name: str, low: int) -> int:
+    text = os.environ[name]
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) >= low):
+        raise LocalError(f"{name}: got {text!r} in the environment; allowed integers from {low}")
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from minidrl import files
+from minidrl import files, untrusted
 
 SELF_TRAINING = "self-training"  # on the base's own correct samples; no row of METHODS
 COLLAPSE = 0.05  # a method collapsed if its mean ends by more than this below the base
@@ -105,8 +105,8 @@ def _put(path: Path, columns: Mapping[str, Kind], rows: Sequence[Row]) -> None:
     text, cells = io.StringIO(), {(row["study"], row["cell"]) for row in rows}
     before = []
     if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            before = list(csv.DictReader(file))
+        with _reading(path) as lines:
+            before = list(lines)
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(row for row in before if (row["study"], row["cell"]) not in cells)
@@ -134,8 +134,7 @@ def read_courses(path: str | Path, study: str) -> Courses:
 
 def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) -> list[Row]:
     rows, seen = [], set()
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        lines = csv.DictReader(file)
+    with _reading(Path(path)) as lines:
         if missing := [name for name in columns if name not in (lines.fieldnames or ())]:
             got = f"got no column {', '.join(missing)}"
             raise ValueError(f"{path} line 1: {got}; required are {', '.join(columns)}")
@@ -149,11 +148,22 @@ def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) ->
     return rows
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[csv.DictReader]:
+    # The lines of a CSV file, by column.
+    text = untrusted.decoded(path)
+    lines = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        yield lines
+    except csv.Error as error:
+        raise ValueError(f"{path} line {lines.line_num}: {error}; allowed is CSV") from None
+
+
 def _value(text: str | None, kind: Kind, where: str, column: str) -> Any:
     try:
         value = kind.read(text)
         good = kind.good(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         good = False
     if not good:
         got = "nothing" if text is None else repr(text)

@@ -76,7 +76,7 @@ from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.launch import LocalError, one_line
 from minidrl.methods import Method, draw
-from minidrl.rehearsal import blank_rollout, method_of
+from minidrl.rehearsal import blank_rollout, main_memory, method_of
 
 RESIDENT = ("weights", "adapters", "optimizer", "reference", "rollout_weights")
 TRANSIENT = ("activations", "layer", "logits", "rollout", "gradients", "earlier", "step")
@@ -370,6 +370,38 @@ def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     method = method_of(settings)
     made = blank_rollout(method, settings, settings.num_prompts)
     return predict(settings, method, made, gpus)
+
+
+def check(settings: config.Train) -> None:
+    """ValueError for a run whose predicted peak is beyond the memory of its device."""
+    processes = distributed.num_processes()
+    parts = predicted_memory(settings, processes)
+    largest = max(parts, key=parts.get)
+    said = f"{largest} alone {parts[largest] / 1e9:.1f}; python -m minidrl memory lists the parts"
+    _refuse(peak(parts), settings.device, processes, said)
+
+
+def check_pretraining(settings: config.Pretrain) -> None:
+    """ValueError for a network, or a batch, that the device cannot hold.
+
+    Weights, gradients and two moments in float32, and what the layers keep of a batch.
+    """
+    sizes, width = settings.network, settings.task.prompt_length + settings.sampler.length
+    square = 4 * sizes.hidden_size**2 + 3 * sizes.hidden_size * sizes.intermediate_size
+    kept = layer_bytes(sizes, FLOAT, config.Lora(), width)
+    layers, tokens = sizes.num_hidden_layers, settings.batch_size * width
+    asked = layers * (4 * FLOAT * square + tokens * kept)
+    said = f"{layers} layers of {sizes.hidden_size}, {tokens} tokens a batch"
+    _refuse(asked, settings.device, 1, said)
+
+
+def _refuse(asked: int, device: str, processes: int, said: str) -> None:
+    room, name = main_memory() // processes, "this machine"
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        room, name = torch.cuda.get_device_properties(device).total_memory, device
+    if asked > room:
+        got = f"{asked / 1e9:.1f} GB predicted at the peak ({said})"
+        raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
 
 
 def report_peak(settings: config.Train, device: torch.device) -> None:

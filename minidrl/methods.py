@@ -716,6 +716,9 @@ def with_options(method: Method, options: dict[str, Any]) -> Method:
     give a row the term that it lacks. Raises ValueError for a key that the method does not have,
     and for a value of another kind than the present.
     """
+    if wrong := [key for key in options if not isinstance(key, str)]:
+        allowed = ", ".join(_options(method))
+        raise ValueError(f"method_options: got the key {wrong[0]!r}; allowed {allowed}")
     kl = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
     rest = {key: value for key, value in options.items() if not key.startswith("kl.")}
     # A credit is chosen before its numbers are given.
@@ -812,6 +815,8 @@ def _check_like(key: str, value: Any, present: Any) -> None:
     low = _ABOVE.get(key.partition(".")[2])
     if low is not None and not value > low:
         raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
+    if value != value:  # nan: every comparison with it is false, a filter by it lets all pass
+        raise ValueError(f"method_options.{key}: got nan; allowed a number like {present!r}")
 
 
 def numbers(method: Method) -> list[str]:

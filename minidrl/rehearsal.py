@@ -5,6 +5,9 @@ The row of the run, with its options, on made-up numbers in the shapes of the ru
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -25,8 +28,47 @@ def method_of(settings: config.Train) -> Method:
         allowed = f"{method.order}, which {method.name} is about"
         raise ValueError(f"sampler.order: got {settings.sampler.order!r}; allowed {allowed}")
     sampler.check_records(method.needs, settings.sampler)
+    check_size(method, settings)
     rehearse(method, settings)
     return method
+
+
+def check_size(method: Method, settings: config.Train) -> None:
+    """ValueError for numbers whose arrays this machine cannot hold, before any array is made.
+
+    A lower bound, from the sizes alone: tokens, steps, log-probabilities and noise of a rollout,
+    with the completions that the row asks for; of a plan masks and three features.
+    """
+    s, rows = settings.sampler, settings.num_prompts * settings.num_generations
+    key, states = _states(method, s)
+    if (most := config.MOST // rows) < states:
+        raise ValueError(f"{key}: got {states}; allowed up to {most} with {rows} responses a step")
+    completions = sum(name in sampler.COMPLETIONS for name in method.needs)
+    rollout = rows * s.length * (8 + 8 + 4 + 8 + 8 * completions * s.num_steps)
+    plan = rows * states * (settings.task.prompt_length + s.length * (2 + 3 * 4))
+    if (asked := rollout + plan) > (room := main_memory()):
+        got = f"{s.length} with {rows} responses a step and {states} states of each"
+        needed = f"{asked / 1e9:.1f} GB or more, and this machine has {room / 1e9:.1f} GB"
+        raise ValueError(f"sampler.length: got {got}; allowed what fits: it takes {needed}")
+
+
+def _states(method: Method, s: sampler.Sampler) -> tuple[str, int]:
+    # Of a plan: how many it has, and the option that says so.
+    words = method.plan.keywords
+    for name in ("num_states", "num_nodes"):
+        if name in words:
+            if words[name] is None:
+                return "sampler.length", s.num_steps
+            return f"method_options.plan.{name}", words[name] if type(words[name]) is int else 1
+    return "sampler.length", 1
+
+
+def main_memory() -> int:
+    """Bytes of main memory that this process may have: the machine's, or those of its container."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    told = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return min(whole, int(told)) if told.isdecimal() else whole
 
 
 def rehearse(method: Method, settings: config.Train) -> None:

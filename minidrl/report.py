@@ -10,21 +10,23 @@
 Nothing here needs a display, and matplotlib's global state is not touched.
 """
 
+from __future__ import annotations
+
+import importlib.util
 import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from minidrl import files, untrusted
+from minidrl.launch import tell
 
-from minidrl import files
+if TYPE_CHECKING:  # whoever draws imports it: nothing else needs it
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, INK, GRID = "#0072B2", "#D55E00", "#333333", "#E4E4E4"
 STEPS = (1, 2, 5, 10)  # distances between ticks, times a power of ten
@@ -59,7 +61,7 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
         got = f"{str(run)!r}, which holds no metrics.jsonl"
         raise ValueError(f"run: got {got}; allowed are folders written by train")
     # What follows the last newline is empty or unfinished.
-    rows, lines = [], path.read_text(encoding="utf-8").split("\n")[:-1]
+    rows, lines = [], untrusted.decoded(path).split("\n")[:-1]
     for number, line in enumerate(lines, 1):
         if line.strip():
             rows.append(_json_object(line, f"{path} line {number}"))
@@ -75,7 +77,7 @@ def read_summary(run: str | Path) -> dict[str, Any]:
     if not path.is_file():
         got = f"{str(run)!r}, which holds no summary.json"
         raise ValueError(f"run: got {got}; allowed are folders of finished runs")
-    summary = _json_object(path.read_text(encoding="utf-8"), str(path))
+    summary = _json_object(untrusted.text(path), str(path))
     missing = ", ".join(key for key in SUMMARY_KEYS if key not in summary)
     if missing:
         raise ValueError(f"{path}: got no {missing}; required are {', '.join(SUMMARY_KEYS)}")
@@ -103,6 +105,14 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 # ------------------------------------------------------------------------------------------- figure
+def can_draw() -> bool:
+    """True where matplotlib is there; a line on stderr where it is not."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        tell("matplotlib is missing: no figure is drawn; pip install matplotlib")
+    return found
+
+
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     """Draw the solved rate of a run to `path` (default run/curve.png), which is returned.
 
@@ -128,6 +138,9 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
     evaluations, a marker for each temperature. The upper axis shows the time where the lines have
     it and it increases. Raises: ValueError when no line has a solved rate.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with style():
         figure = Figure(figsize=(4, 3), dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
@@ -143,6 +156,8 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
 @contextmanager
 def style() -> Iterator[None]:
     """Our settings, whatever the user's matplotlibrc says; what was set before comes back."""
+    import matplotlib
+
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
@@ -189,6 +204,8 @@ def _finish(
     axes: Axes, rows: Sequence[Mapping[str, Any]], drawn: list[tuple[float, float]]
 ) -> None:
     """Axes that start at 0 percent, their labels, grid, legend, and the time along the top."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
     first, last = min(drawn)[0], max(drawn)[0]
     highest = max(percent for _, percent in drawn)
     margin = 0.02 * (last - first) or 0.5
@@ -210,6 +227,8 @@ def _finish(
 
 def _time_axis(axes: Axes, steps: list[float], seconds: list[float]) -> bool:
     """Ticks at round times along the top, where updates reach them; False without times."""
+    from matplotlib.ticker import MaxNLocator
+
     if steps and steps[0] > 0 and seconds[0] > 0:  # the clock started before any update
         steps, seconds = [0, *steps], [0.0, *seconds]
     if len(steps) < 2 or any(b <= a for a, b in zip(seconds, seconds[1:], strict=False)):
@@ -241,7 +260,7 @@ def _finite(value: Any) -> bool:
 def _json_object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: got {text.strip()[:40]!r}; allowed is a JSON object") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: got {type(value).__name__}; allowed is a JSON object")

@@ -11,19 +11,19 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from filelock import FileLock
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from minidrl import checkpoints, config, distributed, files
+from minidrl import checkpoints, config, distributed, files, untrusted
 from minidrl.denoiser import has_adapters, trained
+from minidrl.launch import one_line, tell
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 _NAME = re.compile(r"checkpoint-[0-9]+")
@@ -66,7 +66,7 @@ def _write_checkpoint(
     with files.folder(folder) as part:
         checkpoints.save(model, tok, part)
         save_file(tensors, part / "optimizer.safetensors")
-        (part / "state.json").write_text(json.dumps(state))
+        (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
         for name in (CONFIG, METRICS):
             if (folder.parent / name).is_file():
                 shutil.copyfile(folder.parent / name, part / name)
@@ -84,14 +84,46 @@ def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
-    """Put a checkpoint's optimiser state back; returns its counters."""
-    tensors = load_file(folder / "optimizer.safetensors")
-    for name, p in trained(model):
-        for key, value in optimizer.state[p].items():
-            stored = tensors.get(f"{name}/{key}")
-            if stored is not None:  # older versions wrote none before the first update
-                value.copy_(distributed.sharded_like(stored, value))
-    return json.loads((folder / "state.json").read_text())
+    """Put a checkpoint's optimiser state back; returns its counters.
+
+    ValueError, before anything is changed, unless the file has the tensors of this optimiser, no
+    other, in their shapes, and the counters are those of the step that the folder is named for.
+    """
+    path, state = folder / "optimizer.safetensors", _counters(folder)
+    slots = {
+        f"{name}/{key}": value
+        for name, p in trained(model)
+        for key, value in optimizer.state[p].items()
+    }
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            if not stored and not state["step"]:  # older versions: none before the first update
+                return state
+            _check_slots(path, stored, {name: tuple(slot.shape) for name, slot in slots.items()})
+            for name, slot in slots.items():
+                slot.copy_(distributed.sharded_like(file.get_tensor(name), slot))
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read: {one_line(error)}") from None
+    return state
+
+
+def _check_slots(path: Path, stored: dict[str, tuple], own: dict[str, tuple]) -> None:
+    for name in sorted(stored.keys() | own.keys()):
+        if stored.get(name) != own.get(name):
+            got = f"{name} of shape {stored.get(name, 'missing')}"
+            allowed = f"shape {own[name]}" if name in own else "no such tensor, for this network"
+            raise ValueError(f"{path} has {got}; allowed {allowed}")
+
+
+def _counters(folder: Path) -> dict:
+    path = folder / "state.json"
+    state, named = untrusted.json_object(path, untrusted.STATE), folder.name.rpartition("-")[2]
+    step, known = state.get("step"), named.isdecimal() and named.isascii()
+    if step is None or (known and step != int(named)):
+        allowed = f"{named}, as the folder is named" if known else "whole numbers from 0"
+        raise ValueError(f"{path} has step {step}; allowed {allowed}")
+    return state
 
 
 def checkpoint_folders(out: Path) -> list[Path]:
@@ -186,7 +218,7 @@ def _resumed(out: Path, settings: Any) -> Path:
 
 
 def _tell(said: str) -> None:
-    print(f"minidrl: {said}", file=sys.stderr)
+    tell(said)
 
 
 def _check_startable(out: Path, settings: Any) -> None:
@@ -199,7 +231,7 @@ def _check_startable(out: Path, settings: Any) -> None:
 
 
 def _write_config(out: Path, settings: Any) -> None:
-    files.write(out / CONFIG, yaml.safe_dump(config.to_dict(settings), sort_keys=False))
+    files.write(out / CONFIG, config.dumped(settings))
 
 
 # What may differ when a run is continued: how long, how observed, on what machine.
@@ -231,7 +263,7 @@ class MetricsLog:
         self.path, self.writer = folder / METRICS, None
         if not distributed.is_main():
             return
-        files.write(self.path, (checkpoint / METRICS).read_text() if checkpoint else "")
+        files.write(self.path, untrusted.decoded(checkpoint / METRICS) if checkpoint else "")
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter

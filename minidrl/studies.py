@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import io
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +30,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+import minidrl
 from minidrl import checkpoints, config, controls, files, rehearsal, report, runs, trainer
-from minidrl.launch import Interrupted, RunError, one_line, stop_requests
+from minidrl.launch import Interrupted, RunError, one_line, stop_requests, tell
 from minidrl.ledger import PHASES, SELF_TRAINING, Group, Ledger, rate_text
+from minidrl.untrusted import brief
 
 CELL = "cell.json"
 CHOOSE, REPORT = "choose", "report"
+MOST_CELLS = 10_000
+LABEL = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)  # it names folders
 FIRST_CHOICE = 1000  # the seeds of the choice; those of the report begin at 0
 EQUAL = ("updates", "calls")
 # Means since the evaluation before, under the names of metrics.jsonl.
@@ -94,9 +98,15 @@ class Study:
 
     def __post_init__(self):
         for label, how in self.methods.items():
-            if not isinstance(label, str) or not isinstance(how, dict):
-                allowed = "a name with a mapping of settings"
-                raise ValueError(f"methods: got {label!r}: {how!r}; allowed {allowed}")
+            if (
+                not isinstance(label, str)
+                or not isinstance(how, dict)
+                or not LABEL.fullmatch(label)
+            ):
+                allowed = "a name of letters, digits and .+-_ with a mapping of settings"
+                raise ValueError(f"methods: got {brief(label)}: {brief(how)}; allowed {allowed}")
+        if not self.methods:
+            raise ValueError("methods: got none; allowed at least one")
         _all_numbers("rates", self.rates, lambda x: isinstance(x, float) and x > 0, "above 0")
         _all_numbers("updates", self.updates, lambda x: type(x) is int and x > 0, "whole, from 1")
         for name, low in {"seeds": 1, "hours": 0}.items():
@@ -104,11 +114,16 @@ class Study:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed from {low}")
         if self.equal not in EQUAL:
             raise ValueError(f"equal: got {self.equal!r}; allowed {', '.join(EQUAL)}")
+        lines = len(self.methods) * len(self.updates)
+        chosen = self.choose.seeds * len(self.rates) * (len(self.rates) > 1)
+        if (cells := lines * (self.seeds + chosen)) > MOST_CELLS:
+            got = f"{self.seeds}, {self.choose.seeds} in choose: {cells} runs"
+            raise ValueError(f"seeds: got {got}; allowed up to {MOST_CELLS} runs")
 
 
 def _all_numbers(key: str, values: list, right: Callable[[Any], bool], allowed: str) -> None:
-    if not values or len({*values}) < len(values) or not all(map(right, values)):
-        raise ValueError(f"{key}: got {values!r}; allowed different numbers, each {allowed}")
+    if not values or not all(map(right, values)) or len({*values}) < len(values):
+        raise ValueError(f"{key}: got {brief(values)}; allowed different numbers, each {allowed}")
 
 
 @dataclass(frozen=True)
@@ -150,15 +165,18 @@ def study_of(
     if "methods" not in data:
         allowed = "the file of a study, or --methods with that of a run"
         raise ValueError(f"methods: {path} names none; allowed {allowed}")
-    for key, value in overrides.items():
+    # A section is replaced before a key of it is.
+    for key, value in sorted(overrides.items(), key=lambda pair: "." in pair[0]):
         value = config.parsed(key, value) if isinstance(value, str) else value
         if key in own:
             data[key] = value
         elif key.startswith("choose."):
-            data["choose"] = data.get("choose", {}) | {key.removeprefix("choose."): value}
+            data["choose"] = _section(data, "choose") | {key.removeprefix("choose."): value}
         else:
-            data["settings"] = data.get("settings", {}) | {key.removeprefix("settings."): value}
+            data["settings"] = _section(data, "settings") | {key.removeprefix("settings."): value}
     if isinstance(data["methods"], list):
+        if not all(isinstance(label, str) for label in data["methods"]):
+            raise ValueError(f"methods: got {brief(data['methods'])}; allowed a list of names")
         data["methods"] = dict.fromkeys(data["methods"])
     if isinstance(data["methods"], dict):  # what follows a label may be left out
         data["methods"] = {label: how or {} for label, how in data["methods"].items()}
@@ -166,14 +184,21 @@ def study_of(
             data["methods"] = {label: data["methods"].get(label, {}) for label in names}
     if isinstance(data.get("rates"), list):  # YAML reads 3e-4 as a string
         data["rates"] = [_number(rate) for rate in data["rates"]]
+    _section(data, "choose"), _section(data, "settings")
     study = config.from_dict(Study, data)
     return dataclasses.replace(study, config=str((path.parent / study.config).resolve()))
+
+
+def _section(data: dict, key: str) -> dict:
+    if not isinstance(data.get(key, {}), dict):
+        raise ValueError(f"{key}: got {brief(data[key])}; allowed a section")
+    return data.get(key, {})
 
 
 def _number(value: Any) -> Any:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return value
 
 
@@ -367,7 +392,7 @@ def ledger_line(cell: Cell, told: dict, metrics: list[dict], bed: str) -> dict:
         "train_end": _mean([row["solved"] for row in rows[-max(1, len(rows) // 10) :]]),
         "calls": sum(calls.values()),
         "seconds": round(rows[-1]["seconds"], 1) if rows else 0.0,
-        "version": importlib.metadata.version("minidrl"),
+        "version": minidrl.__version__,
     }
     for phase in PHASES:
         spent = sum(row.get(f"seconds/{phase}", 0.0) for row in rows)
@@ -468,7 +493,8 @@ class _Work:
             _, process = running.pop(cell.name)
             if process.exitcode:
                 log = _log(self.out / cell.name)
-                said = (log.read_text().strip().splitlines() or ["nothing"])[-1]
+                written = log.read_text(encoding="utf-8", errors="replace")
+                said = (written.strip().splitlines() or ["nothing"])[-1]
                 message = f"cell {cell.name} ended with status {process.exitcode}: {said}"
                 raise ValueError(message) if process.exitcode == 2 else RunError(message)
         return over
@@ -508,7 +534,7 @@ def _in_process(cell: Cell, out: Path) -> None:
     except Interrupted as asked:
         sys.exit(128 + asked.signal)
     except (ValueError, OSError, RunError) as error:
-        print(f"minidrl: {one_line(error)}", file=sys.stderr)
+        tell(error)
         sys.exit(2)
 
 

@@ -71,6 +71,7 @@ def train(
 def _train(
     settings: config.Train, out: Path, resume: bool, kind: Callable[[config.Train], Learner]
 ) -> dict:
+    distributed.collectively(lambda: memory.check(settings))
     learner = distributed.collectively(lambda: kind(settings))
     with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
@@ -152,7 +153,7 @@ def _finish(learner: Learner, log: MetricsLog, out: Path, state: dict) -> dict:
         state["solved_after"] = _evaluate_into(log, learner, s.steps, state["seconds"])
         learner.save(out / f"checkpoint-{s.steps}", state)
     log.close()
-    distributed.on_main(lambda: report.write_curve(out))
+    distributed.on_main(lambda: report.can_draw() and report.write_curve(out))
     summary = {
         "method": learner.method.name,
         "seed": s.seed,
@@ -668,7 +669,7 @@ def prepare(settings: config.Train | config.Pretrain) -> None:
     a device that is not there.
     """
     try:
-        torch.empty(0, device=settings.device)
+        torch.empty(0, device=settings.device).tolist()  # meta has no numbers
     except (RuntimeError, AssertionError):
         allowed = "cpu, and cuda where torch finds a GPU"
         raise ValueError(f"device: got {settings.device!r}; allowed {allowed}") from None
@@ -822,6 +823,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     those met so far, each key once.
     """
     prepare(settings)
+    memory.check_pretraining(settings)
     with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         return _pretrain(settings, out, checkpoint, asked)
 

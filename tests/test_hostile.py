@@ -1,0 +1,710 @@
+"""What a user mistypes and what a stranger sends: answered by one line that names it and exit status 2; nothing is lost.
+
+``WRONG``, ``FILES`` and ``CHECKPOINTS`` are tables of inputs with a part of the line that must come; ``tests/fuzz_inputs.py``
+draws inputs that nobody chose.
+"""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import tiny
+from minidrl import chat, checkpoints, config, controls, launch, methods, report, runs, studies, trainer, untrusted
+from minidrl.__main__ import main
+from minidrl.tasks import text as texts
+from minidrl.tasks.countdown import Countdown, tokenizer
+
+SAMPLER = {"order": "left_to_right", "temperature": 1.0, "length": 4, "block_length": 4, "tokens_per_step": 1}
+TASK = {"num_numbers": 2, "held_out_share": 0.3}
+RUN = {"model": "base", "task": TASK, "sampler": SAMPLER, "steps": 1, "num_prompts": 2, "num_generations": 3}
+RUN |= {"evaluate": {"n": 4}}
+BASE = {"task": TASK, "sampler": SAMPLER, "network": tiny.SIZES, "steps": 1, "batch_size": 4, "evaluate": {"n": 4}}
+STUDY = {"config": "run.yaml", "methods": ["reinforce"], "rates": [1e-4], "seeds": 1}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    tiny.checkpoint(folder / "base")
+    for name, data in {"run": RUN, "base": BASE, "study": STUDY}.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(place, monkeypatch) -> Path:
+    """A working directory that a refused command must leave as it was."""
+    monkeypatch.chdir(place)
+    before = sorted(place.rglob("*"))
+    yield place
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.fixture
+def folder(place, tmp_path, monkeypatch) -> Path:
+    """A copy of it that a test may change."""
+    shutil.copytree(place, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(capfd, *words: str) -> str:
+    """The one line with which a command is refused."""
+    capfd.readouterr()
+    try:
+        status = main(list(words))
+    except SystemExit as exit_:
+        status = exit_.code
+    out, error = capfd.readouterr()
+    assert (status, out) == (2, ""), error
+    assert error.startswith("minidrl: ") and error.count("\n") == 1 and error.endswith("\n")
+    assert error[:-1].isprintable() and len(error) < launch.LONGEST
+    return error
+
+
+# -------------------------------------------------------------------------------------------------------- command lines
+WHOLE = ("steps", "num_prompts", "num_generations", "num_iterations", "micro_batch", "save_every", "seed", "threads")
+NETWORK = ("network.hidden_size", "network.num_hidden_layers", "network.num_attention_heads", "network.intermediate_size")
+NO_INTEGERS = ("x", "1.5", ".nan", "[1]", "{a:1}", "1e400", "9" * 30, "2020-01-01")
+REALS = ("optimizer.learning_rate", "optimizer.beta1", "optimizer.weight_decay", "evaluate.temperature", "lora.alpha")
+NO_REALS = ("fast", ".nan", "[1]", "true", "{}")
+
+WRONG = {}
+WRONG |= {f"train run.yaml --{key} {value}": f"{key}: got " for key in WHOLE for value in NO_INTEGERS if key != value}
+WRONG |= {f"pretrain base.yaml --{key} {value}": f"{key}: got " for key in (*NETWORK, "batch_size") for value in NO_INTEGERS}
+WRONG |= {f"memory run.yaml --{key} {value}": f"{key}: got " for key in REALS for value in NO_REALS}
+WRONG |= {
+    # numbers that do not fit
+    "train run.yaml --num_prompts 1000000000": "num_prompts: got 1000000000; allowed up to 349525 with 3 generations",
+    "train run.yaml --num_generations 1000000000": "num_generations: got 1000000000; allowed up to 1048576",
+    "train run.yaml --num_iterations 1000000000": "num_iterations: got 1000000000; allowed up to 4096",
+    "train run.yaml --threads 100000": "threads: got 100000; allowed up to",
+    "pretrain base.yaml --threads 100000": "threads: got 100000; allowed up to",
+    "train run.yaml --evaluate.n 1000000000": "evaluate.n: got 1000000000; allowed up to 1048576",
+    "train run.yaml --evaluate.skip 1000000000": "evaluate.skip: got 1000000000; allowed up to 1048576",
+    "train run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000; allowed up to",
+    "train run.yaml --method grpo --method_options.plan.num_states 1000000": "num_states: got 1000000; allowed up to 174762",
+    "train run.yaml --method gdpo --method_options.plan.num_nodes 1000000": "num_nodes: got 1000000; allowed up to 174762",
+    "train run.yaml --lora.rank 1000000000000": "memory: got",
+    "memory run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000",
+    "pretrain base.yaml --batch_size 1000000000": "batch_size: got 1000000000; allowed up to 1048576",
+    "pretrain base.yaml --network.num_hidden_layers 1000000": "network.num_hidden_layers: got 1000000; allowed up to 1024",
+    "pretrain base.yaml --network.hidden_size 100000000": "GB predicted at the peak (2 layers of 100000000",
+    "pretrain base.yaml --network.intermediate_size 1e12": "memory: got",
+    "evaluate base --config run.yaml --n 4 --samples 1000000000": "samples: got '1000000000'; allowed up to 262144",
+    "evaluate base --config run.yaml --n 1000000000": "n: got '1000000000'; allowed up to 1048576",
+    "evaluate base --config run.yaml --n 1e3": "n: got '1e3'; allowed integers from 1",
+    f"evaluate base --config run.yaml --n {'9' * 5000}": "n: got '9999",
+    "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed a finite number",
+    "evaluate base --config run.yaml --temperature warm": "temperature: got 'warm'; allowed numbers from 0",
+    "memory run.yaml --gpus 9999999999": "gpus: got '9999999999'; allowed up to",
+    "compare run.yaml --methods reinforce --seeds 1000000000": "seeds: got 1000000000, 1 in choose: 1000000000 runs",
+    "compare run.yaml --methods reinforce --jobs 1000000": "jobs: got '1000000'; allowed up to",
+    "compare study.yaml --choose.seeds 1e6 --rates 1e-4,2e-4": "1000000 in choose",
+    # words where others are meant
+    "train run.yaml --method [1]": "method: got [1]; allowed a value of type str",
+    "train run.yaml --method_options [1]": "method_options: got [1]; allowed a value of type dict",
+    "train run.yaml --method_options {1:2}": "allowed plan.num_states",
+    "train run.yaml --method_options.plan.min_entropy .nan": "method_options.plan.min_entropy: got nan; allowed a number like",
+    "train run.yaml --method_options.kl.beta .nan": "method_options.kl.beta: got nan",
+    "train run.yaml --task {name:[1]}": "task",
+    "train run.yaml --task.name [1]": "task.name: got [1]; allowed text",
+    "train run.yaml --task.name chess": "task.name: got 'chess'; allowed countdown",
+    "train run.yaml --device meta": "device: got 'meta'; allowed cpu, and cuda where torch finds a GPU",
+    "train run.yaml --device cuda:1234": "device: got 'cuda:1234'; allowed cpu, cuda",
+    "train run.yaml --device xla": "device: got 'xla'; allowed cpu, cuda",
+    "memory run.yaml --device quantum": "device: got 'quantum'; allowed cpu, cuda",
+    "verify base --device meta": "device: got 'meta'; allowed cpu, and cuda where torch finds a GPU",
+    "verify base --dtype int8": "dtype: got 'int8'; allowed stored, float32, bfloat16",
+    "verify base --prompt x": "answer: got None with prompt 'x'",
+    "verify base --out nowhere": "out: got 'nowhere'; allowed a folder",
+    "verify nowhere": "model: got 'nowhere', which holds no config.json",
+    "verify base more": "argument 'more': allowed --key value",
+    "train run.yaml --=5": "argument '--=5': allowed --key value",
+    "train run.yaml ---steps 5": "argument '---steps': allowed --key value",
+    "train run.yaml --. 5": "unknown key",
+    "train run.yaml --a.b.c.d.e 5": "a: unknown key",
+    "train run.yaml --steps &a": "steps: got ",
+    "train run.yaml --steps *a": "steps: got '*a'; allowed a value in YAML",
+    "train run.yaml --steps !!python/name:os.system": "steps: got '!!python/name:os.system'; allowed a value in YAML",
+    f"train run.yaml --steps {'[' * 3000}": "allowed a value in YAML",
+    f"train run.yaml --steps {'9' * 5000}": "allowed a value in YAML",
+    f"train run.yaml --{'x' * 100000} 5": "unknown key",
+    "train run.yaml --model \x1b]0;title\x07": r"model: got '\x1b]0;title\x07'; allowed a value in YAML",
+    "train run.yaml --model base\x1b[31m": "model: got ",
+    "train run.yaml --model a\u202eb": r"\u202e",
+    "train \x1b[2J": r"config: got '\x1b[2J', which is no file",
+    "\x1b[2J": r"invalid choice: '\x1b[2J'",
+    "methods \x1b[31m": r"methods: got '\x1b[31m'",
+    "where \x1b[31m": r"where: got '\x1b[31m'",
+    "tasks 5": "argument '5': allowed --key value",
+    "tasks --json yes": "--json: unknown option",
+    "estimators 5": "argument '5': allowed --key value",
+    "controls nowhere": "run: got 'nowhere', which holds no summary.json",
+    "controls base": "run: got 'base', which holds no summary.json",
+    "controls": "the following arguments are required: runs",
+    "compare nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
+    "compare study.yaml --methods ../up": "methods: got '../up'",
+    "compare study.yaml --methods a/b": "methods: got 'a/b'",
+    "compare study.yaml --methods ,": "methods: got ''",
+    "compare study.yaml --updates [1]": "updates: got [[1]]; allowed different numbers",
+    "compare study.yaml --updates 1,1": "updates: got [1, 1]; allowed different numbers",
+    "compare study.yaml --rates .nan": "rates: got [nan]; allowed different numbers",
+    "compare study.yaml --rates [1]": "rates: got [[1]]; allowed different numbers",
+    "compare study.yaml --hours .nan": "hours: got nan; allowed a value of type float",
+    "compare study.yaml --equal time": "equal: got 'time'; allowed updates, calls",
+    "compare study.yaml --choose 3": "choose: got 3; allowed a section",
+    "compare study.yaml --settings 3": "settings: got 3; allowed a section",
+    "compare study.yaml --ledger run.yaml --report": "run.yaml line 1: got no column",
+    "evaluate base --config .": "config: got '.', which is no file",
+    "evaluate base --config base/model.safetensors": "base/model.safetensors",
+    "evaluate run.yaml --config run.yaml": "model: got 'run.yaml', which holds no config.json",
+}
+
+
+def test_the_table_is_long_and_covers_every_verb():
+    assert len(WRONG) >= 200
+    verbs = {
+        "pretrain",
+        "train",
+        "memory",
+        "verify",
+        "evaluate",
+        "compare",
+        "controls",
+        "estimators",
+        "methods",
+        "where",
+        "tasks",
+    }
+    assert verbs <= {command.split(" ")[0] for command in WRONG}
+
+
+@pytest.mark.parametrize("command", WRONG, ids=lambda text: text[:60].encode("unicode_escape").decode())
+def test_a_wrong_command_is_one_line_and_writes_nothing(command, here, capfd, monkeypatch):
+    monkeypatch.setattr(trainer.checkpoints, "_read_network", lambda *_: pytest.fail("weights were read"))
+    assert WRONG[command] in refused(capfd, *command.split(" "))
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+def laughs(levels: int) -> str:
+    """Nine values, nine times those, and so on."""
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
+    lines += [f"a{i + 1}: &a{i + 1} [{','.join([f'*a{i}'] * 9)}]" for i in range(levels)]
+    return "\n".join(lines)
+
+
+R = yaml.safe_dump(RUN)
+FILES = {
+    b"\xff\xfes\x00": "wrong.yaml is no UTF-8 text: byte 0xff at 0",
+    b"steps: \x80": "wrong.yaml is no UTF-8 text: byte 0x80 at 7",
+    b"steps: 1\x00": "wrong.yaml is no YAML that can be used",
+    b"# " + b"x" * 300_000: "wrong.yaml has 300002 bytes; allowed up to 262144",
+    b"a: b: c": "wrong.yaml is no YAML",
+    b"\t": "wrong.yaml is no YAML",
+    b"5": "wrong.yaml holds int; allowed a mapping",
+    b"{}": "missing",
+    R + "steps: 2\n": "key steps is there twice",
+    R + "optimizer: {warmup: 1, warmup: 2}\n": "key warmup is there twice",
+    "a: &a [*a]": "an anchor inside itself",
+    "a: *nothing": "undefined alias",
+    laughs(8): "more than 20000 values once its anchors are resolved",
+    "<<: &a {<<: *a}": "is no YAML",
+    "steps: " + "[" * 3000: "nested more than 20 levels deep",
+    "steps: " + "{a: " * 3000: "nested more than 20 levels deep",
+    "steps: " + "9" * 5000: "is no YAML that can be used",
+    "steps: !!python/object/apply:os.system ['true']": "could not determine a constructor",
+    "? [a, b]\n: 1": "unhashable key",
+    "model: \x1b[31m": "special characters are not allowed",
+    'model: "\\e[31m"\nsampler: {}': "sampler.order: missing",
+    R + "steps: 1:30\n": "twice",
+    R.replace("steps: 1", "steps: 1:30"): "steps: got '1:30'; allowed a value of type int",
+    R.replace("steps: 1", "steps: 0o8"): "steps: got '0o8'; allowed a value of type int",
+    R.replace("steps: 1", "steps: .nan"): "steps: got nan; allowed a value of type int",
+    R.replace("steps: 1", "steps: 2020-01-01"): "steps: got '2020-01-01'",
+    R.replace("model: base", "model: null"): "model: got None; allowed a value of type str",
+    R + "method: [1]\n": "method: got [1]; allowed a value of type str",
+    R + "method_options: {1: 2}\n": "method_options: got the key 1; allowed plan.num_states",
+    R + "lora: {target_modules: [1]}\n": "lora.target_modules: got [1]",
+    R + "optimizer: []\n": "optimizer: got []; allowed a section",
+    R + "1: 2\n": "1: unknown key",
+    R + "? null\n: 2\n": "None: unknown key",
+}
+
+
+@pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
+def test_a_wrong_file_is_one_line_for_every_verb_that_reads_it(content, folder, capfd):
+    (folder / "wrong.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
+    said = refused(capfd, "train", "wrong.yaml")
+    assert FILES[content] in said
+    assert refused(capfd, "memory", "wrong.yaml") == said
+    for verb in ("pretrain", "compare"):
+        refused(capfd, verb, "wrong.yaml")
+
+
+STUDIES = {
+    "methods: 3": "methods: got 3; allowed a value of type dict",
+    "methods: [[1]]": "methods: got [[1]]; allowed a list of names",
+    "methods: {a: 3}": "methods: got 'a': 3; allowed a name",
+    "methods: {../../up: {}}": "methods: got '../../up'",
+    'methods: {"a\\e[31m": {}}': "methods: got ",
+    "methods: []": "methods: got none; allowed at least one",
+    "methods: {reinforce: {method: [1]}}": "method: got [1]",
+    "methods: {reinforce: {steps: [1]}}": "steps: got [1]",
+    "methods: {reinforce: {1: 2}}": "got the key 1",
+    "choose: [1]": "choose: got [1]; allowed a section",
+    "settings: [1]": "settings: got [1]; allowed a section",
+    "settings: {1: 2}": "got the key 1",
+    "rates: []": "rates: got []; allowed different numbers",
+    "rates: [[1], {}]": "rates: got [[1], {}]; allowed different numbers",
+    "rates: [.nan]": "rates: got [nan]",
+    "updates: [[1]]": "updates: got [[1]]",
+    "seeds: 100000": "seeds: got 100000, 1 in choose: 100000 runs; allowed up to 10000 runs",
+    "config: [1]": "config: got [1]; allowed a value of type str",
+    "config: nowhere.yaml": "nowhere.yaml', which is no file",
+}
+
+
+@pytest.mark.parametrize("line", STUDIES)
+def test_a_wrong_study_is_one_line(line, folder, capfd):
+    data = STUDY | yaml.safe_load(line)
+    (folder / "wrong.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    assert STUDIES[line] in refused(capfd, "compare", "wrong.yaml")
+
+
+NUMBERS = {
+    "2e-2": 0.02,
+    "2E-2": 0.02,
+    "+2e2": 200.0,
+    "2.e1": 20.0,
+    ".5": 0.5,
+    "1_000.5": 1000.5,
+    "-3": -3,
+    "010": 10,
+    "0x1F": 31,
+}
+NUMBERS |= {
+    "0o17": 15,
+    "1_000": 1000,
+    "1:30": "1:30",
+    "1e5x": "1e5x",
+    "e5": "e5",
+    "2020-01-01": "2020-01-01",
+    ".": ".",
+}
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_are_those_of_yaml_1_2(text):
+    found = untrusted.parsed_yaml(text, "x")
+    assert (type(found), found) == (type(NUMBERS[text]), NUMBERS[text])
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, "yes", "null", "-", "~", "0b1", "1:30:00", "012e4", "\x1b", "=", "<<"])
+def test_text_comes_back_as_text_from_a_runs_config(text):
+    written = yaml.dump({"model": text}, Dumper=untrusted.Dumper)
+    assert untrusted.parsed_yaml(written, "x") == yaml.safe_load(written) == {"model": text}
+
+
+def test_numbers_in_every_usual_notation_reach_the_settings(here):
+    words = {"steps": "1e3", "method": "ppo", "method_options.objective.epsilon_low": "2e-2", "seed": "010"}
+    settings = config.load(config.Train, "run.yaml", words)
+    assert (settings.steps, settings.seed) == (1000, 10) and type(settings.steps) is int
+    row = methods.with_options(methods.METHODS["ppo"], settings.method_options)
+    assert row.objective.keywords["epsilon_low"] == 0.02
+
+
+def test_an_anchor_that_is_small_is_welcome():
+    assert untrusted.parsed_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]", "x")["b"] == {"x": 1, "y": 2}
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+def edited(name: str, **changes):
+    def edit(folder: Path) -> None:
+        values = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+        (folder / name).write_text(json.dumps(values | changes), encoding="utf-8")
+
+    return edit
+
+
+def raw(name: str, content: bytes):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def index_of(names: object):
+    """An index instead of the one file, which stays under another name."""
+
+    def edit(folder: Path) -> None:
+        os.replace(folder / "model.safetensors", folder / "own.safetensors")
+        shutil.copy(folder / "own.safetensors", folder.parent / "outside.safetensors")
+        (folder / checkpoints.INDEX).write_text(json.dumps(names), encoding="utf-8")
+
+    return edit
+
+
+def adapters(**changes):
+    def edit(folder: Path) -> None:
+        words = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": "nowhere",
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": ["q_proj"],
+        }
+        (folder / checkpoints.ADAPTER_CONFIG).write_text(json.dumps(words | changes), encoding="utf-8")
+
+    return edit
+
+
+C, T = "config.json", "tokenizer_config.json"
+CHECKPOINTS = {
+    "head_dim 0": (edited(C, head_dim=0), "config.json has head_dim 0; allowed whole numbers 1 to 4096"),
+    "head_dim odd": (edited(C, head_dim=3), "heads of size 3; allowed even numbers"),
+    "head_dim true": (edited(C, head_dim=True), "head_dim True"),
+    "no heads": (edited(C, num_attention_heads=0), "num_attention_heads 0; allowed whole numbers 1 to 4096"),
+    "heads in groups": (edited(C, num_key_value_heads=3), "3 key-value heads; allowed divisors of its 2"),
+    "a million layers": (edited(C, num_hidden_layers=10**6), "num_hidden_layers 1000000; allowed whole numbers 1 to 1024"),
+    "layers -1": (edited(C, num_hidden_layers=-1), "num_hidden_layers -1"),
+    "layers 1.5": (edited(C, num_hidden_layers=1.5), "num_hidden_layers 1.5"),
+    "many layers": (edited(C, num_hidden_layers=1000, hidden_size=2**20), "weights; allowed the"),
+    "a large vocabulary": (edited(C, vocab_size=2**24), "weights; allowed the"),
+    "a huge vocabulary": (edited(C, vocab_size=2**40), "vocab_size 1099511627776; allowed whole numbers 1 to"),
+    "a list for a string": (edited(C, model_type=["llama"]), "model_type ['llama']; allowed a bidirectional llama"),
+    "a mapping for a string": (edited(C, model_type={}), "model_type {}"),
+    "a string for a number": (edited(C, hidden_size="32"), "hidden_size '32'"),
+    "an activation": (edited(C, hidden_act="os.system"), "hidden_act 'os.system'; allowed silu"),
+    "an activation list": (edited(C, hidden_act=["silu"]), "hidden_act ['silu']"),
+    "gptq": (
+        edited(C, quantization_config={"quant_method": "gptq"}),
+        "quantization_config {'quant_method': 'gptq'}; allowed none",
+    ),
+    "quantisation": (edited(C, quantization_config=[1]), "quantization_config [1]; allowed none"),
+    "dtype": (edited(C, dtype="nn"), "dtype 'nn'; allowed float32, bfloat16"),
+    "dtype list": (edited(C, torch_dtype=["float32"]), "torch_dtype ['float32']"),
+    "eps nan": (edited(C, rms_norm_eps=float("nan")), "rms_norm_eps nan; allowed finite numbers above 0"),
+    "rope": (edited(C, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_parameters {"),
+    "rope number": (edited(C, rope_parameters=5), "rope_parameters 5"),
+    "rope theta": (edited(C, rope_theta="1"), "rope_theta '1'"),
+    "mask list": (edited(C, mask_token_id=[1]), "mask_token_id [1]"),
+    "mask negative": (edited(C, mask_token_id=-1), "mask_token_id -1"),
+    "eos text": (edited(C, eos_token_id="2"), "eos_token_id '2'"),
+    "block length": (edited(C, block_length=0), "block_length 0"),
+    "block length true": (edited(C, block_length=True), "block_length True"),
+    "tie": (edited(C, tie_word_embeddings="no"), "tie_word_embeddings 'no'; allowed true, false"),
+    "escape": (edited(C, model_type="\x1b[31m"), r"model_type '\x1b[31m'"),
+    "config nothing": (raw(C, b""), "config.json is no JSON"),
+    "config a list": (raw(C, b"[]"), "config.json holds list; allowed an object"),
+    "config deep": (raw(C, b"[" * 10**6), "config.json is no JSON: nested too deeply"),
+    "config bytes": (raw(C, b"\xff\xfe"), "config.json is no UTF-8 text"),
+    "config huge": (raw(C, b" " * (5 * 2**20)), "config.json has 5242880 bytes; allowed up to"),
+    "config digits": (raw(C, b'{"model_type": "llama", "x": ' + b"9" * 5000 + b"}"), "config.json is no JSON"),
+    "index outside": (
+        index_of({"weight_map": {"a": "../outside.safetensors"}}),
+        "weight_map {'a': '../outside.safetensors'}; allowed",
+    ),
+    "index absolute": (index_of({"weight_map": {"a": "/etc/passwd"}}), "weight_map {'a': '/etc/passwd'}"),
+    "index hidden": (index_of({"weight_map": {"a": ".own.safetensors"}}), "weight_map"),
+    "index pickle": (index_of({"weight_map": {"a": "own.bin"}}), "weight_map"),
+    "index list": (index_of([]), "holds list; allowed an object"),
+    "index numbers": (index_of({"weight_map": {"a": 5}}), "weight_map {'a': 5}; allowed"),
+    "index without": (index_of({}), "gives no weight_map"),
+    "index empty": (index_of({"weight_map": {}}), "gives no weight_map"),
+    "index escape": (index_of({"weight_map": {"a": "\x1b[31m.safetensors"}}), r"\x1b[31m"),
+    "index missing": (index_of({"weight_map": {"a": "b.safetensors"}}), "which lacks b.safetensors"),
+    "weights text": (raw("model.safetensors", b"hello"), "cannot be read"),
+    "weights header": (raw("model.safetensors", b"\xff" * 8 + b"{}"), "cannot be read"),
+    "tokenizer text": (raw("tokenizer.json", b"hello"), "cannot be read"),
+    "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read"),
+    "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
+    "tokenizer token": (edited(T, eos_token=5), "tokenizer_config.json has eos_token 5; allowed text"),
+    "tokenizer padding": (edited(T, pad_token="x"), "with pad_token 'x'; allowed one of its tokenizer's"),
+    "tokenizer decoder": (edited(T, added_tokens_decoder={"x": {"content": "a"}}), "added_tokens_decoder"),
+    "tokenizer file": (edited(T, tokenizer_file="/etc/passwd"), "tokenizer_file '/etc/passwd'; allowed null"),
+    "tokenizer vocabulary": (edited(T, vocab_file="../x"), "vocab_file '../x'; allowed null"),
+    "template number": (edited(T, chat_template=5), "chat_template 5; allowed text"),
+    "template bytes": (raw("chat_template.jinja", b"\xff"), "chat_template.jinja is no UTF-8 text"),
+    "generation": (edited("generation_config.json", eos_token_id=-1), "generation_config.json has eos_token_id -1"),
+    "generation list": (raw("generation_config.json", b"[]"), "generation_config.json holds list"),
+    "adapters rank": (adapters(r=0), "adapter_config.json has r 0; allowed whole numbers 1 to 65536"),
+    "adapters pattern": (adapters(target_modules="(a+)+$"), "target_modules '(a+)+$'; allowed a list of names of layers"),
+    "adapters regex": (adapters(target_modules=["(a+)+$"]), "target_modules ['(a+)+$']"),
+    "adapters layers": (adapters(layer_replication=[[0, 10**6]]), "layer_replication [[0, 1000000]]; allowed nothing"),
+    "adapters modules": (adapters(modules_to_save=["lm_head"]), "modules_to_save"),
+    "adapters type": (adapters(peft_type=["LORA"]), "peft_type ['LORA']; allowed text"),
+    "adapters other": (adapters(peft_type="IA3"), "adapters of type IA3 for 'nowhere'; allowed LORA"),
+    "adapters base": (adapters(), "adapters of a base that cannot be loaded"),
+    "adapters none": (raw("adapter_config.json", b"{}"), "adapters of type None"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_hostile_checkpoint_is_one_line_before_a_network_is_built(name, folder, capfd, monkeypatch):
+    damage, said = CHECKPOINTS[name]
+    damage(folder / "base")
+    if name == "adapters base":
+        pytest.importorskip("peft")
+    if not name.startswith(("tokenizer", "weights")):  # those that a library has to read
+        for family in checkpoints.FAMILIES.values():
+            monkeypatch.setattr(family.network, "from_pretrained", lambda *_, **__: pytest.fail("a network was built"))
+    assert said in refused(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "4")
+
+
+def test_no_weight_is_read_to_check_names_and_sizes(here, monkeypatch):
+    """Headers alone: a checkpoint of 16 GB must not be read twice."""
+    opened = checkpoints.safe_open
+    shape = checkpoints.describe("base")[0]
+
+    class Header:
+        def __init__(self, *arguments, **words):
+            self.file = opened(*arguments, **words)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return type("Shape", (), {"get_shape": staticmethod(self.file.get_slice(name).get_shape)})
+
+    monkeypatch.setattr(checkpoints, "safe_open", Header)
+    checkpoints._check_size(shape, checkpoints.shards(Path("base")))
+
+
+# --------------------------------------------------------------------------------------------------- optimiser's state
+def tensors(change):
+    def edit(folder: Path) -> None:
+        found = load_file(folder / "optimizer.safetensors")
+        change(found)
+        save_file(found, folder / "optimizer.safetensors")
+
+    return edit
+
+
+HEAD = "model.lm_head.weight/exp_avg"
+STATES = {
+    "missing": (tensors(lambda t: t.pop(HEAD)), f"{HEAD} of shape missing; allowed shape (23, 32)"),
+    "another shape": (tensors(lambda t: t.update({HEAD: torch.zeros(1)})), f"{HEAD} of shape (1,); allowed shape (23, 32)"),
+    "one more": (tensors(lambda t: t.update(x=torch.zeros(1))), "x of shape (1,); allowed no such tensor"),
+    "empty": (tensors(lambda t: t.clear()), "of shape missing; allowed shape"),
+    "no tensors": (raw("optimizer.safetensors", b"hello"), "optimizer.safetensors cannot be read"),
+    "another step": (edited("state.json", step=5), "state.json has step 5; allowed 3, as the folder is named"),
+    "no step": (raw("state.json", b"{}"), "state.json has step None; allowed 3"),
+    "a list": (raw("state.json", b"[]"), "state.json holds list; allowed an object"),
+    "seconds": (edited("state.json", seconds="long"), "state.json has seconds 'long'; allowed finite numbers from 0"),
+    "solved": (edited("state.json", solved_before=float("nan")), "state.json has solved_before nan; allowed numbers 0 to 1"),
+    "met": (edited("state.json", met=[1]), "state.json has met [1]; allowed a list of text"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_wrong_state_is_refused_before_anything_is_changed(name, tmp_path):
+    """With sums that agree: whoever wrote the folder wrote them, too."""
+    model = tiny.network()
+    optimizer = trainer.make_optimizer(model, config.Optimizer())
+    runs.save_checkpoint(tmp_path / "checkpoint-3", model, tokenizer(), optimizer, {"step": 3, "seconds": 1.0})
+    for slot in optimizer.state.values():
+        slot["exp_avg"].fill_(7)
+    damage, said = STATES[name]
+    damage(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError) as caught:
+        runs.load_optimizer(tmp_path / "checkpoint-3", model, optimizer)
+    assert said in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert all((slot["exp_avg"] == 7).all() for slot in optimizer.state.values())
+
+
+# ------------------------------------------------------------------------------------------------------- chat templates
+TURNS = [[{"role": "user", "content": "What is 2+2? <b>&'\""}], [{"role": "user", "content": "ä\n\u2028"}]]
+TEMPLATES = {
+    "llada": "{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + m['content'] | trim + '<|eot_id|>' }}{% endfor %}",
+    "qwen": (
+        "{%- set ns = namespace(found=false, last=messages|length - 1) %}{%- for m in messages[::-1] %}"
+        "{%- if loop.index0 > 3 %}{% break %}{% endif %}{%- set ns.found = true %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ ns.found }}{{ tools }}{{ eos_token }}"
+    ),
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ dict(a=1)['a'] }}",
+    "generation": "{% for m in messages %}{% generation %} {{ m.content }} {% endgeneration %}{% endfor %}\n",
+    "macro": "{% macro f(x) %}[{{ x }}]{% endmacro %}  {% for m in messages %}\n  {{ f(m.role) }}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_renders_as_transformers_renders_it(name):
+    tok = tokenizer()
+    tok.chat_template = TEMPLATES[name]
+    want = tok.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=False)
+    assert chat.render(TEMPLATES[name], TURNS, dict(tok.special_tokens_map)) == want
+
+
+BAD_TEMPLATES = {
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "it took more than 1 s",
+    "{{ 9 ** (9 ** 9) }}": "it took more than 1 s",
+    "{{ 'x' * 10 ** 10 }}": "needs more than 1024 MiB",
+    "{{ 'x' | center(10 ** 10) }}": "needs more than 1024 MiB",
+    "{{ 'x' * 10 ** 6 }}": "it wrote 1000000 characters; allowed up to 262144",
+    "{{ ''.__class__.__mro__ }}": "SecurityError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{{ namespace(__init__=1) }}": "SecurityError",
+    "{{ raise_exception('\x1b[31m') }}": "TemplateError",
+    "{% include '/etc/passwd' %}": "TypeError",
+    "{% for": "TemplateSyntaxError",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{{ messages[7].content.x }}": "UndefinedError",
+}
+
+
+@pytest.mark.parametrize("template", BAD_TEMPLATES)
+def test_a_template_that_fails_or_does_not_end_is_one_line(template, monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    tok = tokenizer()
+    tok.chat_template = template
+    with pytest.raises(ValueError) as caught:
+        texts.chats(tok, ["What is 2+2?"])
+    said = launch.one_line(caught.value)
+    assert said.startswith("chat_template: the model's fails: ") and BAD_TEMPLATES[template] in said and said.isprintable()
+
+
+def test_a_template_writes_no_file(tmp_path, monkeypatch):
+    """What would escape from the sandbox still could not write."""
+    program = f"import resource, sys; sys.path.insert(0, {str(Path(chat.__file__).parents[1])!r})\n"
+    program += "from minidrl import chat; chat._limit(5); open('x', 'wb', buffering=0).write(b'x')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
+    assert done.returncode != 0 and (tmp_path / "x").read_bytes() == b""
+
+
+# ------------------------------------------------------------------------------------------------------------- responses
+def test_padding_inside_a_response_is_seen_by_the_verifier():
+    tok = tokenizer()
+    ids = tok("5*8=40+6=46").input_ids
+    shown = [*ids[:2], tok.pad_token_id, *ids[2:], tok.eos_token_id, ids[0]]
+    plain = [*ids, tok.eos_token_id, tok.pad_token_id, tok.pad_token_id]
+    assert texts.decode(tok, torch.tensor([shown, plain])) == ["5*[PAD]8=40+6=46", "5*8=40+6=46"]
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    tok = tokenizer()
+    tok.eos_token = None
+    with pytest.raises(ValueError, match="^model: got a tokenizer without eos_token"):
+        texts.encode_prompts(tok, Countdown().held_out(1), 20)
+
+
+# ------------------------------------------------------------------------------------------------- files that runs wrote
+def test_files_of_a_run_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match="metrics.jsonl is no UTF-8"):
+        report.read_metrics(tmp_path)
+    (tmp_path / "summary.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="summary.json: got .*allowed is a JSON object"):
+        report.read_summary(tmp_path)
+    (tmp_path / "controls.json").write_text('{"base": "x"}')
+    with pytest.raises(ValueError, match="controls.json: got .*allowed a share from 0 to 1"):
+        controls.table([tmp_path])
+    for content in (b"\xff", b"a\x00b\nc", b"study\n" + b"x" * 10**6):
+        (tmp_path / "ledger.csv").write_bytes(content)
+        with pytest.raises(ValueError, match="ledger.csv"):
+            studies.Ledger(tmp_path / "ledger.csv").rows("s")
+
+
+# ----------------------------------------------------------------------------------------------------- the process itself
+def test_control_characters_do_not_reach_a_terminal():
+    assert launch.shown("a\x1b[31m\x07\u202e\x9b\nä") == "a\\x1b[31m\\x07\\u202e\\x9b\nä"
+    assert launch.one_line("a\n\tb\x1b") == "a b\\x1b"
+    assert len(launch.one_line("x" * 10**6)) < launch.LONGEST
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_wrong_environment_is_one_line(name, here, capfd, monkeypatch):
+    for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "\x1bmany"}.items():
+        monkeypatch.setenv(key, value)
+    assert f"{name}: got '\\x1bmany' in the environment; allowed integers" in refused(capfd, "train", "run.yaml")
+
+
+def python(*words: str, **changes) -> subprocess.CompletedProcess:
+    without = changes.pop("without", ())
+    environment = {key: value for key, value in os.environ.items() if key not in without}
+    environment |= {"PYTHONPATH": str(tiny.ROOT)} | changes.pop("env", {})
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, **changes)
+
+
+def test_without_docstrings_a_verb_works_or_says_why_not(tmp_path):
+    done = python("-OO", "-m", "minidrl", "train", "run.yaml", cwd=tmp_path)
+    said = b"minidrl: python -OO: got train, which needs transformers; allowed python and python -O"
+    assert (done.returncode, done.stdout) == (2, b"") and done.stderr.startswith(said) and done.stderr.count(b"\n") == 1
+    done = python("-OO", "-m", "minidrl", "where", "wd1", cwd=tmp_path)
+    assert done.returncode == 0 and b"minidrl/methods.py:" in done.stdout
+
+
+def imported_at_the_top(path: Path) -> set[str]:
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+SOURCES = sorted((tiny.ROOT / "minidrl").rglob("*.py"))
+
+
+def test_only_what_draws_needs_matplotlib():
+    for path in SOURCES:
+        names = {name.split(".")[0] for name in imported_at_the_top(path)}
+        assert "matplotlib" not in names or path.name == "figures.py", path
+        assert "minidrl.figures" not in imported_at_the_top(path), path
+
+
+def test_training_without_matplotlib_ends_with_a_line_and_no_figure(folder, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["train", "run.yaml", "--out", "new"]) == 0
+    out, error = capfd.readouterr()
+    assert "minidrl: matplotlib is missing: no figure is drawn" in error and "no new/curve.png" in out
+    assert json.loads((folder / "new/summary.json").read_text())["steps"] == 1
+
+
+def test_every_text_file_is_opened_as_utf_8():
+    """The locale is not asked: what one machine writes, another reads."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if name in ("read_text", "write_text") and path.name != "memory.py":  # whose files are the kernel's
+                assert any(word.arg == "encoding" for word in node.keywords), f"{path}:{node.lineno}"
+
+
+def test_a_run_elsewhere_without_a_home_in_another_locale(folder, tmp_path_factory):
+    elsewhere, out = tmp_path_factory.mktemp("elsewhere"), folder / "new"
+    language = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/proc/nowhere", "OMP_NUM_THREADS": "1"}
+    words = ("-m", "minidrl", "train", str(folder / "run.yaml"), "--out", str(out))
+    done = python(
+        *words, cwd=elsewhere, env=language, without=("LANG", "LC_CTYPE", "MPLCONFIGDIR", "XDG_CACHE_HOME", "HF_HOME")
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
+    assert b"Traceback" not in done.stderr and (out / "curve.png").is_file()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_name_that_the_locale_does_not_write_in_utf_8_is_refused_before_the_run(here, capfd, monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("latin-1"))
+    assert "out: got 'läuft'; allowed ASCII, or any name under a locale of UTF-8" in refused(
+        capfd, "train", "run.yaml", "--out", "läuft"
+    )
+
+
+def test_evaluate_finds_the_shipped_config_from_any_folder(place, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(tiny.ROOT / "tiny_models/countdown_base"), "--n", "2", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["n"] == 2
