@@ -426,7 +426,7 @@ CHECKPOINTS = {
     "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read"),
     "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
     "tokenizer token": (edited(T, eos_token=5), "tokenizer_config.json has eos_token 5; allowed text"),
-    "tokenizer padding": (edited(T, pad_token="x"), "with pad_token 'x'; allowed one of its tokenizer's"),
+    "tokenizer padding": (edited(T, pad_token="x"), "with 24 tokens in its tokenizer; allowed up to 23"),
     "tokenizer decoder": (edited(T, added_tokens_decoder={"x": {"content": "a"}}), "added_tokens_decoder"),
     "tokenizer file": (edited(T, tokenizer_file="/etc/passwd"), "tokenizer_file '/etc/passwd'; allowed null"),
     "tokenizer vocabulary": (edited(T, vocab_file="../x"), "vocab_file '../x'; allowed null"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidrl import chat
 from minidrl.sampler import keep_mask
 from minidrl.tasks import Problem
 
@@ -21,8 +22,11 @@ def encode_prompts(
 ) -> tuple[Tensor, Tensor]:
     """Prompts (G, width), left-padded, and their mask (True = real token).
 
-    In a chat the longest prompt sets the width. ValueError for one that is longer than ``width``.
+    In a chat the longest prompt sets the width. ValueError for one that is longer than ``width``,
+    and for a tokenizer that names no end token.
     """
+    if tok.eos_token_id is None:
+        raise ValueError("model: got a tokenizer without eos_token; allowed one that names it")
     if prompt_format == "chat":
         asked = chats(tok, [problem.instruction for problem in problems])
         batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -41,7 +45,7 @@ def chats(tok: Any, questions: list[str]) -> list[str]:
         allowed = "plain, the model's tokenizer has no chat template"
         raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
     turns = [[{"role": "user", "content": question}] for question in questions]
-    return tok.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return chat.render(tok.get_chat_template(), turns, dict(tok.special_tokens_map))
 
 
 def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
