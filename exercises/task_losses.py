@@ -1,0 +1,1 @@
+"""The tasks whose answers are advantages, weights and losses: notebooks 03, 06, 09."""

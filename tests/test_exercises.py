@@ -1,0 +1,229 @@
+"""The exercises: unanswered, solved, answered wrongly and answered with what cannot be judged; all in one process.
+
+A wrong answer is a solution with one passage replaced. It must get the line that names what it misses.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import linecache
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from test_notebooks import RULES, code_cells, text_of
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "exercises"
+sys.path.insert(0, str(FOLDER))  # a notebook's kernel starts in its folder
+
+import judge  # noqa: E402
+
+judge.load()
+
+NOTEBOOKS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.ipynb"))}
+KEPT = ("executed_in_order", "no_stored_error", "no_stderr", "png_only", "no_nbval_markers", "short_cells", "plain_python")
+
+
+def stored(cell: dict) -> str:
+    return "".join(text_of(output["text"]) for output in cell["outputs"] if output.get("name") == "stdout")
+
+
+def defines(cell: dict) -> str:
+    """The task that a cell answers, or nothing."""
+    body = ast.parse(text_of(cell["source"])).body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name in judge.TASKS]
+    return names[0] if len(names) == 1 == len(body) else ""
+
+
+def tasks_of(stem: str) -> list[str]:
+    return [name for cell in code_cells(NOTEBOOKS[stem]) if (name := defines(cell))]
+
+
+TASKS = {name: stem for stem in NOTEBOOKS for name in tasks_of(stem)}
+
+
+def solution(stem: str) -> str:
+    return (FOLDER / "solutions" / f"{stem}.py").read_text(encoding="utf-8")
+
+
+def run(stem: str, answers: dict[str, str]) -> list[str]:
+    """What each code cell of the notebook prints, with these texts in the cells of the answers."""
+    space, printed = {"__name__": "__main__"}, []
+    for number, cell in enumerate(code_cells(NOTEBOOKS[stem])):
+        text = answers.get(defines(cell), text_of(cell["source"]))
+        name = f"<{stem}, code cell {number}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # as a notebook's kernel does
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, name, "exec"), space)
+        printed.append(out.getvalue())
+    return printed
+
+
+def answered(name: str, text: str) -> str:
+    """What the notebook says of one answer, after it has run to its end."""
+    lines = "".join(run(TASKS[name], {name: text})).splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith(f"{name}, equation"))
+    later = [at for at, line in enumerate(lines) if at > start and not line.startswith("  ")]
+    return "\n".join(lines[start : later[0] if later else None])
+
+
+# ------------------------------------------------------------------------------------------------------------ as shipped
+
+
+def test_every_derivation_has_exercises_and_every_exercise_its_solution():
+    numbers = {stem[:2] for stem in NOTEBOOKS}
+    assert numbers >= {f"{n:02d}" for n in range(1, 10)}
+    assert {path.stem for path in (FOLDER / "solutions").glob("*.py")} == {*NOTEBOOKS}
+    assert {*TASKS} == {*judge.TASKS}, "a task without a notebook, or a cell without a task"
+    for stem in NOTEBOOKS:
+        assert (ROOT / "notebooks" / f"{stem}.ipynb").exists(), "named as the notebook that it belongs to"
+        assert tasks_of(stem), stem
+
+
+@pytest.mark.parametrize("stem", NOTEBOOKS)
+@pytest.mark.parametrize("rule", KEPT)
+def test_exercise_keeps_the_rules_of_notebooks(stem, rule):
+    assert RULES[rule](NOTEBOOKS[stem], set()) == []
+
+
+@pytest.mark.parametrize("stem", NOTEBOOKS)
+def test_exercise_is_unanswered_and_readable(stem):
+    cells = code_cells(NOTEBOOKS[stem])
+    for cell in cells:
+        assert max(map(len, text_of(cell["source"]).splitlines())) <= 88
+        if defines(cell):
+            (function,) = ast.parse(text_of(cell["source"])).body
+            assert ast.unparse(function.body[-1]) == "...", f"{function.name} is answered: ship it open"
+    prose = "\n".join(text_of(cell["source"]) for cell in NOTEBOOKS[stem]["cells"] if cell["cell_type"] == "markdown")
+    assert f"solutions/{stem}.py" in prose and f"../notebooks/{stem}.ipynb" in prose
+    levels = re.findall(r"<details><summary>Hint (\d): [^<]+</summary>\n\n(?:.+?)\n\n</details>", prose, re.DOTALL)
+    assert levels == ["1", "2", "3"] * len(tasks_of(stem)), "three levels of hint for each function"
+
+
+@pytest.mark.parametrize("stem", NOTEBOOKS)
+def test_an_unanswered_exercise_runs_to_its_end_and_says_what_is_stored(stem):
+    printed = run(stem, {})
+    assert printed == [stored(cell) for cell in code_cells(NOTEBOOKS[stem])]
+    assert sum("open. Write it in the cell above" in text for text in printed) == len(tasks_of(stem))
+
+
+# ----------------------------------------------------------------------------------------------------------------- right
+
+
+@pytest.mark.parametrize("stem", NOTEBOOKS)
+def test_the_solution_is_right(stem):
+    text = "".join(run(stem, dict.fromkeys(tasks_of(stem), solution(stem))))
+    assert "missed" not in text and "cannot" not in text and "open" not in text, text
+    for name in tasks_of(stem):
+        assert re.search(rf"^{name}, equation .*: right$", text, re.MULTILINE), text
+        assert re.search(rf"all \d+ laws of \({judge.TASKS[name].tag}\) accept it", text), text
+
+
+# ----------------------------------------------------------------------------------------------------------------- wrong
+
+
+class Wrong(NamedTuple):
+    """A solution in which `old` is `new`, the property that must be missed, and words of its line."""
+
+    name: str
+    old: str
+    new: str
+    title: str
+    words: tuple[str, ...]
+
+
+WRONG = [
+    Wrong("count_form", ".long() + 1, n)", ".long(), n)", "every count from 1 to n", ("yours 0 1 2, expected 1 2 3", "1 is miss")),
+    Wrong("count_form", "keep.sum(-1)", "0 * keep.sum(-1) + 4", "every count from 1 to n", ("yours 1 3 3", "n is L")),
+    Wrong("count_form", "(len(u) * count)", "count", "weight n / (K l)", ("yours 3 1.5 1, expected 1.5 0.75 0.5", "1/K")),
+]
+
+
+@pytest.fixture
+def without_laws(monkeypatch):
+    """The examples alone: they are what helps, and the laws take a second a task."""
+    monkeypatch.setattr(judge, "by_the_laws", lambda one, ask, missed: ["  missed  laws"])
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{wrong.name}: {wrong.new}"[:60])
+def test_a_wrong_answer_gets_the_line_that_helps(wrong, without_laws):
+    text = solution(TASKS[wrong.name])
+    assert text.count(wrong.old) == 1 and wrong.old != wrong.new
+    said = answered(wrong.name, text.replace(wrong.old, wrong.new))
+    assert "not yet right" in said.splitlines()[0]
+    (line,) = [line for line in said.splitlines() if line.startswith(f"  missed  {wrong.title}: ")]
+    assert all(word in line for word in wrong.words), line
+
+
+def test_every_task_has_three_wrong_answers():
+    for name in judge.TASKS:
+        assert sum(wrong.name == name for wrong in WRONG) >= 3, name
+
+
+# ------------------------------------------------------------------------------------------------------- cannot be judged
+
+
+def arguments(name: str) -> str:
+    return ", ".join(judge.Tensors.read(text).name for text in judge.TASKS[name].takes)
+
+
+def changing(name: str, change: str) -> str:
+    """The solution, its first tensor changed after the fact."""
+    several = len(judge.TASKS[name].returns) > 1
+    first = "found[0]" if several else "found"
+    back = f"({change.format(first)}, *found[1:])" if several else change.format(first)
+    text = f"{solution(TASKS[name])}\n\nright = {name}\n\n\ndef {name}(*given):\n    found = right(*given)\n    return {back}\n"
+    return text
+
+
+@pytest.mark.parametrize("name", judge.TASKS)
+def test_what_cannot_be_judged_ends_in_one_line(name):
+    told = f"{name}, equation ({judge.TASKS[name].tag}), as {judge.TASKS[name].place}: "
+    first = judge.Tensors.read(judge.TASKS[name].returns[0]).name
+    head = f"def {name}({arguments(name)}):\n    "
+    said = {
+        "": "open. No function",
+        f"{name} = None": "open. No function",
+        f"{name} = 3": "it is a int, not a function",
+        f"{head}...": "open. Write it in the cell above",
+        f"{head}pass": "open. Write it in the cell above",
+        f"{head}return 1 / 0": "cannot be judged. raised ZeroDivisionError: division by zero in `return 1 / 0`, given ",
+        f"{head}return undefined": "cannot be judged. raised NameError: name 'undefined' is not defined in `return undefined`",
+        f"{head}raise SystemExit": "cannot be judged. raised SystemExit in `raise SystemExit`",
+        f"def {name}():\n    return 1": "cannot be judged. raised TypeError",
+        changing(name, "{}[None]"): f"cannot be judged. {first} has the shape (1, ",
+        changing(name, "{}.to(__import__('torch').complex64)"): f"cannot be judged. {first} is complex64; it must be ",
+        changing(name, "{}.tolist()"): f"cannot be judged. {first} is a list; it must be a torch.Tensor",
+    }
+    for text, words in said.items():
+        line = answered(name, text)
+        assert line.startswith(told + words) and "\n" not in line, line
+
+
+def test_an_answer_in_single_precision_is_told_where_it_comes_from():
+    said = answered("count_form", solution("01_masked_diffusion").replace("n.double()", "n"))
+    assert said.endswith("weight is float32; it must be float64, as the arguments are: a quotient of integers is float32, see .double()")
+
+
+def test_an_answer_with_too_few_values_is_told_how_many():
+    said = answered("count_form", changing("count_form", "{}").replace("return (found[0], *found[1:])", "return found[0]"))
+    assert said.endswith("cannot be judged. it returned one tensor; return 2: masked, weight")
+
+
+def test_an_answer_that_writes_into_its_arguments_is_told_so():
+    text = solution("01_masked_diffusion").replace("noise.masked_fill(", "noise.masked_fill_(")
+    assert answered("count_form", text).endswith("cannot be judged. noise has changed: work on a copy, not in place")
+
+
+def test_an_answer_that_raises_in_a_law_only_is_told_by_the_law():
+    """The examples are small: what is wrong at another size is seen by the laws, and the notebook goes on."""
+    text = changing("count_form", "{} if len(given[0]) < 100 else 1 / 0")
+    said = answered("count_form", text).splitlines()
+    assert said[0].endswith("not yet right") and "missed" not in "".join(said[1:7])
+    told = [line for line in said if line.startswith("          law_")]
+    assert told and all("raised ZeroDivisionError: division by zero" in line for line in told), said
