@@ -17,6 +17,7 @@ import contextlib
 import functools
 import io
 import linecache
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,7 +48,9 @@ class Open(Exception):
 class Tensors:
     """A name, a kind (bool, int, float, number) and a shape, from "masked bool K B L".
 
-    A capital letter is a size that all tensors of a task share.
+    A capital letter is a size that all tensors of a task share; what is returned may
+    have sums of them, as in P+2L. "..." is any shape. The shape of a number says which
+    size it is.
     """
 
     name: str
@@ -59,9 +62,9 @@ class Tensors:
         name, kind, *shape = text.split()
         return cls(name, kind, tuple(shape))
 
-    def __str__(self) -> str:
-        sizes = ", ".join(self.shape) + "," * (len(self.shape) == 1)
-        return f"{self.kind} ({sizes})"
+    def letters(self) -> str:
+        """(K, B, L)"""
+        return f"({', '.join(self.shape)}{',' * (len(self.shape) == 1)})"
 
 
 Adapter = Callable[[ModuleType, Callable], Callable]
@@ -123,6 +126,8 @@ def asked(task: Task, function: Callable) -> Callable:
         try:
             found = function(*given)
         except (Exception, SystemExit) as error:
+            if type(error).__module__ == "torch.utils.checkpoint":
+                raise  # how torch ends a recomputation; no error
             raise Unusable(f"{raised(function, error)}, given {sizes(task, given)}") from error
         if found is None:
             raise Open(f"{task.name} returns nothing yet")
@@ -158,14 +163,7 @@ def sizes(task: Task, given: tuple) -> str:
 
 def checked(task: Task, found: Any, given: tuple) -> Any:
     """What was returned, if it has the shapes and dtypes of the task."""
-    bound: dict[str, int] = {}
-    floats = torch.float64
-    for told, x in zip(map(Tensors.read, task.takes), given, strict=False):
-        if torch.is_tensor(x):
-            bound |= dict(zip(told.shape, x.shape, strict=True))
-            floats = x.dtype if x.is_floating_point() else floats
-        elif told.shape:
-            bound[told.shape[0]] = x  # a number that is a size
+    bound, floats = measured(task, given)
     wanted = [Tensors.read(text) for text in task.returns]
     several = len(wanted) > 1
     names = ", ".join(one.name for one in wanted)
@@ -174,13 +172,33 @@ def checked(task: Task, found: Any, given: tuple) -> Any:
         raise Unusable(f"it returned {got}; return {len(wanted)}: {names}")
     for one, x in zip(wanted, found if several else (found,), strict=True):
         refuse_kind(one, x, floats)
-        shape = tuple(bound.get(size, size) for size in one.shape)
-        shape = tuple(int(size) for size in shape)
+        shape = bound[...] if one.shape == ("...",) else sized(one.shape, bound)
         if tuple(x.shape) != shape:
-            letters = str(one).partition(" ")[2]
-            told = f"{one.name} has the shape {tuple(x.shape)}; it must be {letters} = "
+            told = f"{one.name} has the shape {tuple(x.shape)}; it must be "
+            told += f"{one.letters()} = " if bound else ""
             raise Unusable(f"{told}{shape}, given {sizes(task, given)}")
     return found
+
+
+def measured(task: Task, given: tuple) -> tuple[dict, torch.dtype]:
+    """The sizes behind the letters, and the dtype of the first argument of floats."""
+    bound, floats = {}, []
+    for told, x in zip(map(Tensors.read, task.takes), given, strict=False):
+        if told.kind == "number":
+            bound |= {letter: x for letter in told.shape}  # a number that is a size
+            continue
+        floats += [x.dtype] if x.is_floating_point() else []
+        if told.shape == ("...",):
+            bound[...] = tuple(x.shape)
+        else:
+            bound |= dict(zip(told.shape, x.shape, strict=True))
+    return bound, floats[0] if floats else torch.float64
+
+
+def sized(shape: tuple[str, ...], bound: dict) -> tuple[int, ...]:
+    """P+2L in numbers."""
+    terms = [re.findall(r"(\d*)(\w)", size) for size in shape]
+    return tuple(sum(int(n or 1) * bound[x] for n, x in term) for term in terms)
 
 
 def kind_of(x: Any) -> str:
@@ -312,9 +330,10 @@ def by_the_laws(one: Task, ask: Callable, missed: int) -> list[str]:
         except Exception as error:
             failed[name] = " ".join(str(error).split()) or type(error).__name__
     if not failed:
-        return [f"  ok      all {held} laws of ({one.tag}) accept it"]
+        all_of = f"all {held} laws" if held > 1 else "the law"
+        return [f"  ok      accepted by {all_of} of ({one.tag})"]
     names = ", ".join(name.removeprefix("law_") for name in failed)
-    told = f"{held} of {held + len(failed)} laws of ({one.tag}) accept it"
+    told = f"accepted by {held} of {held + len(failed)} laws of ({one.tag})"
     lines = [f"  missed  {told}; not: {names}"]
     if not missed:
         lines += [f"          {name}: {text[:200]}" for name, text in failed.items()]

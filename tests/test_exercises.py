@@ -121,7 +121,7 @@ def test_the_solution_is_right(stem):
     assert "missed" not in text and "cannot" not in text and "open" not in text, text
     for name in tasks_of(stem):
         assert re.search(rf"^{name}, equation .*: right$", text, re.MULTILINE), text
-        assert re.search(rf"all \d+ laws of \({judge.TASKS[name].tag}\) accept it", text), text
+        assert re.search(rf"accepted by (all \d+ laws|the law) of \({judge.TASKS[name].tag}\)", text), text
 
 
 # ----------------------------------------------------------------------------------------------------------------- wrong
