@@ -128,7 +128,9 @@ def asked(task: Task, function: Callable) -> Callable:
         except (Exception, SystemExit) as error:
             if type(error).__module__ == "torch.utils.checkpoint":
                 raise  # how torch ends a recomputation; no error
-            raise Unusable(f"{raised(function, error)}, given {sizes(task, given)}") from error
+            raise Unusable(
+                f"{raised(function, error)}, given {sizes(task, given)}"
+            ) from error
         if found is None:
             raise Open(f"{task.name} returns nothing yet")
         for told, was, now in zip(task.takes, before, given, strict=True):
@@ -168,7 +170,11 @@ def checked(task: Task, found: Any, given: tuple) -> Any:
     several = len(wanted) > 1
     names = ", ".join(one.name for one in wanted)
     if several and not (isinstance(found, tuple | list) and len(found) == len(wanted)):
-        got = f"{len(found)} values" if isinstance(found, tuple | list) else kind_of(found)
+        got = (
+            f"{len(found)} values"
+            if isinstance(found, tuple | list)
+            else kind_of(found)
+        )
         raise Unusable(f"it returned {got}; return {len(wanted)}: {names}")
     for one, x in zip(wanted, found if several else (found,), strict=True):
         refuse_kind(one, x, floats)
@@ -217,7 +223,9 @@ def refuse_kind(one: Tensors, x: Any, floats: torch.dtype) -> None:
     if one.kind == "bool":
         hint = ": a mask is a comparison, not numbers"
     if one.kind == "float" and not x.is_complex():
-        hint = ", as the arguments are: a quotient of integers is float32, see .double()"
+        hint = (
+            ", as the arguments are: a quotient of integers is float32, see .double()"
+        )
     raise Unusable(f"{one.name} is {short(x.dtype)}; it must be {short(due)}{hint}")
 
 
@@ -351,7 +359,9 @@ def judging(one: Task, ask: Callable) -> list[tuple[str, Callable, Any]]:
         return functools.wraps(original)(one.adapter(module, ask))
 
     alg = judged.replaced({one.place: make})
-    named = [n for n, tags in laws.TAGS.items() if one.tag in tags and n not in one.skip]
+    named = [
+        n for n, tags in laws.TAGS.items() if one.tag in tags and n not in one.skip
+    ]
     return [(name, laws.LAWS[name], alg) for name in named]
 
 

@@ -193,7 +193,12 @@ def _strata_plan(alg: ModuleType, answer: Callable) -> Callable:
 
 
 strata = task(
-    "strata", "2.3", "elbo_count_plan", ("u float K B",), ("points float K B",), _strata_plan
+    "strata",
+    "2.3",
+    "elbo_count_plan",
+    ("u float K B",),
+    ("points float K B",),
+    _strata_plan,
 )
 
 
@@ -265,10 +270,14 @@ def _seed(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _given_count(model: oracle.TabularDenoiser, y: tuple, l: int) -> tuple[float, float]:
+def _given_count(
+    model: oracle.TabularDenoiser, y: tuple, l: int
+) -> tuple[float, float]:
     """Mean and variance of (n / l) S(M) over the sets of l positions."""
     sets = oracle.subsets_of_size(len(y), l)
-    sums = [sum(v.item() for v in oracle.token_logp(model, y, M).values()) for M in sets]
+    sums = [
+        sum(v.item() for v in oracle.token_logp(model, y, M).values()) for M in sets
+    ]
     z = double(sums) * len(y) / l
     return z.mean().item(), z.var(correction=0).item()
 
@@ -536,7 +545,9 @@ def _(answer: Callable) -> str:
     means = answer(total, _TWO[1])
     if not all(mean.requires_grad for mean in means):
         raise Missed("the means carry no gradient: keep them a function of total")
-    got = torch.stack([torch.autograd.grad(m, total, retain_graph=True)[0] for m in means])
+    got = torch.stack(
+        [torch.autograd.grad(m, total, retain_graph=True)[0] for m in means]
+    )
     demand(
         "lengths 10 and 2, slope in a token's loss: token mean, then mean over answers",
         got,
@@ -673,7 +684,9 @@ def _(answer: Callable) -> str:
         t = double(times or [(1 - 3**-0.5) / 2, (1 + 3**-0.5) / 2])
         patterns = list(itertools.product((0, 1), repeat=3))
         hide = double(patterns)
-        chance = torch.stack([x ** hide.sum(1) * (1 - x) ** (3 - hide.sum(1)) for x in t])
+        chance = torch.stack(
+            [x ** hide.sum(1) * (1 - x) ** (3 - hide.sum(1)) for x in t]
+        )
         noise = t[:, None, None] + (1 - 2 * hide) * 1e-6  # below t where hidden
         keep = mask("111").expand(8, -1)
         masked, weight = answer(keep, t, double(weights), noise)
@@ -684,7 +697,9 @@ def _(answer: Callable) -> str:
         truth,
         "The integrand has degree n - 1 = 2, and two nodes are exact to degree 3.",
     )
-    return f"3 tokens: 2 nodes {fmt(found[2])}, 1 node {fmt(found[1])}, exact {fmt(truth)}"
+    return (
+        f"3 tokens: 2 nodes {fmt(found[2])}, 1 node {fmt(found[1])}, exact {fmt(truth)}"
+    )
 
 
 def _rounded(alg: ModuleType, answer: Callable) -> Callable:
@@ -793,14 +808,18 @@ def _quadrant(
 ) -> str:
     """Every entry of a part of the mask, or a line about the first that is wrong."""
     sees = answer(mask("01"), 4, 2)[0]
-    for (q, (row, i)), (k, (column, j)) in itertools.product(enumerate(_PARTS), repeat=2):
+    for (q, (row, i)), (k, (column, j)) in itertools.product(
+        enumerate(_PARTS), repeat=2
+    ):
         if row != rows or column != columns:
             continue
         due, got = rule(i // 2, j // 2), bool(sees[q, k])
         if due != got:
             names = [f"{row} token {i}", f"{column} token {j}"]
             if "prompt" not in (rows, columns) and "padding" not in (rows, columns):
-                names = [f"{a} (block {x // 2})" for a, x in zip(names, (i, j), strict=True)]
+                names = [
+                    f"{a} (block {x // 2})" for a, x in zip(names, (i, j), strict=True)
+                ]
             raise Missed(
                 f"prompt_mask 01, 4 tokens in blocks of 2, does {names[0]} see {names[1]}: "
                 f"yours {got}, expected {due}. {because}"
@@ -833,7 +852,9 @@ def _(answer: Callable) -> None:
 
 @staircase.has("clean tokens see no noisy ones")
 def _(answer: Callable) -> None:
-    told = "Else the clean stream depends on the masks, and is not common to all blocks."
+    told = (
+        "Else the clean stream depends on the masks, and is not common to all blocks."
+    )
     _quadrant(answer, "clean", "noisy", lambda *_: False, told)
 
 
