@@ -80,7 +80,7 @@ class Task:
     place      the function of the module in whose place it is judged
     takes      its arguments, as text for `Tensors`
     returns    what it returns; one text: a tensor, more: a tuple
-    adapter    from the module and the answer to a function with the signature of `place`
+    adapter    makes of the module and the answer a function called as `place` is
     skip       laws of this tag that judge something else
     """
 
@@ -181,7 +181,7 @@ def checked(task: Task, found: Any, given: tuple) -> Any:
         shape = bound[...] if one.shape == ("...",) else sized(one.shape, bound)
         if tuple(x.shape) != shape:
             told = f"{one.name} has the shape {tuple(x.shape)}; it must be "
-            told += f"{one.letters()} = " if bound else ""
+            told += f"{one.letters()} = " if "..." not in one.shape else ""
             raise Unusable(f"{told}{shape}, given {sizes(task, given)}")
     return found
 
@@ -302,7 +302,7 @@ def verdict(one: Task, function: Any) -> list[str]:
     if function is None:
         return [f"{head}open. No function {one.name} is defined above"]
     if not callable(function):
-        return [f"{head}it is a {type(function).__name__}, not a function"]
+        return [f"{head}it is of type {type(function).__name__}, not a function"]
     ask, lines, missed = asked(one, function), [], 0
     try:
         for title, check in one.properties:

@@ -1,4 +1,4 @@
-"""The tasks whose answers are advantages, weights and losses: notebooks 03, 06, 08, 09."""
+"""The tasks on advantages, weights, steps and losses: notebooks 03, 06, 08, 09."""
 
 import itertools
 import math
@@ -21,10 +21,10 @@ def slope(loss_of: Callable, ll: Tensor) -> Tensor:
     ll = ll.detach().clone().requires_grad_()
     loss = loss_of(ll)
     if not loss.requires_grad:
-        raise Missed("the loss carries no gradient: it must stay a function of ll")
+        raise Missed("the loss carries no gradient: something was detached on the way")
     (found,) = torch.autograd.grad(loss.sum(), ll, allow_unused=True)
     if found is None:
-        raise Missed("the loss does not depend on ll: ll was detached on the way")
+        raise Missed("the loss does not depend on what the gradient flows through")
     return found
 
 
@@ -276,8 +276,8 @@ def _(answer: Callable) -> str:
             f"log-ratios {fmt(values)}, cap 5",
             answer(double(values), 4, math.log(5)),
             double(due) / sum(due),
-            "Stay in logarithms: log-ratios of responses reach hundreds of nats, and exp "
-            "of them is 0 or infinite.",
+            "Stay in logarithms: log-ratios of responses reach hundreds of nats, and "
+            "exp of them is 0 or infinite.",
         )
     return "log-ratios of 10,000 nats on either side"
 
@@ -366,7 +366,7 @@ def _(answer: Callable) -> str:
     return f"a log-ratio of 27, no cap: sum of |slopes| {fmt(got)} <= 1.5"
 
 
-# ----------------------------------------------------- 08 steps to learn from, the order
+# ---------------------------------------------------- 08 steps to learn from, the order
 
 
 def _top_steps(alg: ModuleType, answer: Callable) -> Callable:
@@ -421,7 +421,7 @@ def _(answer: Callable) -> str:
     entropy = double([[0.1], [0.3], [0.9], [0.8]])
     steps, valid = answer(entropy, torch.tensor([1]), 3)
     demand(
-        "entropies 0.1 0.3 0.9 0.8, the last deciding step is 1, K = 3, first two steps",
+        "entropies 0.1 0.3 0.9 0.8, the last deciding step is 1, K = 3, first two",
         steps[:2, 0],
         [1, 0],
         "Steps 2 and 3 come after the reward is decided: they teach nothing.",
@@ -522,8 +522,8 @@ def _(answer: Callable) -> str:
         "p = 0.5 0.3 0.2, temperature 0.5, limit log 0.4, 100 F",
         _f(answer, [0.5, 0.3, 0.2], 0.4, False, 0.5),
         [100 * (hot[1] + hot[2])],
-        "Tokens are proposed with p^2 = 0.25 0.09 0.04 over 0.38; confidences are those "
-        "of p.",
+        "Tokens are proposed with p^2 = 0.25 0.09 0.04 over 0.38; confidences are "
+        "those of p.",
         the_temperature_does_not_act=[50.0],
     )
     demand(
@@ -544,8 +544,9 @@ def _(answer: Callable) -> str:
     got = answer(logits, *given)
     if not bool(got.isfinite().all()):
         raise Missed(
-            f"no token below the limit, one with logit -inf: log F is {fmt(got)}, expected "
-            "a finite number. Clamp F to the smallest positive number before the log."
+            f"no token below the limit, one with logit -inf: log F is {fmt(got)}, "
+            "expected a finite number. Clamp F to the smallest positive number before "
+            "the log."
         )
     (grad,) = torch.autograd.grad(got.sum(), logits)
     if not bool((grad == 0).all()):
@@ -597,8 +598,8 @@ def _(answer: Callable) -> str:
         "log-ratio 0.5 -0.5 0.5 -0.5, adv 1 1 -2 -2, all outside",
         answer(u, adv, torch.ones(4, dtype=torch.bool)).long(),
         [0, 1, 1, 0],
-        "A good token that has risen is barred, one that has fallen may rise; a bad one "
-        "the other way round.",
+        "A good token that has risen is barred, one that has fallen may rise; a "
+        "bad one the other way round.",
         everything_outside_is_barred=[0, 0, 0, 0],
         it_is_the_negation=[1, 0, 0, 1],
         the_sign_of_adv_is_not_used=[0, 1, 0, 1],

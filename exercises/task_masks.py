@@ -64,7 +64,14 @@ def inside_only(answer: Callable) -> str:
         "Positions after EOS are no part of the response: rank the noise of the kept "
         "ones only.",
     )
-    return "keep 1110 never hides the last position"
+    demand(
+        "keep 1110, u = 1 - 2^-53, noise of the last position 0.01, kept ones hidden",
+        answer(*in_every_order(1 - 2**-53))[0][0, :, :3].sum(-1),
+        [3] * 6,
+        "All three: rank the noise of the kept positions only, or the last one, which "
+        "does not count, takes a place.",
+    )
+    return "keep 1110 never hides the last position, and it takes no place"
 
 
 def own_draws(answer: Callable) -> str:
@@ -90,7 +97,7 @@ count_form.has("hides kept positions only")(inside_only)
 @count_form.has("every count from 1 to n")
 def _(answer: Callable) -> str:
     keep, u = mask("1110", "1110", "1110"), double([[1, 3, 5]]) / 6
-    noise = double([0.75, 0.25, 0.5, 0.01]).expand(1, 3, 4)
+    noise = double([0.75, 0.25, 0.5, 0.99]).expand(1, 3, 4)
     demand(
         "keep 1110 (n = 3), u = 1/6, 1/2, 5/6, positions hidden",
         answer(keep, u, noise)[0].sum(-1)[0],
@@ -122,7 +129,7 @@ count_form.has("own draws for every state and row")(own_draws)
 @count_form.has("weight n / (K l)")
 def _(answer: Callable) -> str:
     keep, u = mask("1110", "1110", "1110"), double([[1, 3, 5]]) / 6
-    noise = double([0.75, 0.25, 0.5, 0.01]).expand(1, 3, 4)
+    noise = double([0.75, 0.25, 0.5, 0.99]).expand(1, 3, 4)
     one = answer(keep, u, noise)[1]
     demand(
         "keep 1110, K = 1, 1, 2, 3 hidden",
@@ -247,7 +254,7 @@ def _(answer: Callable) -> str:
 def _(answer: Callable) -> str:
     model, y = oracle.TabularDenoiser.random(6, 3, _seed(0)), (0, 1, 2, 0, 1, 2)
     means, spread = zip(*(_given_count(model, y, l) for l in range(1, 7)), strict=True)
-    draws = list(itertools.product((1 / 6, 1 / 2, 5 / 6), repeat=2))
+    draws = list(itertools.product([(2 * i + 1) / 12 for i in range(6)], repeat=2))
     counts = (6 * answer(double(draws).T)).floor().long().clamp(0, 5)
     mean, spread = double(means), double(spread)
     total = mean[counts].mean(0)  # of two states, given their counts
@@ -370,8 +377,8 @@ def _(answer: Callable) -> str:
         "keep 1110, K = 2, masks of 1 and 2, complements of 2 and 1",
         weight[:, :2],
         [[2.0, 1.0], [1.0, 2.0]],
-        "n + 1 = 4 counts are possible, and l = 0 adds nothing: (2.2) with t integrated "
-        "out.",
+        "n + 1 = 4 counts are possible, and l = 0 adds nothing: (2.2) with t "
+        "integrated out.",
         the_weight_is_n_over_K_l_=[[1.5, 0.75], [0.75, 1.5]],
         K_is_the_number_of_pairs=[[4.0, 2.0], [2.0, 4.0]],
         the_complement_has_the_weight_of_its_mask=[[2.0, 1.0], [2.0, 1.0]],
@@ -776,7 +783,7 @@ def _(answer: Callable) -> str:
     return "n = 11, counts 2, 6: 5.5, 1.833"
 
 
-# ---------------------------------------------------------------------- 07 the staircase
+# --------------------------------------------------------------------- 07 the staircase
 
 
 def _staircase(alg: ModuleType, answer: Callable) -> Callable:
@@ -821,8 +828,8 @@ def _quadrant(
                     f"{a} (block {x // 2})" for a, x in zip(names, (i, j), strict=True)
                 ]
             raise Missed(
-                f"prompt_mask 01, 4 tokens in blocks of 2, does {names[0]} see {names[1]}: "
-                f"yours {got}, expected {due}. {because}"
+                f"prompt_mask 01, 4 tokens in blocks of 2, does {names[0]} see "
+                f"{names[1]}: yours {got}, expected {due}. {because}"
             )
     return ""
 

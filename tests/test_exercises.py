@@ -147,7 +147,9 @@ WRONG = [
     ),
     Wrong("count_form", "keep.sum(-1)", "0 * keep.sum(-1) + 4", "every count from 1 to n", ("yours 1 3 3", "n is L")),
     Wrong("count_form", "(len(u) * count)", "count", "weight n / (K l)", ("yours 3 1.5 1, expected 1.5 0.75 0.5", "1/K")),
-    Wrong("count_form", "masked_fill(~keep, torch.inf)", "clone()", "hides kept positions only", ("yours 1 1 1 1 1 1", "kept")),
+    Wrong(
+        "count_form", "masked_fill(~keep, torch.inf)", "clone()", "hides kept positions only", ("expected 3 3", "takes a place")
+    ),
     Wrong(
         "strata",
         "[:, None] + u)",
@@ -258,7 +260,13 @@ WRONG = [
     ),
     Wrong("snis", ".softmax(1)", ".exp()", "capped, then divided by the group's sum", ("not divided by the sum",)),
     Wrong("snis", ".view(-1, num_generations)", ".view(1, -1)", "the sum is that of the prompt's group", ("all rows",)),
-    Wrong("snis", ".softmax(1)", ".exp().div(capped.exp().sum(1, keepdim=True))", "no overflow", ("nan", "Stay in logarithms")),
+    Wrong(
+        "snis",
+        ".softmax(1)",
+        ".exp().div(capped.exp().sum(1, keepdim=True))",
+        "no overflow",
+        ("yours 0 0 0 0", "Stay in logarithms"),
+    ),
     Wrong("snis", ".clamp(max=log_cap)", "", "capped, then divided by the group's sum", ("the cap does not act",)),
     Wrong("stable_loss", "ll.detach()", "ll", "slope -w adv, the capped answer included", ("flows through the weights",)),
     Wrong(
@@ -268,7 +276,7 @@ WRONG = [
         "slope -w adv, the capped answer included",
         ("divided by N",),
     ),
-    Wrong("stable_loss", "adv * score", "adv * ll", "the gradient flows through the score", ("does not depend", "no gradient")),
+    Wrong("stable_loss", "adv * score", "adv * ll", "the gradient flows through the score", ("the loss carries no gradient",)),
     Wrong("stable_loss", "return -weight", "return weight", "slope -w adv, the capped answer included", ("gain",)),
     Wrong(
         "staircase",
@@ -423,16 +431,16 @@ def test_what_cannot_be_judged_ends_in_one_line(name):
     said = {
         "": "open. No function",
         f"{name} = None": "open. No function",
-        f"{name} = 3": "it is a int, not a function",
+        f"{name} = 3": "it is of type int, not a function",
         f"{head}...": "open. Write it in the cell above",
         f"{head}pass": "open. Write it in the cell above",
         f"{head}return 1 / 0": "cannot be judged. raised ZeroDivisionError: division by zero in `return 1 / 0`, given ",
         f"{head}return undefined": "cannot be judged. raised NameError: name 'undefined' is not defined in `return undefined`",
         f"{head}raise SystemExit": "cannot be judged. raised SystemExit in `raise SystemExit`",
         f"def {name}():\n    return 1": "cannot be judged. raised TypeError",
-        changing(name, "{}[None]"): f"cannot be judged. {first} has the shape (1, ",
+        changing(name, "{}[None]"): f"cannot be judged. {first} has the shape (1,",
         changing(name, "{}.to(__import__('torch').complex64)"): f"cannot be judged. {first} is complex64; it must be ",
-        changing(name, "{}.tolist()"): f"cannot be judged. {first} is a list; it must be a torch.Tensor",
+        changing(name, "{}.tolist()"): f"cannot be judged. {first} is a ",
     }
     for text, words in said.items():
         line = answered(name, text)
