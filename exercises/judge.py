@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minidrl.methods import Method
+
 HERE = Path(__file__).resolve().parent
 KINDS = {"bool": torch.bool, "int": torch.int64}
 
@@ -46,7 +48,9 @@ class Open(Exception):
 
 @dataclass(frozen=True)
 class Tensors:
-    """A name, a kind (bool, int, float, number) and a shape, from "masked bool K B L".
+    """A name, a kind and a shape, from "masked bool K B L".
+
+    The kinds are bool, int, float, number and method.
 
     A capital letter is a size that all tensors of a task share; what is returned may
     have sums of them, as in P+2L. "..." is any shape. The shape of a number says which
@@ -81,7 +85,7 @@ class Task:
     takes      its arguments, as text for `Tensors`
     returns    what it returns; one text: a tensor, more: a tuple
     adapter    makes of the module and the answer a function called as `place` is
-    skip       laws of this tag that judge something else
+    laws       named laws of the answer, where they are not those of the tag
     """
 
     name: str
@@ -89,8 +93,8 @@ class Task:
     place: str
     takes: tuple[str, ...]
     returns: tuple[str, ...]
-    adapter: Adapter
-    skip: tuple[str, ...] = ()
+    adapter: Adapter | None
+    laws: Callable | None = None
     properties: list[Property] = field(default_factory=list)
 
     def has(self, title: str) -> Callable:
@@ -177,6 +181,9 @@ def checked(task: Task, found: Any, given: tuple) -> Any:
         )
         raise Unusable(f"it returned {got}; return {len(wanted)}: {names}")
     for one, x in zip(wanted, found if several else (found,), strict=True):
+        if one.kind == "method":
+            refuse_other(one, x)
+            continue
         refuse_kind(one, x, floats)
         shape = bound[...] if one.shape == ("...",) else sized(one.shape, bound)
         if tuple(x.shape) != shape:
@@ -227,6 +234,15 @@ def refuse_kind(one: Tensors, x: Any, floats: torch.dtype) -> None:
             ", as the arguments are: a quotient of integers is float32, see .double()"
         )
     raise Unusable(f"{one.name} is {short(x.dtype)}; it must be {short(due)}{hint}")
+
+
+def refuse_other(one: Tensors, x: Any) -> None:
+    """A row of the table of methods, or one line."""
+    if not isinstance(x, Method):
+        said = (
+            f"{one.name} is a {type(x).__name__}; it must be a minidrl.methods.Method"
+        )
+        raise Unusable(f"{said}: return Method(name=.., ..)")
 
 
 def short(dtype: torch.dtype) -> str:
@@ -358,10 +374,10 @@ def judging(one: Task, ask: Callable) -> list[tuple[str, Callable, Any]]:
         original = getattr(module, one.place)
         return functools.wraps(original)(one.adapter(module, ask))
 
+    if one.laws:
+        return [(name, law, judged.SHIPPED) for name, law in one.laws(ask)]
     alg = judged.replaced({one.place: make})
-    named = [
-        n for n, tags in laws.TAGS.items() if one.tag in tags and n not in one.skip
-    ]
+    named = [name for name, tags in laws.TAGS.items() if one.tag in tags]
     return [(name, laws.LAWS[name], alg) for name in named]
 
 
@@ -375,3 +391,4 @@ def load() -> None:
     import laws  # noqa: F401
     import task_losses  # noqa: F401
     import task_masks  # noqa: F401
+    import task_rows  # noqa: F401

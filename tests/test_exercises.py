@@ -139,6 +139,26 @@ class Wrong(NamedTuple):
 
 WRONG = [
     Wrong(
+        "my_row", "num_states=2", "num_states=4", "the masked states", ("yours P(elbo_count_plan, num_states=4", "expected P")
+    ),
+    Wrong(
+        "my_row", 'normalizer="kept_length"', 'normalizer="none"', "the gradient of the loss", ("off is normalizer: 'none'",)
+    ),
+    Wrong(
+        "my_row", "cap=2.0", "cap=1.1", "the gradient of the loss", ("off is objective: P(truncated_is, floor=0.0, cap=1.1)",)
+    ),
+    Wrong("my_row", '"sequence_mean"', '"group_sum"', "the gradient of the loss", ("cosine 1.", "aggregation: 'group_sum'")),
+    Wrong(
+        "my_row",
+        'anchor="old"',
+        'anchor="old", refresh="independent"',
+        "the same masks for all updates, before and after",
+        ("yours 'independent'",),
+    ),
+    Wrong(
+        "my_row", 'anchor="old"', 'anchor="behaviour"', "the gradient of the loss", ("two prompts with four answers: anchor",)
+    ),
+    Wrong(
         "count_form",
         ".long() + 1, n)",
         ".long(), n)",
@@ -438,13 +458,20 @@ def test_what_cannot_be_judged_ends_in_one_line(name):
         f"{head}return undefined": "cannot be judged. raised NameError: name 'undefined' is not defined in `return undefined`",
         f"{head}raise SystemExit": "cannot be judged. raised SystemExit in `raise SystemExit`",
         f"def {name}():\n    return 1": "cannot be judged. raised TypeError",
+    }
+    if name != "my_row":
+        said |= of_tensors(name, first)
+    for text, words in said.items():
+        line = answered(name, text)
+        assert line.startswith(told + words) and "\n" not in line, line
+
+
+def of_tensors(name: str, first: str) -> dict[str, str]:
+    return {
         changing(name, "{}[None]"): f"cannot be judged. {first} has the shape (1,",
         changing(name, "{}.to(__import__('torch').complex64)"): f"cannot be judged. {first} is complex64; it must be ",
         changing(name, "{}.tolist()"): f"cannot be judged. {first} is a ",
     }
-    for text, words in said.items():
-        line = answered(name, text)
-        assert line.startswith(told + words) and "\n" not in line, line
 
 
 def test_an_answer_in_single_precision_is_told_where_it_comes_from():
