@@ -132,9 +132,9 @@ def asked(task: Task, function: Callable) -> Callable:
         except (Exception, SystemExit) as error:
             if type(error).__module__ == "torch.utils.checkpoint":
                 raise  # how torch ends a recomputation; no error
-            raise Unusable(
-                f"{raised(function, error)}, given {sizes(task, given)}"
-            ) from error
+            told = sizes(task, given)
+            told = raised(function, error) + (f", given {told}" if told else "")
+            raise Unusable(told) from error
         if found is None:
             raise Open(f"{task.name} returns nothing yet")
         for told, was, now in zip(task.takes, before, given, strict=True):
@@ -222,7 +222,9 @@ def kind_of(x: Any) -> str:
 def refuse_kind(one: Tensors, x: Any, floats: torch.dtype) -> None:
     """A tensor of the dtype that is due, or one line."""
     if not torch.is_tensor(x):
-        raise Unusable(f"{one.name} is a {type(x).__name__}; it must be a torch.Tensor")
+        raise Unusable(
+            f"{one.name} is of type {type(x).__name__}; it must be a torch.Tensor"
+        )
     due = KINDS.get(one.kind, floats)
     if x.dtype == due:
         return
@@ -239,9 +241,7 @@ def refuse_kind(one: Tensors, x: Any, floats: torch.dtype) -> None:
 def refuse_other(one: Tensors, x: Any) -> None:
     """A row of the table of methods, or one line."""
     if not isinstance(x, Method):
-        said = (
-            f"{one.name} is a {type(x).__name__}; it must be a minidrl.methods.Method"
-        )
+        said = f"{one.name} is of type {type(x).__name__}; it must be a minidrl.methods.Method"
         raise Unusable(f"{said}: return Method(name=.., ..)")
 
 

@@ -116,8 +116,8 @@ def _(answer: Callable) -> str:
     yours = answer().refresh
     if yours != "fixed":
         raise Missed(
-            f"refresh: yours {yours!r}, expected 'fixed'. One plan for all updates on a "
-            "rollout: ratio 1 on the first of them."
+            f"refresh: yours {yours!r}, expected 'fixed'. One plan for all updates "
+            "on a rollout: ratio 1 on the first of them."
         )
     return "refresh 'fixed'"
 

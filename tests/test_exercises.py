@@ -454,10 +454,10 @@ def test_what_cannot_be_judged_ends_in_one_line(name):
         f"{name} = 3": "it is of type int, not a function",
         f"{head}...": "open. Write it in the cell above",
         f"{head}pass": "open. Write it in the cell above",
-        f"{head}return 1 / 0": "cannot be judged. raised ZeroDivisionError: division by zero in `return 1 / 0`, given ",
+        f"{head}return 1 / 0": "cannot be judged. raised ZeroDivisionError: division by zero in `return 1 / 0`",
         f"{head}return undefined": "cannot be judged. raised NameError: name 'undefined' is not defined in `return undefined`",
         f"{head}raise SystemExit": "cannot be judged. raised SystemExit in `raise SystemExit`",
-        f"def {name}():\n    return 1": "cannot be judged. raised TypeError",
+        f"def {name}(a, b, c, d, e, f, g):\n    return 1": "cannot be judged. raised TypeError",
     }
     if name != "my_row":
         said |= of_tensors(name, first)
@@ -470,7 +470,7 @@ def of_tensors(name: str, first: str) -> dict[str, str]:
     return {
         changing(name, "{}[None]"): f"cannot be judged. {first} has the shape (1,",
         changing(name, "{}.to(__import__('torch').complex64)"): f"cannot be judged. {first} is complex64; it must be ",
-        changing(name, "{}.tolist()"): f"cannot be judged. {first} is a ",
+        changing(name, "{}.tolist()"): f"cannot be judged. {first} is of type ",
     }
 
 
