@@ -3,7 +3,7 @@
 #   make train        a rising reward curve on tiny Countdown, on a CPU
 #   make test         all tests, then every notebook, with its stored outputs compared
 #   make chaos        faults: runs killed at every file operation, damaged, without disk; verifiers fuzzed; up to 20 minutes
-#   make notebooks    execute the notebooks again in place; a clean tree stays clean
+#   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
 #   make pages        what is generated from the table of methods: docs/, and the map of notebook 10
 #
@@ -48,7 +48,7 @@ chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py
 
 notebooks: $(STAMP)
-	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
+	@set -- notebooks/*.ipynb exercises/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
 
 # The package has 100 columns (minidrl/ruff.toml), its module of equations 88.
 lint: $(STAMP)

@@ -14,7 +14,7 @@ import re
 import sys
 import tokenize
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -37,6 +37,8 @@ ROOMS = (
 ROOT = Path(__file__).parent.parent
 TAG = re.compile(r"\((\d+\.\d+)\) ")
 FLAGS = __future__.annotations.compiler_flag
+
+Maker = Callable[[ModuleType], Callable]  # of the module up to and with the function that it replaces
 
 
 class Stale(Exception):
@@ -245,9 +247,12 @@ class Judged:
                 setattr(module, name, value)
 
 
-def _executed(known: list[ModuleType], change: dict[int, CodeType]) -> Judged:
-    """The rooms, the first ones known already, the others made of their statements: the next one with a change."""
-    modules, rooms = list(known), list(ROOM.values())
+def _executed(known: list[ModuleType], change: dict[int, CodeType], given: dict[str, Maker] | None = None) -> Judged:
+    """The rooms, the first ones known already, the others made of their statements: the next one with a change.
+
+    A name that is given has, from its own statement on, what its maker makes of the module as it is then.
+    """
+    modules, rooms, given = list(known), list(ROOM.values()), given or {}
     with pytest.MonkeyPatch.context() as patch:
         for number, room in enumerate(rooms):
             if number >= len(known):
@@ -256,8 +261,12 @@ def _executed(known: list[ModuleType], change: dict[int, CodeType]) -> Judged:
             package, _, short = room.name.rpartition(".")  # what the next rooms import
             patch.setitem(sys.modules, room.name, modules[number])
             patch.setattr(sys.modules[package], short, modules[number])
+            makers = {room.names[name].statement: (name, make) for name, make in given.items() if name in room.names}
             for at, code in enumerate(room.codes if number >= len(known) else ()):
                 exec(change.get(at, code) if number == len(known) else code, modules[number].__dict__)
+                if at in makers:
+                    name, make = makers[at]
+                    setattr(modules[number], name, make(modules[number]))
     return Judged(modules)
 
 
@@ -271,6 +280,14 @@ def mutated(mutant: Mutant) -> Judged:
     """The rooms with the passage replaced; those before it do not know of it."""
     room, definition, wrong = located(mutant)
     return _executed(unmutated()._modules[: list(ROOM.values()).index(room)], {definition.statement: wrong})
+
+
+def replaced(given: dict[str, Maker]) -> Judged:
+    """The rooms with functions of another's making: what follows them, the rows of the table included, uses these."""
+    for name in given:
+        if not any(name in room.names for room in ROOM.values()):
+            raise LookupError(f"{name} is defined in none of {', '.join(ROOMS)}")
+    return _executed([], {}, given)
 
 
 SHIPPED = Judged([room.module for room in ROOM.values()])

@@ -37,6 +37,17 @@ def test_a_mutant_is_seen_by_the_rooms_that_import_it_and_by_nobody_else():
     assert all(room.module is sys.modules[room.name] for room in judged.ROOM.values()), "what was patched is put back"
 
 
+def test_a_function_of_another_s_making_is_seen_by_rooms_and_rows():
+    mine = lambda ll, anchor, adv, num_generations: None  # noqa: E731
+    one = judged.replaced({"reinforce": lambda module: mine})
+    first, *later = one._modules
+    importing = [module for module in later if "reinforce" in vars(module)]
+    assert importing and all(module.reinforce is mine for module in [first, *importing])
+    assert one.METHODS["reinforce"].objective.func is mine is not ALGORITHMS.module.reinforce
+    with pytest.raises(LookupError, match="nothing_of_the_kind is defined in none of minidrl.algorithms"):
+        judged.replaced({"nothing_of_the_kind": lambda module: mine})
+
+
 def test_what_is_written_reaches_the_rooms_that_import_it():
     one = judged.mutated(Mutant("8.1", "_surrogate(-adv *", "_surrogate(adv *", "law_reinforce_gradient"))
     one.reinforce = other = object()
