@@ -241,7 +241,8 @@ def refuse_kind(one: Tensors, x: Any, floats: torch.dtype) -> None:
 def refuse_other(one: Tensors, x: Any) -> None:
     """A row of the table of methods, or one line."""
     if not isinstance(x, Method):
-        said = f"{one.name} is of type {type(x).__name__}; it must be a minidrl.methods.Method"
+        said = f"{one.name} is of type {type(x).__name__}; "
+        said += "it must be a minidrl.methods.Method"
         raise Unusable(f"{said}: return Method(name=.., ..)")
 
 
