@@ -317,7 +317,7 @@ def save_as_llada(
     words |= {
         "pad_token_id": tokenizer.pad_token_id,
         "rope_theta": ours.rope_parameters["rope_theta"],
-        "torch_dtype": str(ours.dtype).removeprefix("torch."),
+        "torch_dtype": str(denoiser.model.dtype).removeprefix("torch."),
     }
     files["config.json"] = json.dumps(words, indent=2).encode()
     save(Denoiser(denoiser.model, family, None, files), tokenizer, folder)

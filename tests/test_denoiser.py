@@ -152,7 +152,7 @@ BROKEN = {
     "no folder": (shutil.rmtree, "holds no config.json"),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
     "config.json is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is no JSON"),
-    "config.json is a list": (lambda folder: (folder / "config.json").write_text("[]"), "allowed a bidirectional llama"),
+    "config.json is a list": (lambda folder: (folder / "config.json").write_text("[]"), "holds list; allowed an object"),
     "causal llama": (edit_config(is_causal=True), "with is_causal True; allowed for llama is False"),
     "a llama of somebody else": (drop("is_causal"), "with is_causal True; allowed for llama is False"),
     "another architecture": (edit_config(model_type="gpt2"), "model_type 'gpt2'; allowed a bidirectional llama"),

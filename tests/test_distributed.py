@@ -480,7 +480,7 @@ def test_weights_that_two_modules_share_are_refused(monkeypatch):
 def test_what_all_have_to_say_is_said_once_and_what_one_has_to_say_by_that_one(monkeypatch, capsys):
     for key, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, value)
-    assert _report(ValueError("all"), 2) == _report(LocalError("out of memory"), 2) == 2
+    assert _report("all", 2, ValueError()) == _report("out of memory", 2, LocalError()) == 2
     assert capsys.readouterr().err == "minidrl: out of memory\n"
 
 

@@ -305,7 +305,7 @@ BAD = {
     "updates: got [0]; allowed different numbers, each whole, from 1": {"updates": [0]},
     "seeds: got 0; allowed from 1": {"seeds": 0},
     "equal: got 'time'; allowed updates, calls": {"equal": "time"},
-    "methods: got 'drpo': 3; allowed a name with a mapping of settings": {"methods": {"drpo": 3}},
+    "methods: got 'drpo': 3; allowed a name of letters, digits and .+-_ with a mapping of settings": {"methods": {"drpo": 3}},
     "method: got 'pppo'; allowed reinforce": {"methods": ["pppo"]},
     "speed: unknown key": {"speed": 3},
     "choose.seeds: got 0; allowed from 1": {"choose": {"seeds": 0}},
