@@ -45,6 +45,8 @@ def unknown(decided_by: str) -> list[str]:
         known = law and f"\ndef {law[1]}(" in SOURCES
         known = known or command and 1 <= int(command[1]) <= len(claims.RECORDED)
         known = known or file and (ROOT / file[1]).is_file()
+        study = re.fullmatch(r"`python -m minidrl compare (studies/\w+\.yaml)`", part)
+        known = known or study and (ROOT / study[1]).is_file()
         known = known or notebook and any(rf"\\tag{{{notebook[2]}}}" in text for text in notebooks(notebook[1]))
         found += [] if known else [part]
     return found

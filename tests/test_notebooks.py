@@ -73,12 +73,13 @@ def calls_of(cell: dict, *names: str) -> list[ast.Call]:
 
 
 def checked_tags(cell: dict) -> set[str]:
-    """The literal tags of the calls to check and check_le in a code cell, and in the keys of check_rows."""
+    """The literal tags of the calls to check and check_le in a code cell; where it calls check_rows, those of its keys."""
     calls = calls_of(cell, "check", "check_le")
     tags = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
-    tables = [call.args[1] for call in calls_of(cell, "check_rows") if isinstance(call.args[1], ast.Dict)]
-    keys = [key.elts[0] for table in tables for key in table.keys if isinstance(key, ast.Tuple)]
-    return tags | {key.value for key in keys if isinstance(key, ast.Constant)}
+    if not calls_of(cell, "check_rows"):
+        return tags
+    firsts = [node.elts[0] for node in ast.walk(tree_of(cell)) if isinstance(node, ast.Tuple) and len(node.elts) == 2]
+    return tags | {first.value for first in firsts if isinstance(first, ast.Constant)}
 
 
 def every_tag_is_checked(notebook: dict, shipped: set[str]) -> list[str]:
