@@ -45,12 +45,12 @@ chaos: $(STAMP)
 notebooks: $(STAMP)
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
 
-# The package has 100 columns (minidrl/ruff.toml), its module of equations 88.
+# The package has 100 columns (minidrl/ruff.toml), its module of equations 88, and so have notebooks 00a and 00b.
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff check --line-length 88 minidrl/algorithms.py
 	$(PY) -m ruff format --check .
-	$(PY) -m ruff format --check --line-length 88 minidrl/algorithms.py
+	$(PY) -m ruff format --check --line-length 88 minidrl/algorithms.py notebooks/00[ab]_*.ipynb
 
 pages: $(STAMP)
 	$(PY) benchmarks/readme.py
