@@ -82,6 +82,46 @@ class Rollout:
     sampler: Any
     records: dict[str, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        response: Any,
+        *,
+        prompt: Any = None,
+        prompt_mask: Any = None,
+        keep: Any = None,
+        unmask_step: Any = None,
+        logp: Any = None,
+        num_generations: int = 1,
+        sampler: Any = None,
+        records: dict[str, Tensor] | None = None,
+    ) -> Rollout:
+        """A rollout that no sampler made, around responses (B, L): tensors or lists.
+
+        Without more: no prompt, all tokens count, none was revealed by a recorded step
+        (unmask_step -1, logp 0), and each response is a group of its own. A given
+        prompt is all real tokens unless ``prompt_mask`` says otherwise. Raises
+        ValueError naming the field whose shape does not fit the responses.
+        """
+        response = torch.as_tensor(response)
+        if response.ndim != 2:
+            raise _refused("response", tuple(response.shape), "two dimensions (B, L)")
+        width = 0 if prompt is None else torch.as_tensor(prompt).shape[-1]
+        blank = response.new_zeros(len(response), width)
+        never = torch.full_like(response, -1)
+        zeros = torch.zeros(response.shape, device=response.device)
+        return cls(
+            _given("prompt", prompt, blank),
+            _given("prompt_mask", prompt_mask, blank == 0),
+            response,
+            _given("keep", keep, never < 0),
+            _given("unmask_step", unmask_step, never),
+            _given("logp", logp, zeros),
+            num_generations,
+            sampler,
+            records or {},
+        )
+
     @property
     def lengths(self) -> Int[Tensor, " B"]:
         """Tokens of each response that count, the first EOS included."""
@@ -113,6 +153,38 @@ class Plan:
     targets: Int[Tensor, "K B L"] | None = None
     block_length: int | None = None
 
+    @classmethod
+    def of(
+        cls,
+        scored: Any,
+        *,
+        hidden: Any = None,
+        weight: Any = None,
+        valid: Any = None,
+        **rest: Any,
+    ) -> Plan:
+        """A plan written down by hand: its K states, each given by the positions it
+        scores (K, B, L), tensors or lists.
+
+        Without more: hidden is what is scored, nothing else and no prompt; the weight
+        of each state is 1; valid are the states that score anything. ``rest``: step,
+        targets, block_length. Raises ValueError naming the field whose shape does not
+        fit the states.
+        """
+        scored = torch.as_tensor(scored).bool()
+        if scored.ndim != 3:
+            raise _refused("scored", tuple(scored.shape), "three dimensions (K, B, L)")
+        used = scored.any(-1)
+        extra = 0 if hidden is None else torch.as_tensor(hidden).shape[-1]
+        seen = scored.new_zeros(*used.shape, max(0, extra - scored.shape[-1]))
+        return cls(
+            _given("hidden", hidden, torch.cat([seen, scored], -1)),
+            scored,
+            _given("weight", weight, torch.ones(used.shape, device=used.device)),
+            _given("valid", valid, used),
+            **rest,
+        )
+
     @property
     def replay(self) -> bool:
         """True = the states are those that the sampler saw, so that its own logp can be
@@ -138,6 +210,17 @@ class Plan:
     def network_calls(self) -> int:
         """Sequences that go through the network, over all states."""
         return int(self.needed.sum())
+
+
+def _given(field: str, value: Any, default: Tensor) -> Tensor:
+    # A field of a rollout or plan made by hand: the default, or a value of its shape.
+    if value is None:
+        return default
+    value = torch.as_tensor(value, device=default.device)
+    if value.shape != default.shape:
+        allowed = f"shape {tuple(default.shape)}"
+        raise _refused(field, tuple(value.shape), allowed)
+    return value.bool() if default.dtype == torch.bool else value
 
 
 def declares(

@@ -6,6 +6,7 @@ outputs can therefore be compared literally.
 
 import ast
 import inspect
+import json
 import math
 import re
 import textwrap
@@ -74,6 +75,32 @@ def show(function: Callable) -> None:
     """Display the shipped source of a function or class as Markdown, comments kept, docstrings left out."""
     source = without_docstrings(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     display(Markdown(f"```python\n{source}\n```"))
+
+
+def lines_of(notebook: str, *names: str) -> str:
+    """The top-level lines of a notebook beside this file that define these names, in its order: code that two notebooks share.
+
+    Raises: ValueError for a name that the notebook does not define at the top level of a cell.
+    """
+    cells = json.loads((Path(__file__).parent / notebook).read_text(encoding="utf-8"))["cells"]
+    parts, left = [], set(names)
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        for node in ast.parse(source).body:
+            if wanted := _defined(node) & set(names):
+                first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+                parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
+                left -= wanted
+    if left:
+        raise ValueError(f"names: got {', '.join(sorted(left))}; allowed what {notebook} defines")
+    return "\n".join(parts)
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    """The names that a definition or an assignment binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    names = [name for name in ast.walk(node) if isinstance(name, ast.Name)] if isinstance(node, ast.Assign) else []
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
 def claims(section: str) -> None:

@@ -26,6 +26,8 @@ from minidrl import index  # noqa: E402
 ALLOWED_OUTPUTS = {"text/plain", "text/markdown", "text/latex", "image/png"}
 FORBIDDEN_TAGS = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception", "raises-exception"}
 MAX_CELL_LINES = 30
+# Columns of a line of code, in the notebooks that keep to it: a cell of 88 needs no scrolling beside its output.
+WIDTHS = {"00a_build_a_model.ipynb": 88}
 
 
 def text_of(value: str | list[str]) -> str:
@@ -155,6 +157,22 @@ def shipped_names() -> set[str]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "minidrl").rglob("*.py")]
     return {node.name for tree in trees for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"}
+
+
+def wide_lines(notebook: dict, width: int) -> list[str]:
+    """Lines of code that are longer than the notebook may have them."""
+    texts = (text_of(cell["source"]).splitlines() for cell in code_cells(notebook))
+    return [line for lines in texts for line in lines if len(line) > width]
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_no_line_of_code_is_too_long(name: str):
+    assert wide_lines(CASES[name][0], WIDTHS[name]) == []
+
+
+def test_a_line_of_code_that_is_too_long_is_found():
+    notebook = source("x = 1\n" + "y" * 88 + "\n" + "z" * 89)
+    assert wide_lines(notebook, 88) == ["z" * 89]
 
 
 @pytest.mark.parametrize("path", index.linked(), ids=lambda path: path.name)
@@ -435,6 +453,22 @@ def test_show_leaves_out_docstrings_and_nothing_else(monkeypatch):
         "        return ast.Module(body=[], type_ignores=[])\n"
         "```"
     )
+
+
+def test_lines_of_another_notebook_run_as_they_stand_there(monkeypatch, tmp_path):
+    cells = [
+        code("import math\n\nA, B = 1, 2  # two names\nrow = [0, 0]\nrow[A] = 5\nprint(A)", 1),
+        markdown("twice = 7"),
+        code("@math.floor\ndef not_wanted():\n    pass", 2),
+        code("import functools\n\n\n@functools.cache\ndef twice(x):\n    # why\n    return 2 * x", 3),
+    ]
+    (tmp_path / "other.ipynb").write_text(json.dumps({"cells": cells}))
+    monkeypatch.setattr(nbtools, "__file__", str(tmp_path / "nbtools.py"))
+    expected = "A, B = 1, 2  # two names\n@functools.cache\ndef twice(x):\n    # why\n    return 2 * x"
+    assert nbtools.lines_of("other.ipynb", "twice", "B") == expected
+    for name in ("row2", "math", "x"):
+        with pytest.raises(ValueError, match=f"names: got {name}; allowed what other.ipynb defines"):
+            nbtools.lines_of("other.ipynb", "A", name)
 
 
 def test_docstrings_of_methods_go_and_comments_stay():
