@@ -30,7 +30,7 @@ unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 .PHONY: train extras test chaos notebooks lint pages
 
 train: $(STAMP)
-	$(PY) -m minidrl train tiny_configs/countdown_cpu.yaml --out runs/countdown_cpu $(ARGS)
+	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
 
 # Tests: one thread a process; two that share two cores with two threads each are many times slower than one.
 # Notebooks: one process with all threads; nbval's cells of one notebook share a kernel and must run in order.

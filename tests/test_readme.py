@@ -85,13 +85,13 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     countdown = results.partition("## Block diffusion")[0]
     means = {line.split("|")[1].strip(): line.split("|")[-2].strip() for line in countdown.splitlines() if line.startswith("|")}
     for words, label in (
-        ("from {} % to", "base, temperature 1"),
-        ("end at {} % on average", "after RL, temperature 1"),
+        ("three seeds rise from {} % to", "base, temperature 1"),
+        ("% to {} %, self-training", "after RL, temperature 1"),
         ("reaches {} %", "self-training, temperature 1"),
     ):
         assert words.format(means[label]) in text, label
     seconds, solved = re.search(
-        r"fresh clone took (\d+) s on two quiet cores and ended at ([\d.]+) %", " ".join(results.split())
+        r"`make train` took (\d+) s on two quiet cores and ended at ([\d.]+) %", " ".join(results.split())
     ).groups()
     assert f"{seconds} s on two quiet CPU cores" in text and f"% to {solved} %" in text
     total, rest = re.search(r"(\d+) claims: (\d+ hold.*?were not run here)", ledger).groups()
