@@ -6,7 +6,8 @@ made up, and no response ends early. The first step is a warm-up; the second is 
 
     --predict      nothing is run: products and bytes as predicted, and the seconds that they take at best at given rates
     --shape tiny   the same with a network that a CPU runs in seconds
-    --device cpu   one reduced step at full size, from files: `reduced` below; --shape names other models too
+    --device cpu   one reduced step at full size, from files: `reduced` below; --shape names other models too, among them
+                   a2d-0.6b, all of whose weights are trained, by tiny_configs/a2d_06b_24gb.yaml
     --reduced      the same on any device and with any shape
 
 Counted are the products that the method needs. Of a sequence of T tokens of which R rows go through the head, forward:
@@ -49,6 +50,7 @@ from minidrl import features as feat
 from minidrl.tasks import Verdict
 
 RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
+MIDDLE = RECIPE.with_name("a2d_06b_24gb.yaml")
 LLADA = "GSAI-ML/LLaDA-8B-Instruct"
 
 # Other models at full size: config.json as far as it decides what is computed, the id of the mask, and where both were read.
@@ -93,6 +95,7 @@ SHAPES: dict[str, tuple[dict, int]] = {
         {**SDAR, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
         151669,
     ),
+    "a2d-0.6b": (checkpoints.PUBLISHED[checkpoints.A2D_06B], 151669),
 }
 SHARDS = 6  # files of published LLaDA-8B
 TINY = {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 192, "embedding_size": 500}
@@ -300,14 +303,15 @@ def filled(name: str, size: torch.Size, block: torch.Tensor) -> torch.Tensor:
 def reduced(raw: dict, folder: Path, device: str) -> config.Train:
     """The recipe's step in its smallest form: adapters of rank 8, a prompt of 4 tokens, 2 responses of 8 in 2 steps, 2 updates.
 
-    The row's 3 masked states and gradient checkpointing stay.
+    The row's 3 masked states and gradient checkpointing stay, and where the recipe has no adapters, there are none.
     """
-    recipe = dataclasses.replace(config.load(config.Train, RECIPE), device=device)
+    recipe = config.load(config.Train, MIDDLE if raw["model_type"] == "a2d-qwen3" else RECIPE)
+    recipe = dataclasses.replace(recipe, device=device)
     own = raw.get("block_size")
     attention = {"block_length": own, "attention": "block_causal"} if own else {"block_length": 8}
     decoding = dataclasses.replace(recipe.sampler, length=8, tokens_per_step=4, **attention)
     small = {"num_prompts": 1, "num_generations": 2, "num_iterations": 2, "micro_batch": 6}
-    lora = dataclasses.replace(recipe.lora, rank=8)
+    lora = dataclasses.replace(recipe.lora, rank=min(8, recipe.lora.rank))
     return dataclasses.replace(recipe, model=str(folder), task=Words(4), sampler=decoding, lora=lora, **small)
 
 
@@ -354,7 +358,7 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     learner = trainer.Learner(settings)
     wait(device)
     loaded, started = time.perf_counter() - started, time.perf_counter()
-    slow = without_instructions(device)
+    slow = without_instructions(device) and settings.lora.rank > 0
     with mock.patch.object(torch.nn.functional, "linear", linear) if slow else contextlib.nullcontext():
         row = learner.step(0)
     wait(device)
@@ -369,11 +373,12 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     told = "; no bfloat16 instructions, backward through the frozen weights in float32" if slow else ""
     phases = [name for name in ("rollout", "scoring", "update") if f"seconds/{name}" in row]
     rows = [{"phase": p, "sequences": row[f"network_calls/{p}"], "seconds": row[f"seconds/{p}"]} for p in phases]
-    base = learner.model.num_parameters() - sum(p.numel() for p in learner.model.parameters() if p.requires_grad)
+    adapters = sum(p.numel() for name, p in learner.model.named_parameters() if "lora" in name)
+    base = learner.model.num_parameters() - adapters
     return (
         f"{torch.cuda.get_device_name() if gpu else f'CPU, {torch.get_num_threads()} threads'}, torch {torch.__version__}: "
         f"{base:,} random weights in {raw['torch_dtype']}, written in {written:.0f} s as {files} files of {size / 1e9:.3g} GB, "
-        f"loaded by checkpoints.load with adapters in {loaded:.1f} s{told}\n\n{table(rows)}\n\n"
+        f"loaded by checkpoints.load{' with adapters' if adapters else ''} in {loaded:.1f} s{told}\n\n{table(rows)}\n\n"
         f"whole step: {took:.1f} s (loss {row['loss']:.3g}, gradient norm {row['grad_norm']:.3g}, "
         f"entropy {row['entropy']:.3g} of ln V = {np.log(raw['vocab_size']):.3g})\n"
         f"peak {what}: predicted {peak / 1e9:.3g} GB, {counted}"

@@ -71,6 +71,7 @@ class Family:
     block_key         key of config.json that holds the block length of block-causal attention;
                       None: bidirectional
     mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
+    template_words    names that the chat template is given beside the special tokens
     """
 
     config: type[PreTrainedConfig]
@@ -82,6 +83,7 @@ class Family:
     shift: bool = False
     block_key: str | None = None
     mask_token: str | None = None
+    template_words: Mapping[str, Any] = field(default_factory=dict)
 
 
 LLADA_FIELDS = {
@@ -173,6 +175,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             must={"architectures": ["SDARForCausalLM"], "attention_bias": False, **QWEN_MUST},
             block_key="block_size",
             mask_token="<|MASK|>",
+        ),
+        # Qwen3 made bidirectional, as dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1. Source: the folder
+        # dllm/pipelines/a2d of ZHZisZZ/dllm, commit ca17675: transformers' Qwen3 under a mask of
+        # padding only, position i predicts token i. Its tokenizer adds <|mask|>, and its chats are
+        # opened with enable_thinking false. The block-causal sibling (-bd3lm-) has the same
+        # config.json: nothing in its files tells it apart, and it is not meant here.
+        "a2d-qwen3": Family(
+            Qwen3Config,
+            Qwen3ForCausalLM,
+            Qwen2Tokenizer,
+            fields={**QWEN_FIELDS, "head_dim": ("head_dim",)},
+            must={"attention_bias": False, **QWEN_MUST},
+            mask_token="<|mask|>",
+            template_words={"enable_thinking": False},
         ),
     }
 )
@@ -331,7 +347,7 @@ def load(
     block_length: int | None = None,
     quantize: bool = False,
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
-    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream or SDAR.
+    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream, SDAR or A2D.
 
     source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
                    weights as safetensors, its configuration and tokenizer files are downloaded
@@ -368,8 +384,9 @@ def load(
     return Denoiser(model, family, block_length, files).eval(), tokenizer
 
 
-# The keys of config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct
-# and LLaDA-1.5 on the Hub.
+# Sizes that are known without a file, as far as they decide what is computed. First the keys of
+# config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct and LLaDA-1.5
+# on the Hub.
 _SIZES = {
     "d_model": 4096,
     "n_layers": 32,
@@ -387,12 +404,33 @@ _WORDS = {
 _WORDS |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
 _NAMES = ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5")
 PUBLISHED = dict.fromkeys(_NAMES, LLADA_MUST | _SIZES | _WORDS)
+# Sizes of Qwen/Qwen3-0.6B (its config.json), and the id of the token that is added to its 151,669.
+A2D_06B = "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"
+PUBLISHED[A2D_06B] = {
+    "model_type": "a2d-qwen3",
+    "attention_bias": False,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "mask_token_id": 151669,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
 
 
 def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
     """(configuration, family, dtype of the stored weights) by config.json alone: no weight is read.
 
-    The published LLaDA-8B are known without a file. Raises ValueError for a folder or a name
+    Those of ``PUBLISHED`` are known without a file. Raises ValueError for a folder or a name
     without a config.json.
     """
     known = source in PUBLISHED and not Path(source).exists()
@@ -427,7 +465,9 @@ def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensor
 def _read_config(folder: Path) -> dict:
     """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
     if not (folder / "config.json").is_file():
-        allowed = "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream or SDAR"
+        allowed = (
+            "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream, SDAR or A2D"
+        )
         raise _refused(folder, f", which holds no config.json; allowed {allowed}")
     with _reading(folder):
         raw = {"is_causal": True} | untrusted.json_object(folder / "config.json")
@@ -505,11 +545,12 @@ def _network_config(
         values[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
         if values[ours] is None:
             raise ValueError(f"config.json gives no {keys[0]}")
-    if raw.get("rope_theta") is None:
+    theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None:  # the second is its place since transformers 5
         raise ValueError("config.json gives no rope_theta")
     config = family.config(
         **values,
-        rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
         eos_token_id=raw.get("eos_token_id"),
         bos_token_id=None,
         pad_token_id=None,
@@ -541,6 +582,7 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
         if token is not None and getattr(tokenizer, f"{name}_id") is None:
             allowed = f"one of its tokenizer's {len(tokenizer)} tokens"
             raise _refused(folder, f" with {name} {brief(token)}; allowed {allowed}")
+    tokenizer.template_words = dict(family.template_words)
     return tokenizer
 
 

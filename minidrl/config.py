@@ -19,9 +19,10 @@ from minidrl import untrusted
 from minidrl.launch import launched_rank, tell
 from minidrl.methods import METHODS, has_option
 from minidrl.sampler import Sampler
-from minidrl.tasks import DEFAULT, Task, task_class
+from minidrl.tasks import DEFAULT, TASKS, Task, task_class
 from minidrl.untrusted import WHOLE, brief
 
+ASKED = ("prompt_format", "max_prompt_length")  # settings that every task with chats has
 MOST = 2**20  # sequences of a rollout, a batch, an evaluation: beyond it no step would end
 MOST_LAYERS, MOST_UPDATES, MOST_THREADS = 1024, 4096, 256
 
@@ -262,7 +263,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     """The settings of a YAML file, with overrides on top. Paths in the file are relative to it.
 
     Where the overrides name another method than the file, the file's ``method_options`` that this
-    method does not have are left out, and a line on stderr says which.
+    method does not have are left out, and a line on stderr says which. Where they name another
+    task, of the file's settings of its task those stay that say how a model is asked.
     Raises ValueError, in one line that names the key, the value and what is allowed.
     """
     path, overrides = Path(path), overrides or {}
@@ -271,6 +273,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
         data["model"] = _model(path.parent, data["model"])
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
+    if "task.name" in overrides:
+        _leave_out_settings(data, overrides["task.name"])
     for key, value in overrides.items():
         if not isinstance(key, str):
             raise ValueError(f"settings: got the key {brief(key)}; allowed text")
@@ -302,6 +306,19 @@ def _leave_out_options(data: dict, name: Any) -> None:
     if left and launched_rank() == 0:
         said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
         tell(f"method_options: {said}")
+
+
+def _leave_out_settings(data: dict, name: Any) -> None:
+    # Those that the file has for its own task, but for how the model is asked.
+    settings = data.get("task") or {}
+    own = settings.get("name", DEFAULT) if isinstance(settings, dict) else name
+    if name == own or name not in TASKS:
+        return
+    stay = {key for key in ASKED if key in task_class(name).__dataclass_fields__}
+    left = [str(key) for key in settings if key not in stay | {"name"}]
+    data["task"] = {key: value for key, value in settings.items() if key in stay}
+    if left and launched_rank() == 0:
+        tell(f"task: {', '.join(left)} of the file are settings of {own}: left out for {name}")
 
 
 def _model(parent: Path, name: str) -> str:

@@ -133,13 +133,13 @@ CONFIG = {
     "eos_token_id": either(ID, list_of(ID)),
     "pad_token_id": ID,
     "rope_theta": ABOVE_0,
+    "rope_parameters": table_of({"rope_type": one_of("default"), "rope_theta": ABOVE_0}),
     "dtype": one_of("float32", "bfloat16", "float16", "float64"),
     "torch_dtype": one_of("float32", "bfloat16", "float16", "float64"),
     "quantization_config": Kind(lambda x: False, "none, weights as they were trained"),
 }
 # What minidrl's own config.json may say beside NETWORK; what is not named here has no effect.
 OWN = {
-    "rope_parameters": table_of({"rope_type": one_of("default"), "rope_theta": ABOVE_0}),
     "rope_scaling": NOTHING,
     "attention_bias": FLAG,
     "mlp_bias": FLAG,

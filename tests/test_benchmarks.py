@@ -115,6 +115,7 @@ def test_seconds_are_those_of_the_second_step_and_wait_for_the_device(bench, tmp
 TINY_QWEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
 TINY_QWEN |= {"intermediate_size": 48, "max_position_embeddings": 64}
 SMALLER = {"8b": {}, "dream-7b": {**TINY_QWEN, "mask_token_id": 299}, "sdar-4b": {**TINY_QWEN, "head_dim": 8}}
+SMALLER["a2d-0.6b"] = {**TINY_QWEN, "head_dim": 8, "mask_token_id": 299, "eos_token_id": 1}
 
 
 def smaller(bench, name: str) -> tuple[dict, int]:
@@ -140,11 +141,15 @@ def test_a_reduced_step_loads_random_files_of_every_family(name, bench, tmp_path
     assert re.search(r"peak resident .*: predicted [\d.e-]+ GB, measured [\d.e-]+ GB$", text) or not Path("/proc").is_dir()
 
 
-@pytest.mark.parametrize("name", ["8b", "dream-7b", "sdar-1.7b", "sdar-4b", "sdar-8b"])
+@pytest.mark.parametrize("name", ["8b", "dream-7b", "sdar-1.7b", "sdar-4b", "sdar-8b", "a2d-0.6b"])
 def test_the_shapes_have_the_sizes_of_the_published_files(name, bench, tmp_path):
-    """Bytes of the weights on the Hub, GB: the files of LLaDA-8B-Instruct, SDAR-1.7B-, 4B- and 8B-Chat; 7.6 B of Qwen2.5."""
+    """Bytes of the weights on the Hub, GB: the files of LLaDA-8B-Instruct, SDAR-1.7B-, 4B- and 8B-Chat; 7.6 B of Qwen2.5.
+
+    The middle rung trains all its weights, in float32: the 0.44 B that Qwen3-0.6B has without embeddings, and its embeddings.
+    """
     published = {"8b": 2.11 + 2.95 + 2.99 + 2.95 + 2.92 + 2.11, "dream-7b": 15.2}
     published |= {"sdar-1.7b": 4.06, "sdar-4b": 4.97 + 3.86, "sdar-8b": 4.9 + 4.92 + 4.98 + 1.58}
+    published["a2d-0.6b"] = 4 * (0.44 + 151936 * 1024 / 1e9)
     raw, _ = bench.SHAPES[name]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     parts = memory.predicted_memory(bench.reduced(raw, tmp_path, "cpu"))

@@ -1,7 +1,7 @@
-"""Published checkpoints: LLaDA against numbers of its released code; Dream and SDAR against transformers' own classes.
+"""Published checkpoints: LLaDA against numbers of its released code; Dream, SDAR and A2D against transformers' own classes.
 
 ``golden/llada_tiny`` is a two-layer LLaDA in the published format and what the released code computes from it; its README
-says how it was made. The Dream and SDAR checkpoints are made here, with random weights under the published keys.
+says how it was made. The other checkpoints are made here, with random weights under the published keys.
 """
 
 import inspect
@@ -22,10 +22,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 import tiny
 from minidrl import checkpoints, denoiser, sampler
+from minidrl.tasks import text
 from minidrl.tasks.countdown import tokenizer
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden/llada_tiny"
+THINKING = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}ab{% endif %}"  # Qwen3's rule
 POISON = "raise RuntimeError('code of a checkpoint was run')\n"
 TEMPLATE = "{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + ' ' + m['content'] + '<|eot_id|>' }}{% endfor %}"
 INPUTS = {name: torch.from_numpy(value) for name, value in np.load(GOLDEN / "inputs.npz").items()}
@@ -117,22 +119,39 @@ def sdar(folder: Path, **changes) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def a2d(folder: Path, **changes) -> None:
+    """As convert.py of ZHZisZZ/dllm and its trainer save it: tied weights, the mask named by the tokenizer only, ends apart."""
+    named = {"mask_token": "<|mask|>", "eos_token": "<|im_end|>", "tokenizer_class": "Qwen2Tokenizer"}
+    qwen_tokenizer(folder, "<|mask|>", chat_template=THINKING, **named)
+    config = {"model_type": "a2d-qwen3", "architectures": ["A2DQwen3LMHeadModel"], **SHAPE, **PUBLISHED, "head_dim": 12}
+    config |= {"attention_bias": False, "eos_token_id": 260, "pad_token_id": None, "tie_word_embeddings": True, **changes}
+    write(folder / "config.json", config)
+    (folder / "modeling_qwen3.py").write_text(POISON)
+    weights = randomise(reference_class(config), 3)
+    if config["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def reference_class(config: dict) -> torch.nn.Module:
     """The class of transformers that the family is made of, with eager attention; its masks are given in full."""
-    kinds = {"Dream": (Qwen2Config, Qwen2ForCausalLM), "sdar": (Qwen3Config, Qwen3ForCausalLM)}[config["model_type"]]
+    qwen3 = (Qwen3Config, Qwen3ForCausalLM)
+    kinds = {"Dream": (Qwen2Config, Qwen2ForCausalLM), "sdar": qwen3, "a2d-qwen3": qwen3}[config["model_type"]]
     keys = [*SHAPE, "tie_word_embeddings", *(["head_dim"] if "head_dim" in config else [])]
-    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    rope = {"rope_type": "default", "rope_theta": PUBLISHED["rope_theta"]}
     words = {key: config[key] for key in keys}
     return kinds[1](kinds[0](**words, rope_parameters=rope, attn_implementation="eager")).eval()
 
 
 def reference(folder: Path) -> torch.nn.Module:
     model = reference_class(json.loads((folder / "config.json").read_text()))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    weights = load_file(folder / "model.safetensors")
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    model.load_state_dict(weights)
     return model
 
 
-MAKERS = {"llada": llada, "Dream": dream, "sdar": sdar}
+MAKERS = {"llada": llada, "Dream": dream, "sdar": sdar, "a2d-qwen3": a2d}
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +351,41 @@ def test_sdar_with_tied_embeddings_comes_back(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a2d_sees_everything_but_padding(folders, padded):
+    """Released code: a mask of padding only, no shift. There positions count padding, too, which turns no distance."""
+    model, _ = checkpoints.load(folders["a2d-qwen3"])
+    tokens, mask = batch(model)
+    real = mask if padded else torch.ones_like(mask)
+    sees = real[:, None, None, :].expand(-1, 1, 14, -1)
+    raw = reference(folders["a2d-qwen3"])(input_ids=tokens, attention_mask=additive(sees)).logits
+    logits = model.head(model.encode(tokens, mask if padded else None))
+    close(logits[real][:, others(model)], raw[real][:, others(model)])
+    assert (logits[..., model.mask_token_id] == -torch.inf).all()
+
+
+def test_a2d_opens_its_chats_without_thinking(folders):
+    """The template is told enable_thinking false, as in the released code; other families' are told nothing."""
+    _, tokenizer = checkpoints.load(folders["a2d-qwen3"])
+    assert text.chats(tokenizer, ["abc"]) == ["abcab"]
+    _, other = checkpoints.load(folders["sdar"])
+    other.chat_template = tokenizer.chat_template
+    assert text.chats(other, ["abc"]) == ["abc"]
+
+
+def test_a2d_as_transformers_5_writes_it(tmp_path):
+    """The base of the rotation in rope_parameters, and no architectures, as convert.py may leave it."""
+    changes = {"rope_theta": None, "rope_scaling": None, "architectures": None}
+    a2d(tmp_path, **changes, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    model, _ = checkpoints.load(tmp_path)
+    assert model.model.config.rope_parameters["rope_theta"] == 1e6
+    checkpoints.save(model, checkpoints.load_tokenizer(tmp_path), tmp_path / "again")
+    again, tokenizer = checkpoints.load(tmp_path / "again")
+    tokens, mask = batch(model)
+    assert torch.equal(again.encode(tokens, mask), model.encode(tokens, mask))
+    assert tokenizer.template_words == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize("cache", sampler.APPROXIMATE)
 @pytest.mark.parametrize("family", ["llada", "Dream"])
 def test_a_cache_on_the_familys_own_layers(folders, family, cache):
@@ -375,10 +429,10 @@ def test_no_embedding_row_is_frozen(folders, family):
 @each_family
 def test_ids_and_template_are_the_files(folders, family):
     model, tokenizer = checkpoints.load(folders[family])
-    ids = {"llada": (198, 197, 197), "Dream": (261, 258, 258), "sdar": (261, 258, 258)}[family]
+    ids = {"llada": (198, 197, 197), "Dream": (261, 258, 258), "sdar": (261, 258, 258), "a2d-qwen3": (261, 260, 258)}[family]
     assert (tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == ids
     assert model.mask_token_id == ids[0] and tokenizer.padding_side == "left" and not model.training
-    text = {"llada": "w5 w7 <|mdm_mask|>", "Dream": "abcab<|mask|>", "sdar": "abcab<|MASK|>"}[family]
+    text = {"llada": "w5 w7 <|mdm_mask|>", "sdar": "abcab<|MASK|>"}.get(family, "abcab<|mask|>")
     assert tokenizer(text).input_ids == [5, 7, 198] if family == "llada" else [257, 256, 261]
     if family == "llada":
         chat = tokenizer.apply_chat_template([{"role": "w1", "content": "w2"}], return_dict=False)
@@ -408,7 +462,7 @@ def test_attention_that_may_ignore_a_mask_is_refused(folders, family):
         model.encode(torch.zeros(1, 4, dtype=torch.long), None)
 
 
-@pytest.mark.parametrize("family", ["Dream", "sdar"])
+@pytest.mark.parametrize("family", ["Dream", "sdar", "a2d-qwen3"])
 def test_the_body_compiles_in_one_piece(folders, family, monkeypatch):
     """As it is outside of the tests, where no function asks for the shapes of its arguments."""
     for name in ("block_causal", "staircase_mask", "staircase_positions"):
@@ -540,7 +594,7 @@ BROKEN = {
     "a family nobody knows": (
         "llada",
         config(model_type="llada3"),
-        "model_type 'llada3'; allowed a bid.*, llada, Dream, sdar$",
+        "model_type 'llada3'; allowed a bid.*, llada, Dream, sdar, a2d-qwen3$",
     ),
     "ALiBi": ("llada", config(alibi=True), "with alibi True; allowed for llada is False"),
     "biases": ("llada", config(include_qkv_bias=True), "with include_qkv_bias True"),

@@ -8,6 +8,7 @@ import yaml
 from minidrl import checkpoints, config, controls, rehearsal
 from minidrl.__main__ import main
 from minidrl.methods import METHODS, has_option
+from minidrl.tasks.sudoku import Sudoku
 
 FOLDER = Path(__file__).parents[1] / "tiny_configs"
 FILES = {path.name: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
@@ -165,3 +166,22 @@ def test_a_file_whose_own_row_lacks_an_option_is_refused(run, capfd):
     run.write_text(run.read_text().replace("plan.shared", "plan.shred"))
     assert main(["memory", str(run)]) == 2
     assert capfd.readouterr().err.startswith("minidrl: method_options.plan.shred: no such option of egspo; allowed ")
+
+
+# ------------------------------------------------------------------------------------------------------ another task
+
+
+def test_another_task_takes_over_how_the_model_is_asked_and_nothing_else(capfd):
+    file = FOLDER / "a2d_06b_24gb.yaml"
+    found = config.load(config.Train, file, {"task.name": "sudoku", "task.min_clues": 7, "task.max_clues": 9}).task
+    assert found == Sudoku(min_clues=7, max_clues=9, prompt_format="chat", max_prompt_length=256)
+    said = "minidrl: task: num_numbers, max_number, max_value, held_out_share of the file are settings of countdown: left out"
+    assert capfd.readouterr().err == f"{said} for sudoku\n"
+
+
+def test_the_files_own_task_keeps_its_settings(capfd):
+    file = FOLDER / "a2d_06b_24gb.yaml"
+    assert config.load(config.Train, file, {"task.name": "countdown"}) == config.load(config.Train, file)
+    assert capfd.readouterr().err == ""
+    with pytest.raises(ValueError, match="^task.name: got 'chess'; allowed countdown, sudoku"):
+        config.load(config.Train, file, {"task.name": "chess"})

@@ -45,7 +45,8 @@ def chats(tok: Any, questions: list[str]) -> list[str]:
         allowed = "plain, the model's tokenizer has no chat template"
         raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
     turns = [[{"role": "user", "content": question}] for question in questions]
-    return chat.render(tok.get_chat_template(), turns, dict(tok.special_tokens_map))
+    words = dict(tok.special_tokens_map) | getattr(tok, "template_words", {})
+    return chat.render(tok.get_chat_template(), turns, words)
 
 
 def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
