@@ -105,8 +105,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
 def test_predicted_memory_is_what_the_command_prints(capsys):
     """docs/llada_8b.md: config, weights, GPUs, peak."""
     text = (ROOT / "docs" / "llada_8b.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(llada_8b_\w+\.yaml)` \|.*\| (\d) \| ([\d.]+) GB \|$", text, re.MULTILINE)
-    assert len(rows) == len(list((ROOT / "tiny_configs").glob("llada_8b_*.yaml")))
+    rows = re.findall(r"^\| `((?:llada_8b|a2d)_\w+\.yaml)` \|.*\| (\d) \| ([\d.]+) GB \|$", text, re.MULTILINE)
+    assert len(rows) == len(list((ROOT / "tiny_configs").glob("*b_*.yaml")))
     for config, gpus, peak in rows:
         assert main(["memory", str(ROOT / "tiny_configs" / config), "--gpus", gpus, "--json"]) == 0
         assert f"{json.loads(capsys.readouterr().out)['peak'] / 1e9:.1f}" == peak, config
