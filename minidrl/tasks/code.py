@@ -1,4 +1,4 @@
-"""Code: write Python functions that pass tests, from files in the format of MBPP, HumanEval, KodCode.
+"""Code: write Python that passes tests, from files in the format of MBPP, HumanEval or KodCode.
 
     format      fields of a row                                      one test is
     mbpp        text (or prompt), code, test_list,                   an assertion of test_list
@@ -76,8 +76,8 @@ class Exercise:
     def instruction(self) -> str:
         """The exercise in words; the wording around the row's own is ours."""
         return (
-            f"{self.question.strip()}\n\n{self.shown}There is Python's standard library and nothing "
-            "else: no input, no files, no processes, no threads. Think first; then write the "
+            f"{self.question.strip()}\n\n{self.shown}There is Python's standard library and "
+            "nothing else: no input, no files, no processes, no threads. Think first; then write the "
             f"program alone, without tests, between {OPENING} and {CLOSING}."
         )
 
@@ -143,7 +143,7 @@ def _humaneval(row: dict, show_tests: bool) -> Exercise:
     if any(isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(checks[0])):
         raise _Unfit("check returns")
     rest = [ast.unparse(node) for node in body if node is not checks[0]]
-    setup = "\n".join([prompt, *rest])
+    setup, solution = "\n".join([prompt, *rest]), prompt + row["canonical_solution"]
     candidate = f"{checks[0].args.args[0].arg} = {name}"
     tests = tuple(f"{candidate}\n{test}" for test in _groups(checks[0].body))
     if not tests:
@@ -151,9 +151,7 @@ def _humaneval(row: dict, show_tests: bool) -> Exercise:
     shown = "Write the whole function.\n\n"
     if show_tests:
         shown += "It should pass these tests:\n" + "\n".join(_groups(checks[0].body)) + "\n\n"
-    return Exercise(
-        prompt, (name,), tests, setup, prompt, prompt + row["canonical_solution"], shown
-    )
+    return Exercise(prompt, (name,), tests, setup, prompt, solution, shown)
 
 
 def _groups(body: list[ast.stmt]) -> Iterator[str]:
@@ -254,9 +252,7 @@ def read_rows(path: Path, form: str) -> list[dict]:
     else:
         rows = untrusted.parsed_json(text, str(path))
     if not isinstance(rows, list) or not rows:
-        raise ValueError(
-            f"{path} holds no list of rows; allowed a list, or .jsonl with a row a line"
-        )
+        raise ValueError(f"{path} holds no rows; allowed a list of them, or .jsonl, a row a line")
     for number, row in enumerate(rows, 1):
         _check_row(row, form, f"{path}: row {number}")
     return rows
@@ -387,9 +383,7 @@ class Code:
         """
         rows = self._splits["held_out"]
         if not 1 <= count <= len(rows):
-            raise ValueError(
-                f"evaluate.n: got {count}; allowed 1 to {len(rows)}, all held-out rows"
-            )
+            raise ValueError(f"evaluate.n: got {count}; allowed 1 to {len(rows)}, as are held out")
         return rows[:count]
 
     @property
