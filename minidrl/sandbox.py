@@ -39,8 +39,9 @@ from typing import Any, BinaryIO, NamedTuple
 from minidrl import sandboxed
 
 SECONDS, MEGABYTES = 2, 256  # by default: of CPU time, of address space
+CLOCK = 5  # times as many seconds on the clock, on a crowded machine
 TMP_BYTES = 2**24
-START = 60  # seconds on the clock until both are there, on a crowded machine
+START = 60  # seconds on the clock until both sandboxes are there
 LONGEST_VERDICTS = 2**20  # bytes
 NEEDS = (
     "needs bubblewrap 0.7 or newer with user namespaces and seccomp, on Linux (x86_64, aarch64): "
@@ -108,14 +109,14 @@ def run(
 
     ``tests``: Python code each; a test passes if it raises nothing. ``setup`` runs before them.
     ``seconds`` are of CPU time, of the program and of the tests each; on the clock all may take
-    five times as many. Raises SandboxError where no sandbox starts.
+    ``CLOCK`` times as many. Raises SandboxError where no sandbox starts.
     """
     job = {"program": program, "names": names, "setup": setup, "tests": tests}
     started = time.monotonic()
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as complaints:
         asked.write(json.dumps(job).encode())
         asked.seek(0)
-        said, late = _both(asked, complaints, (str(seconds), str(megabytes)), 5 * seconds)
+        said, late = _both(asked, complaints, (str(seconds), str(megabytes)), CLOCK * seconds)
         if not said:
             complaints.seek(0)
             lines = complaints.read(2000).decode(errors="replace").strip().splitlines()
@@ -145,7 +146,7 @@ def _both(
         filter_ = _filter_file()
         ours.append(filter_)
         line = command(filter_, role, *limits, *map(str, pipes))
-        options = {"stdin": stdin, "stdout": stdout, "stderr": complaints, "env": {}}
+        options = {"stdin": stdin, "stdout": stdout, "stderr": complaints}
         held = (filter_, *pipes)
         running.append(subprocess.Popen(line, pass_fds=held, start_new_session=True, **options))
 

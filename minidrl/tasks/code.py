@@ -77,8 +77,8 @@ class Exercise:
         """The exercise in words; the wording around the row's own is ours."""
         return (
             f"{self.question.strip()}\n\n{self.shown}There is Python's standard library and "
-            "nothing else: no input, no files, no processes, no threads. Think first; then write the "
-            f"program alone, without tests, between {OPENING} and {CLOSING}."
+            "nothing else: no input, no files, no processes, no threads. Think first; then write "
+            f"the program alone, without tests, between {OPENING} and {CLOSING}."
         )
 
     @property
