@@ -10,6 +10,7 @@ import platform
 import re
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -295,9 +296,9 @@ def processes() -> set[str]:
     return {name for name in os.listdir("/proc") if name.isdigit()}
 
 
-def sandboxes_left() -> list[str]:
-    """Command lines of this process's descendants that still run, after up to five seconds."""
-    deadline = time.monotonic() + 5
+def sandboxes_left(patience: float = 5) -> list[str]:
+    """Command lines of marked sandboxes that still run, after up to ``patience`` seconds."""
+    deadline = time.monotonic() + patience
     while True:
         left = []
         for name in processes():
@@ -315,11 +316,8 @@ def sandboxes_left() -> list[str]:
 
 BOMBS = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "threads": "import threading\nwhile True:\n    try: threading.Thread(target=input).start()\n    except RuntimeError: pass",
-    "endless loop": "def f(x):\n    while True: pass",
     "endless loop that takes no signal": "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
     "    except (OSError, ValueError): pass\nwhile True: pass",
-    "one step of C": "f = lambda x: 9 ** 9 ** 9",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda x: f(x)",
     "memory in the program": "x = []\nwhile True: x.append(bytearray(10**6))",
     "answers without end": "import os\nwhile True:\n    for d in range(3, 9):\n        try: os.write(d, b'[1]' * 1000)\n"
@@ -338,6 +336,16 @@ def test_a_bomb_ends_in_its_limits_and_leaves_nothing(bomb, monkeypatch):
     record = run(BOMBS[bomb], "assert f(2) == 4", "assert f(3) == 9", seconds=1)
     assert record.passed == 0 and record.reason != "" and record.seconds < sandbox.START + 5
     assert sandboxes_left() == []
+
+
+@HERE
+def test_without_its_wall_something_would_be_left(monkeypatch):
+    """The program outlives its killed sandbox until its CPU time is spent; so ``sandboxes_left`` can find some."""
+    whole, holed = sandbox.command, without("--die-with-parent")
+    monkeypatch.setattr(sandbox, "command", lambda *words: [*holed(whole(*words)), f"--mark-{os.getpid()}"])
+    monkeypatch.setattr(sandbox, "CLOCK", 0.5)
+    run("while True: pass", seconds=1)
+    assert sandboxes_left(0) != [] and sandboxes_left() == []
 
 
 @HERE
@@ -384,37 +392,83 @@ def test_the_caller_is_not_signalled_and_lives():
 
 # ------------------------------------------------------------------------------------------------------- the verdict
 NAIVE = "print('PASSED')"
-CHEATS = {
-    "leaves before the assertions": "import os\nos._exit(0)",
-    "leaves in the call": "import os\nf = lambda x: os._exit(0)",
-    "leaves by an exception": "import sys\nf = lambda x: sys.exit(0)",
-    "leaves as it is loaded": "raise SystemExit(0)",
-    "equal to everything": "class A:\n    __eq__ = lambda self, other: True\nf = lambda x: A()",
-    "a number equal to everything": "class A(int):\n    __eq__ = lambda self, other: True\n    __hash__ = None\nf = lambda x: A()",
-    "a list equal to everything": "class A(list):\n    __eq__ = lambda self, other: True\nf = lambda x: A()",
-    "prints the marker": "import os\nprint('PASSED', flush=True)\nos._exit(1)",
-    "prints verdicts": 'import os\nfor d in range(20):\n    try: os.write(d, b\'PASSED\\n"ready"\\n[0, true, ""]\\n[1, true, ""]\\n\')\n'
-    "    except OSError: pass\nf = lambda x: None",
-    "patches built-ins": "import builtins, sys\nfor name in ('AssertionError', 'Exception', 'BaseException'):\n"
-    "    setattr(builtins, name, type(name, (), {}))\n"
-    "class Quiet:\n    write = flush = lambda *_: None\n"
-    "sys.excepthook = lambda *_: __import__('os')._exit(0)\nf = lambda x: None",
-    "reads its caller": "import sys\ndef f(x):\n    space = sys._getframe(1).f_globals\n    return space['EXPECTED'][x]",
-    "looks for the tests": "import gc, os, re, sys\ndef f(x):\n    frame, found = sys._getframe(), []\n"
-    "    while frame:\n        found += [v for v in [*frame.f_globals.values(), *frame.f_locals.values()]]\n        frame = frame.f_back\n"
-    "    found += [v for o in gc.get_objects() if isinstance(o, dict) for v in list(o.values())]\n"
-    "    hits = [v for v in found if isinstance(v, dict) and x in v and v is not found and isinstance(v[x], int) and len(v) == 2]\n"
-    "    return hits[0][x] if hits else None",
-    "swaps the harness": "import sys\nmain = sys.modules['__main__']\nfor name in ('answered', 'packed', 'send', 'receive'):\n"
-    "    setattr(main, name, lambda *a: ['value', True])\nsys.excepthook = lambda *_: __import__('os')._exit(0)\nf = lambda x: None",
-}
-EXPECTED = {"EXPECTED": {2: 4, 3: 9}}
+CHEATS = {}
+CHEATS["leaves before the assertions"] = """
+import os
+os._exit(0)
+"""
+CHEATS["leaves in the call"] = """
+import os
+f = lambda x: os._exit(0)
+"""
+CHEATS["leaves by an exception"] = """
+import sys
+f = lambda x: sys.exit(0)
+"""
+CHEATS["leaves as it is loaded"] = """
+raise SystemExit(0)
+"""
+CHEATS["equal to everything"] = """
+class A:
+    __eq__ = lambda self, other: True
+f = lambda x: A()
+"""
+CHEATS["a number equal to everything"] = """
+class A(int):
+    __eq__ = lambda self, other: True
+f = lambda x: A()
+"""
+CHEATS["a list equal to everything"] = """
+class A(list):
+    __eq__ = lambda self, other: True
+f = lambda x: A()
+"""
+CHEATS["prints the marker"] = """
+import os
+print('PASSED', flush=True)
+os._exit(1)
+"""
+CHEATS["prints verdicts"] = """
+import os
+for number in range(20):
+    try:
+        os.write(number, b'PASSED\\n"ready"\\n[0, true, ""]\\n[1, true, ""]\\n')
+    except OSError:
+        pass
+f = lambda x: None
+"""
+CHEATS["patches the error"] = """
+import builtins, os, sys
+for name in ("AssertionError", "Exception", "BaseException"):
+    setattr(builtins, name, type(name, (), {}))
+sys.excepthook = lambda *_: os._exit(0)
+f = lambda x: None
+"""
+CHEATS["reads its caller"] = """
+import sys
+f = lambda x: sys._getframe(1).f_globals["EXPECTED"][x]
+"""
+CHEATS["looks for the tests"] = """
+import gc
+def f(x):
+    spaces = [found for found in gc.get_objects() if isinstance(found, dict)]
+    values = [value for space in spaces for value in list(space.values())]
+    tables = [value for value in values if isinstance(value, dict) and {*value} == {2, 3}]
+    return tables[0][x] if tables else None
+"""
+CHEATS["swaps the harness"] = """
+import os, sys
+for name in ("answered", "packed", "send", "receive"):
+    setattr(sys.modules["__main__"], name, lambda *_: ["value", True])
+sys.excepthook = lambda *_: os._exit(0)
+f = lambda x: None
+"""
 SQUARE = ("assert f(2) == EXPECTED[2]", "assert f(3) == EXPECTED[3]")
 SETUP = "EXPECTED = {2: 4, 3: 9}"
 
 
 def square(program: str) -> sandbox.Record:
-    return sandbox.run(program, ("f",), SQUARE, setup=SETUP)
+    return sandbox.run(program, ("f",), SQUARE, setup=SETUP, seconds=1)
 
 
 @HERE
@@ -438,7 +492,7 @@ def test_what_is_right_passes_and_each_test_counts():
     assert square("f = lambda x: 4")[:3] == (1, 2, "AssertionError: ")
     assert square("f = lambda x: x * x if x < 3 else 1 / 0")[:3] == (1, 2, "ZeroDivisionError: division by zero")
     assert square("import os\nf = lambda x: 4 if x == 2 else os._exit(0)")[:3] == (1, 2, "Ended: the program has ended")
-    assert square("import time\nf = lambda x: 4 if x == 2 else [0 for _ in iter(int, 1)]").passed == 1
+    assert square("f = lambda x: 4 if x == 2 else [0 for _ in iter(int, 1)]").passed == 1
     assert square("g = lambda x: x * x")[:2] == (0, 2)
     assert square("f = lambda x: x * x\nraise ValueError('no')")[:3] == (0, 2, "ValueError: no")
     assert square("def f(x) return x")[:2] == (0, 2) and square("")[:2] == (0, 2)
@@ -565,13 +619,9 @@ UNKNOWN = {"memfd_secret", "mount_setattr"}  # newer than some headers
 
 def simulated(program: bytes, machine: int, call: int) -> int:
     """The answer of a classic BPF program of loads, comparisons and returns."""
-    lines = [
-        (int.from_bytes(program[i : i + 2], sys.byteorder), program[i + 2], program[i + 3]) for i in range(0, len(program), 8)
-    ]
-    values = [int.from_bytes(program[i + 4 : i + 8], sys.byteorder) for i in range(0, len(program), 8)]
-    place, held = 0, 0
+    lines, place, held = list(struct.iter_unpack("HBBI", program)), 0, 0
     while True:
-        (code, true, false), value = lines[place], values[place]
+        code, true, false, value = lines[place]
         if code == 0x06:
             return value
         if code == 0x20:
