@@ -119,8 +119,8 @@ def run(
         said, late = _both(asked, complaints, (str(seconds), str(megabytes)), CLOCK * seconds)
         if not said:
             complaints.seek(0)
-            lines = complaints.read(2000).decode(errors="replace").strip().splitlines()
-            raise SandboxError(f"task code: {NEEDS}; it said: {' '.join(lines) or 'nothing'}")
+            lines = complaints.read(1000).decode(errors="replace").splitlines() or ["nothing"]
+            raise SandboxError(f"task code: {NEEDS}; it said: {lines[0]}")
     return _record(said[1:], len(tests), late, time.monotonic() - started)
 
 
