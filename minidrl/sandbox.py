@@ -38,7 +38,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from minidrl import sandboxed
 
-SECONDS, MEGABYTES = 2, 256  # by default: of CPU time, of address space
 CLOCK = 5  # times as many seconds on the clock, on a crowded machine
 TMP_BYTES = 2**24
 START = 60  # seconds on the clock until both sandboxes are there
@@ -102,8 +101,8 @@ def run(
     names: tuple[str, ...],
     tests: tuple[str, ...],
     setup: str = "",
-    seconds: int = SECONDS,
-    megabytes: int = MEGABYTES,
+    seconds: int = 2,
+    megabytes: int = 256,
 ) -> Record:
     """How a program stands to tests of its functions ``names``.
 

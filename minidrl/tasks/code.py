@@ -317,8 +317,8 @@ class Code:
     held_out_share: float = 0.3
     reward: str = "all"
     show_tests: bool = False
-    seconds: int = sandbox.SECONDS
-    megabytes: int = sandbox.MEGABYTES
+    seconds: int = 2
+    megabytes: int = 256
     prompt_format: str = "chat"
     max_prompt_length: int = 512
 
