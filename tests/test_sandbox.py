@@ -509,6 +509,14 @@ def test_after_the_end_of_the_program_nothing_passes():
         assert sandbox.run("def f(x): raise OSError", ("f",), (test,)).passed == 1
 
 
+@HERE
+def test_a_call_of_a_program_that_ended_before_it_is_no_error_of_the_programs():
+    """The pipe is broken then, which Python calls an OSError."""
+    program = "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\nf = int"
+    test = "import pytest, time\ntime.sleep(1)\nwith pytest.raises(OSError): f(1)"
+    assert sandbox.run(program, ("f",), (test,))[:3] == (0, 1, "Ended: the program has ended")
+
+
 # -------------------------------------------------------------------------------------------------------- plain data
 PLAIN = [None, True, 0, -1, 10**300, 1.5, float("inf"), "", "\ud800\0\n", b"\xff", 1j, [], (), set(), frozenset({1}), {}]
 PLAIN += [[1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
