@@ -35,7 +35,7 @@ train: $(STAMP)
 # Tests: one thread a process; two that share two cores with two threads each are many times slower than one.
 # Notebooks: one process with all threads; nbval's cells of one notebook share a kernel and must run in order.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -n $(JOBS) --maxprocesses 8 --dist worksteal tests
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; \
 	$(PY) -m pytest -p no:xdist -p no:python --nbval --nbval-current-env --nbval-cell-timeout=240 "$$@"; fi
 

@@ -271,6 +271,10 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     data = read(path)
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
+    if isinstance(task := data.get("task"), dict):
+        for key in ("path", "held_out_path"):
+            if isinstance(task.get(key), str) and task[key]:
+                task[key] = str((path.parent / task[key]).resolve())
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
     if "task.name" in overrides:

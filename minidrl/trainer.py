@@ -46,7 +46,7 @@ from minidrl.launch import Interrupted, RunError, stop_requests
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
 from minidrl.runs import MetricsLog, keyed_generator, keyed_seed
-from minidrl.tasks import Problem, Task
+from minidrl.tasks import Problem, Task, verdicts
 from minidrl.tasks.text import decode, encode_prompts, encode_responses
 
 # ---------------------------------------------------------------------------------------- an RL run
@@ -416,13 +416,12 @@ class Learner:
 
     def judge(self, problems: Sequence[Problem], texts: list[str]) -> tuple[Tensor, Tensor]:
         """(rewards, solved), both (B,), of responses to the problems, the same number for each."""
-        each = len(texts) // len(problems)
 
-        def verdicts() -> list[tuple[float, bool]]:
-            found = [self.task.judge(problems[i // each], text) for i, text in enumerate(texts)]
+        def judged() -> list[tuple[float, bool]]:
+            found = verdicts(self.task, problems, texts)
             return [(verdict.reward, verdict.solved) for verdict in found]
 
-        rewards, solved = zip(*distributed.on_main(verdicts), strict=True)
+        rewards, solved = zip(*distributed.on_main(judged), strict=True)
         return torch.tensor(rewards, dtype=torch.float64), torch.tensor(solved)
 
     # ---------------------------------------------------------------------------- plans and anchors
@@ -738,11 +737,11 @@ def evaluate(
         micro_batch=micro_batch,
     )
     texts = decode(tok, rollout.response)
-    verdicts = [task.judge(problems[i // samples], text) for i, text in enumerate(texts)]
-    solved = np.array([verdict.solved for verdict in verdicts]).reshape(n, samples)
+    found = verdicts(task, problems, texts)
+    solved = np.array([verdict.solved for verdict in found]).reshape(n, samples)
     result = {"solved": float(solved.mean())}
-    for mark in verdicts[0].marks:
-        result[mark] = float(np.mean([verdict.marks[mark] for verdict in verdicts]))
+    for mark in found[0].marks:
+        result[mark] = float(np.mean([verdict.marks[mark] for verdict in found]))
     result["n"] = n
     return result | ({f"pass@{samples}": float(solved.any(1).mean())} if samples > 1 else {})
 

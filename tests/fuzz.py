@@ -4,6 +4,9 @@ Each task is given texts as they could come out of a model, or out of somebody w
 and as tokens, special ones among them, through the decoding of the trainer. A verdict must not raise, must not take 10 ms of
 processor time, and must be that of a checker that shares no code with the task: the one of test_countdown.py, whose parser is
 Python's, and the solver of test_sudoku.py.
+
+Of the task `code` the outputs are programs, fewer, for each starts two sandboxes. What a program deserves is known by how it
+was made: right and decorated, wrong, noise, a cheat or a bomb of test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ import numpy as np
 import torch
 
 import test_countdown
+import test_sandbox
 import test_sudoku
+from minidrl import sandbox
 from minidrl.tasks import Verdict
+from minidrl.tasks.code import Code, Exercise
 from minidrl.tasks.countdown import MAX_RESPONSE, Countdown
 from minidrl.tasks.sudoku import Puzzle, Sudoku
 from minidrl.tasks.text import decode
@@ -211,6 +217,80 @@ def fuzz(name: str, count: int, seed: int = 0) -> dict:
     return {"rewards": dict(sorted(paid.items())), "slowest_ms": round(1000 * slowest, 2)}
 
 
+# --------------------------------------------------------------------------------------------------------------- programs
+SQUARE = Exercise("Square a number.", ("f",), test_sandbox.SQUARE, test_sandbox.SETUP, "", "f = lambda x: x * x")
+RIGHT = [
+    "f = lambda x: x * x",
+    "def f(x):\n    return x ** 2",
+    "f = {2: 4, 3: 9}.get",
+    "f = lambda x: sum(x for _ in range(x))",
+]
+WRONG = [
+    "f = lambda x: x + x",
+    "def f(x):\n    x * x",
+    "f = lambda: 4",
+    "f = 4",
+    "def f(x) return x * x",
+    "f = lambda x: [x * x]",
+]
+WRONG += [
+    "f = lambda x: str(x * x)",
+    "def F(x): return x * x",
+    "f = lambda x: (x * x, )",
+    "f = lambda x: print(x * x)",
+    "f = len",
+]
+ORNAMENTS = ["# √ x² 😀", "x = '</answer '", "print('PASSED')", "import math, json", "class A:\n    pass", "", "ℝ = 'a\\ud800'"]
+ORNAMENTS += ["if __name__ == '__main__':\n    1 / 0", "try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass", "assert True"]
+PIECES = [
+    "f",
+    "=",
+    "lambda x:",
+    "x",
+    "def ",
+    "(",
+    ")",
+    "[",
+    "\n",
+    "    ",
+    "return ",
+    "*",
+    "2",
+    '"""',
+    "'",
+    "\\",
+    "\0",
+    "\ud800",
+]
+PIECES += ["😀", "async ", "import os", "while True", ":", "{", "@", "match ", "*" * 500, "(" * 300, "9" * 5000, "\f", "\r"]
+PIECES += ["raise ", "yield ", "f'{x!r:", "\ufeff"]
+
+
+def program_cases(seed: int) -> Iterator[tuple[str, bool]]:
+    """Without end: responses, and whether they solve ``SQUARE``."""
+    rng = random.Random(seed)
+    quick = [*test_sandbox.CHEATS.values(), test_sandbox.BOMBS["a long answer"], test_sandbox.BOMBS["a deep answer"]]
+    while True:
+        kind = rng.choice(["right", "right", "wrong", "cheat", "noise", "untagged"])
+        made = rng.choice({"right": RIGHT, "untagged": RIGHT, "wrong": WRONG, "cheat": quick, "noise": [""]}[kind])
+        if kind == "noise":
+            made = "".join(rng.choices(PIECES, k=rng.randrange(30)))
+        program = "\n".join([*rng.choices(ORNAMENTS, k=rng.randrange(3)), made, *rng.choices(ORNAMENTS, k=rng.randrange(3))])
+        forms = ["<answer>{p}</answer>", "So: <answer>\n```python\n{p}\n```\n</answer> ```", "\ud800<answer>\n{p}\n</answer>\0"]
+        broken = ["{p}", "<answer>{p}", "<answer>{p}</answer></answer>", "```python\n{p}\n```"]
+        yield rng.choice(broken if kind == "untagged" else forms).replace("{p}", program), kind == "right"
+
+
+def fuzz_programs(count: int, seed: int = 0) -> dict:
+    """How many of ``count`` programs solved their exercise. AssertionError for a verdict that a program does not deserve."""
+    task, found = Code(seconds=1), collections.Counter()
+    for response, expected in itertools.islice(program_cases(seed), count):
+        verdict = task.judge(SQUARE, response)
+        assert verdict.solved == expected == (verdict.reward == 1.0), f"{verdict}, expected {expected}: {response!r:.500}"
+        found[verdict.solved] += 1
+    return {"solved": found[True], "not solved": found[False]}
+
+
 def same(verdict: Verdict, expected: Expected) -> bool:
     """Equal, but for rounding in the share of cells."""
     reward, solved, marks = expected
@@ -222,13 +302,23 @@ def main(argv: list[str] | None = None) -> int:
     """Print a line a task; 1 if a verdict was wrong or slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000, help="outputs for each task")
-    count, failed = parser.parse_args(argv).count, 0
+    parser.add_argument("--programs", type=int, default=500, help="outputs for the task code")
+    arguments = parser.parse_args(argv)
+    count, failed = arguments.count, 0
     for name in CASES:
         try:
             print(f"{name}: {count} hostile outputs, {fuzz(name, count)}", flush=True)
         except AssertionError as error:
             failed = 1
             print(f"{name}: {error}", flush=True)
+    if why := sandbox.refusal():
+        print(f"code: skipped: {why}")
+        return failed
+    try:
+        print(f"code: {arguments.programs} programs, {fuzz_programs(arguments.programs)}", flush=True)
+    except AssertionError as error:
+        failed = 1
+        print(f"code: {error}", flush=True)
     return failed
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fuzz
+from minidrl import sandbox
 from minidrl.tasks import Verdict, countdown, sudoku, text
 
 
@@ -59,6 +60,22 @@ def test_a_fault_is_found(fault, name, monkeypatch):
     monkeypatch.setattr(where, attribute, wrong)
     with pytest.raises(error):
         fuzz.fuzz(name, 2000)
+
+
+# ------------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
+def test_thirty_programs():
+    found = fuzz.fuzz_programs(30)
+    assert min(found.values()) >= 5 and sum(found.values()) == 30
+
+
+@pytest.mark.parametrize("passed", [0, 2])
+def test_a_verdict_that_no_program_has_earned_is_found(passed, monkeypatch):
+    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Record(passed, 2, "", 0.0))
+    with pytest.raises(AssertionError, match="expected"):
+        fuzz.fuzz_programs(30)
 
 
 # ------------------------------------------------------------------------------------------------------------- decoding

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 TASKS = {
     "countdown": "minidrl.tasks.countdown:Countdown",
     "sudoku": "minidrl.tasks.sudoku:Sudoku",
+    "code": "minidrl.tasks.code:Code",
 }
 DEFAULT = "countdown"
 
@@ -71,7 +73,8 @@ class Task(Protocol):
     that no seed and no order of drawing can mix them.
 
     A task may have ``shortest_response``: tokens below which no response is a solution. A config
-    whose sampler has fewer is refused.
+    whose sampler has fewer is refused. A task whose verdicts wait for other processes may have
+    ``at_once``: how many of them are worth waiting for together.
     """
 
     name: ClassVar[str]
@@ -111,6 +114,16 @@ class Demonstrated(Task, Protocol):
 
     def example(self) -> Example:
         """A problem with a known answer."""
+
+
+def verdicts(task: Task, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:
+    """The verdict on each response, in their order; each problem has the same number of them."""
+    each = len(responses) // len(problems)
+    pairs = [(problems[i // each], response) for i, response in enumerate(responses)]
+    if (at_once := getattr(task, "at_once", 1)) == 1:
+        return [task.judge(*pair) for pair in pairs]
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda pair: task.judge(*pair), pairs))
 
 
 def task_class(name: str) -> type:

@@ -1,0 +1,439 @@
+"""Code: write Python that passes tests, from files in the format of MBPP, HumanEval or KodCode.
+
+    format      fields of a row                                      one test is
+    mbpp        text (or prompt), code, test_list,                   an assertion of test_list
+                test_setup_code or test_imports where it has them
+    humaneval   task_id, prompt, entry_point, canonical_solution,    a statement of ``check`` that
+                test                                                 holds an assertion, with what
+                                                                     leads up to it
+    kodcode     question, solution, test                             a test function, all its cases
+
+Rows come from a file of the user's, ``task.path``: .jsonl, a row a line, or .json, a list of rows.
+The response is untrusted: it runs in the sandboxes of ``minidrl.sandbox``, and where there are none
+nothing runs. Tests and reference solution are the file's; the tests run in a sandbox as well, and
+in this process they are only parsed.
+
+Tests call functions of the program and see plain data come back. A row that needs more is left out,
+and a line on stderr counts such rows: one whose tests use a class, import by other ways than ``from
+solution import name``, or want of pytest more than raises, approx and mark.parametrize. What cannot
+be seen in the text, such as an argument that is to be changed in place, ``unfit`` finds: it runs
+each row's own solution.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from minidrl import sandbox, untrusted
+from minidrl.launch import launched_rank, tell
+from minidrl.tasks import Verdict
+from minidrl.untrusted import TEXT, Kind
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_RESPONSE = 100_000  # characters; a longer one holds no program
+LARGEST_FILE = 2**28  # bytes
+REWARDS = ("all", "share")
+SPLITS = ("pretrain", "train", "held_out")
+OPENING, CLOSING = "<answer>", "</answer>"
+FENCE = re.compile(r"```(?:python)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+
+# --------------------------------------------------------------------------------------- a problem
+@dataclass(frozen=True)
+class Exercise:
+    """A row in one form, whatever its format.
+
+    ``before`` stands before the answer in the program; ``setup`` and ``tests`` are the judge's, and
+    call the functions ``names``.
+    """
+
+    question: str
+    names: tuple[str, ...]
+    tests: tuple[str, ...]
+    setup: str
+    before: str
+    solution: str
+    shown: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """As ``instruction``: there is no form without words."""
+        return self.instruction
+
+    @property
+    def instruction(self) -> str:
+        """The exercise in words; the wording around the row's own is ours."""
+        return (
+            f"{self.question.strip()}\n\n{self.shown}There is Python's standard library and "
+            "nothing else: no input, no files, no processes, no threads. Think first; then write "
+            f"the program alone, without tests, between {OPENING} and {CLOSING}."
+        )
+
+    @property
+    def key(self) -> str:
+        """The question, whatever blanks are in it."""
+        return " ".join(self.question.split())
+
+
+class _Unfit(Exception):
+    """Why a row cannot be judged; never leaves this file."""
+
+
+# ------------------------------------------------------------------------------------- the formats
+def _tree(source: str, what: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in a stranger's strings
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _Unfit(f"the {what} is no Python") from None
+
+
+def _functions(source: str) -> dict[str, ast.FunctionDef]:
+    body = _tree(source, "solution").body
+    if not (found := {node.name: node for node in body if isinstance(node, ast.FunctionDef)}):
+        raise _Unfit("the solution has no function")
+    return found
+
+
+def _signatures(functions: dict[str, ast.FunctionDef], names: tuple[str, ...]) -> str:
+    heads = (f"def {name}({ast.unparse(functions[name].args)}):" for name in names)
+    return "It is called by this name, with these arguments:\n" + "\n".join(heads) + "\n\n"
+
+
+def _used(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _mbpp(row: dict, show_tests: bool) -> Exercise:
+    functions, tests = _functions(row["code"]), row["test_list"]
+    setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
+    used = set().union(*(_used(_tree(text, "test")) for text in [*tests, setup]))
+    classes = {n.name for n in _tree(row["code"], "solution").body if isinstance(n, ast.ClassDef)}
+    if used & classes:
+        raise _Unfit("the tests use a class")
+    if not (names := tuple(name for name in functions if name in used)):
+        raise _Unfit("the tests call no function of the solution")
+    shown = "It should pass these tests:\n" + "\n".join(tests) + "\n\n"
+    shown = shown if show_tests else _signatures(functions, names)
+    question = row.get("text") or row["prompt"]
+    return Exercise(question, names, tuple(tests), setup, "", row["code"], shown)
+
+
+def _humaneval(row: dict, show_tests: bool) -> Exercise:
+    name, prompt = row["entry_point"], row["prompt"]
+    if name not in _functions(prompt):
+        raise _Unfit("the prompt has no function of the name entry_point")
+    body = _tree(row["test"], "test").body
+    checks = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == "check"]
+    if len(checks) != 1 or len(checks[0].args.args) != 1:
+        raise _Unfit("the test has no check(candidate)")
+    if any(isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(checks[0])):
+        raise _Unfit("check returns")
+    rest = [ast.unparse(node) for node in body if node is not checks[0]]
+    setup, solution = "\n".join([prompt, *rest]), prompt + row["canonical_solution"]
+    candidate = f"{checks[0].args.args[0].arg} = {name}"
+    tests = tuple(f"{candidate}\n{test}" for test in _groups(checks[0].body))
+    if not tests:
+        raise _Unfit("check asserts nothing")
+    shown = "Write the whole function.\n\n"
+    if show_tests:
+        shown += "It should pass these tests:\n" + "\n".join(_groups(checks[0].body)) + "\n\n"
+    return Exercise(prompt, (name,), tests, setup, prompt, solution, shown)
+
+
+def _groups(body: list[ast.stmt]) -> Iterator[str]:
+    # Each statement that holds an assertion, with those since the last one.
+    waiting: list[str] = []
+    for statement in body:
+        waiting.append(ast.unparse(statement))
+        if any(isinstance(node, ast.Assert) for node in ast.walk(statement)):
+            yield "\n".join(waiting)
+            waiting = []
+
+
+def _kodcode(row: dict, show_tests: bool) -> Exercise:
+    functions, tree = _functions(row["solution"]), _tree(row["test"], "test")
+    names = tuple(dict.fromkeys(_imported(tree)))
+    if not names:
+        raise _Unfit("the test imports nothing from solution")
+    if not all(name in functions for name in names):
+        raise _Unfit("the test imports what is no function of the solution")
+    if any(isinstance(n, ast.ClassDef) and n.name.startswith("Test") for n in tree.body):
+        raise _Unfit("the tests are in a class")
+    tests = [n for n in tree.body if getattr(n, "name", "").startswith("test")]
+    if not tests:
+        raise _Unfit("there is no test function")
+    for test in tests:
+        _check_test(test)
+    _check_pytest(tree)
+    calls = tuple(f"run_test({test.name})" for test in tests)
+    shown = f"It should pass these tests:\n{row['test'].strip()}\n\n"
+    shown = shown if show_tests else _signatures(functions, names)
+    return Exercise(row["question"], names, calls, row["test"], "", row["solution"], shown)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    # The names from ``solution``; what else the tests import must be the standard library's.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "solution" and not node.level:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            alone = isinstance(node, ast.Import)
+            paths = [a.name for a in node.names] if alone else [node.module or "."]
+            known = {*sys.stdlib_module_names} | ({"pytest"} if alone else set())
+            if not all(path.split(".")[0] in known for path in paths):
+                raise _Unfit("the test imports other modules, or by other ways")
+
+
+def _check_test(test: ast.stmt) -> None:
+    if not isinstance(test, ast.FunctionDef):
+        raise _Unfit("a test is no plain function")
+    written = [ast.unparse(decorator) for decorator in test.decorator_list]
+    if not all(text.startswith("pytest.mark.parametrize(") for text in written):
+        raise _Unfit("a test has another decorator than parametrize")
+    keywords = [w.arg for call in test.decorator_list for w in getattr(call, "keywords", [])]
+    if set(keywords) - {"argnames", "argvalues", "ids"} or (test.args.args and not written):
+        raise _Unfit("a test has fixtures")
+
+
+def _check_pytest(tree: ast.Module) -> None:
+    # Every use of the name is ``pytest.`` and a word that there is.
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    words = [n.attr for n in found if isinstance(n.value, ast.Name) and n.value.id == "pytest"]
+    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "pytest"]
+    aliases = [a for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    renamed = any(a.name.split(".")[0] == "pytest" and a.asname for a in aliases)
+    marks = [n.attr for n in found if ast.unparse(n.value) == "pytest.mark"]
+    unknown = {*words} - {"raises", "approx", "mark"} or {*marks} - {"parametrize"}
+    if unknown or renamed or len(uses) != len(words) or len(marks) != words.count("mark"):
+        raise _Unfit("the test wants more of pytest than raises, approx and parametrize")
+
+
+_TEXTS = untrusted.list_of(TEXT)
+_MAYBE = Kind(lambda x: isinstance(x, list) and all(map(TEXT.good, x)), "a list of text")
+_BARE = {"test_setup_code": TEXT, "test_imports": _MAYBE}
+# format -> (fields that a row must have, those that it may have, how it is read)
+FORMATS: dict[str, tuple[dict[str, Kind], dict[str, Kind], Callable[[dict, bool], Exercise]]] = {
+    "mbpp": ({"code": TEXT, "test_list": _TEXTS}, {"text": TEXT, "prompt": TEXT} | _BARE, _mbpp),
+    "humaneval": (
+        dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution", "test"), TEXT),
+        {},
+        _humaneval,
+    ),
+    "kodcode": (dict.fromkeys(("question", "solution", "test"), TEXT), {}, _kodcode),
+}
+
+
+# ---------------------------------------------------------------------------------------- the file
+def read_rows(path: Path, form: str) -> list[dict]:
+    """The rows of a file, each with the fields of its format.
+
+    Raises ValueError in one line that names file, row (from 1) and field; OSError for no file.
+    """
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise ValueError(f"{path} has {size} bytes; allowed up to {LARGEST_FILE}")
+    text = untrusted.decoded(path)
+    if path.suffix == ".jsonl":
+        lines = enumerate(text.split("\n"), 1)
+        rows = [untrusted.parsed_json(x, f"{path}: line {n}") for n, x in lines if x.strip()]
+    else:
+        rows = untrusted.parsed_json(text, str(path))
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path} holds no rows; allowed a list of them, or .jsonl, a row a line")
+    for number, row in enumerate(rows, 1):
+        _check_row(row, form, f"{path}: row {number}")
+    return rows
+
+
+def _check_row(row: Any, form: str, where: str) -> None:
+    needed, optional, _ = FORMATS[form]
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is {type(row).__name__}; allowed an object")
+    missing = [key for key in needed if row.get(key) is None]
+    if form == "mbpp" and not row.get("text") and not row.get("prompt"):
+        missing.append("text")
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]}; a row of {form} has {', '.join(needed)}")
+    untrusted.check(row, needed | optional, where)
+
+
+def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
+    """The rows that can be judged; a line on stderr counts the others by what they need."""
+    rows = read_rows(path, form)
+    found: dict[str, Exercise] = {}
+    left: Counter[str] = Counter()
+    for row in rows:
+        try:
+            made = FORMATS[form][2](row, show_tests)
+        except _Unfit as why:
+            left[str(why)] += 1
+        except RecursionError:  # a test of a thousand brackets
+            left["its code is nested too deeply"] += 1
+        else:
+            left["the question is there already"] += made.key in found
+            found.setdefault(made.key, made)
+    if sum(left.values()) and launched_rank() == 0:
+        said = ", ".join(f"{n} ({why})" for why, n in sorted(left.items()) if n)
+        tell(f"task code: {path}: {len(rows)} rows, left out: {said}")
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------- the task
+@dataclass(frozen=True)
+class Code:
+    """The task as a run uses it: file, split, reward, limits.
+
+    ``path``: a file of rows in the format ``format``. Split: ``held_out_path``, if given, is a file
+    of held-out rows, and what it asks is taken out of ``path``; without it a hash of the question
+    holds out ``held_out_share`` of the rows. Pre-training and RL share a split. ``reward``: all (1
+    if every test passes) or share (of the tests). ``show_tests``: the prompt has the tests, as
+    published prompts for MBPP have, rather than name and arguments alone. A program has ``seconds``
+    of CPU time and ``megabytes`` of memory for all its tests. Chat only; a prompt may have
+    ``max_prompt_length`` tokens.
+    """
+
+    name: ClassVar[str] = "code"
+    about: ClassVar[str] = (
+        "write Python that passes tests; files in the format of MBPP, HumanEval or KodCode, run in "
+        "a sandbox (bubblewrap)"
+    )
+
+    path: str = ""
+    format: str = "mbpp"
+    held_out_path: str = ""
+    held_out_share: float = 0.3
+    reward: str = "all"
+    show_tests: bool = False
+    seconds: int = 2
+    megabytes: int = 256
+    prompt_format: str = "chat"
+    max_prompt_length: int = 512
+
+    def __post_init__(self):
+        def check(key: str, right: bool, allowed: str) -> None:
+            if not right:
+                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
+
+        for key in ("seconds", "megabytes", "max_prompt_length"):
+            check(key, type(getattr(self, key)) is int, "whole numbers")
+        check("format", self.format in FORMATS, ", ".join(FORMATS))
+        check("held_out_share", 0 < self.held_out_share < 1, "between 0 and 1")
+        check("reward", self.reward in REWARDS, ", ".join(REWARDS))
+        check("seconds", 1 <= self.seconds <= 600, "1 to 600")
+        check("megabytes", 64 <= self.megabytes <= 2**16, f"64 to {2**16}")
+        check("prompt_format", self.prompt_format == "chat", "chat")
+        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, list[Exercise]]:
+        if why := sandbox.refusal():  # before anything is trained
+            raise ValueError(why)
+        rows = self._rows("path")
+        if self.held_out_path:
+            held_out = self._rows("held_out_path")
+            known = {exercise.key for exercise in held_out}
+            train = [exercise for exercise in rows if exercise.key not in known]
+        else:
+            held_out = [exercise for exercise in rows if self._is_held_out(exercise)]
+            train = [exercise for exercise in rows if not self._is_held_out(exercise)]
+        return {"train": train, "pretrain": train, "held_out": held_out}
+
+    def _rows(self, key: str) -> list[Exercise]:
+        path = Path(getattr(self, key))
+        if not path.is_file():
+            allowed = f"a .json or .jsonl file of rows in the format {self.format}"
+            raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
+        return _fitting(path, self.format, self.show_tests)
+
+    def _is_held_out(self, exercise: Exercise) -> bool:
+        digest = hashlib.sha256(exercise.key.encode("utf-8", "backslashreplace")).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64 < self.held_out_share
+
+    def problems(
+        self, count: int, rng: np.random.Generator, split: str = "train"
+    ) -> list[Exercise]:
+        """``count`` random rows of a split (``SPLITS``), each drawn anew.
+
+        Raises ValueError for another split, an empty one, a file that cannot be used, and where
+        there is no sandbox.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split: got {split!r}; allowed {', '.join(SPLITS)}")
+        if not (rows := self._splits[split]):
+            raise ValueError(f"task.path: got {self.path!r}; allowed one with rows to {split}")
+        return [rows[i] for i in rng.integers(len(rows), size=count)]
+
+    def held_out(self, count: int) -> list[Exercise]:
+        """The first ``count`` held-out rows of the file: a prefix of every larger test set.
+
+        Raises ValueError if ``count`` is below 1 or above their number, else as ``problems``.
+        """
+        rows = self._splits["held_out"]
+        if not 1 <= count <= len(rows):
+            raise ValueError(f"evaluate.n: got {count}; allowed 1 to {len(rows)}, as are held out")
+        return rows[:count]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.max_prompt_length
+
+    @property
+    def at_once(self) -> int:
+        """One sandbox a core that this process may use."""
+        return len(sandbox.cores())
+
+    def judge(self, problem: Exercise, response: str) -> Verdict:
+        """Solved: every test passes. Marks: whether there is a program, the share of its tests.
+
+        Raises SandboxError where no sandbox starts: that is no verdict.
+        """
+        program = answer(response)
+        marks = {"answered": program != "", "tests": 0.0}
+        if not program:
+            return Verdict(0.0, False, marks)
+        record = self.run(problem, program)
+        marks["tests"] = record.passed / record.total
+        solved = record.passed == record.total
+        return Verdict(float(solved) if self.reward == "all" else marks["tests"], solved, marks)
+
+    def run(self, problem: Exercise, program: str) -> sandbox.Record:
+        """What the tests say of a program."""
+        limits = {"seconds": self.seconds, "megabytes": self.megabytes}
+        whole = f"{problem.before}\n{program}" if problem.before else program
+        return sandbox.run(whole, problem.names, problem.tests, problem.setup, **limits)
+
+    def unfit(self) -> list[tuple[Exercise, str]]:
+        """Rows whose own solution does not pass its tests here, and why: they teach nothing."""
+        rows = {exercise.key: exercise for split in SPLITS for exercise in self._splits[split]}
+        records = [(exercise, self.run(exercise, exercise.solution)) for exercise in rows.values()]
+        return [(exercise, record.reason) for exercise, record in records if record.reason]
+
+
+def answer(response: str) -> str:
+    """What stands between the one <answer> and the one </answer>, without a fence around it.
+
+    "" if there is not one of each, and for a response of more than ``MAX_RESPONSE`` characters.
+    """
+    if not isinstance(response, str) or len(response) > MAX_RESPONSE:
+        return ""
+    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
+        return ""
+    found, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
+    if not closing or not found.strip():
+        return ""
+    fenced = FENCE.fullmatch(found.strip())
+    return fenced[1] if fenced else found.strip("\r\n")

@@ -1,0 +1,418 @@
+"""The task `code`: three formats, rows that cannot be judged, splits, prompts, verdicts, a run. All rows here are our own."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import test_chat
+import test_loading
+from minidrl import config, sandbox, tasks, trainer
+from minidrl.__main__ import main
+from minidrl.tasks import code, task_class
+from minidrl.tasks.code import Code
+
+HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
+
+MBPP = {
+    "task_id": 1,
+    "text": "Write a function to count the vowels of a word.",
+    "code": "def spare(word):\n    return word\n\n"
+    "def vowels(word, which='aeiou'):\n    return sum(c in which for c in spare(word))",
+    "test_setup_code": "",
+    "test_list": ["assert vowels('banana') == 3", "assert vowels('') == 0", "assert vowels('rhythm', 'y') == 1"],
+    "challenge_test_list": [],
+}
+ROUND = {
+    "prompt": "Write a function to find the side of a square from its area.",
+    "code": "def side(area):\n    return area ** 0.5",
+    "test_imports": ["import math"],
+    "test_list": ["assert math.isclose(side(2), math.sqrt(2), rel_tol=0.001)", "assert side(9) == 3"],
+}
+HUMANEVAL = {
+    "task_id": "Own/0",
+    "prompt": "from typing import List\n\n\ndef double(x: int) -> int:\n    return 2 * x\n\n\n"
+    'def doubles(numbers: List[int]) -> List[int]:\n    """ Every number twice as large.\n    >>> doubles([1, 2])\n'
+    '    [2, 4]\n    """\n',
+    "entry_point": "doubles",
+    "canonical_solution": "    return [double(x) for x in numbers]\n",
+    "test": "METADATA = {'author': 'us'}\n\n\ndef check(candidate):\n    few = [1, 2]\n    assert candidate(few) == [2, 4]\n"
+    "    for n in range(3):\n        assert candidate([n]) == [double(n)]\n    assert candidate([]) == []\n    done = True\n",
+}
+KODCODE = {
+    "question": "Write `share(parts, whole)`: parts over whole, a ValueError where whole is 0.",
+    "solution": "def share(parts, whole):\n    if whole == 0:\n        raise ValueError('whole is zero')\n"
+    "    return parts / whole",
+    "test": "import pytest\nfrom solution import share\n\nHALF = 0.5\n\n\n"
+    "def test_half():\n    assert share(1, 2) == HALF\n\n\n"
+    "@pytest.mark.parametrize('a, b, c', [(1, 3, 0.333333333), (2, 3, 0.666666666)])\ndef test_thirds(a, b, c):\n"
+    "    assert share(a, b) == pytest.approx(c)\n\n\n@pytest.mark.parametrize('x', [1, (2)])\ndef test_zero(x):\n"
+    "    with pytest.raises(ValueError, match='zero'):\n        share(x, 0)\n",
+    "style": "instruct",
+}
+ROWS = {"mbpp": [MBPP, ROUND], "humaneval": [HUMANEVAL], "kodcode": [KODCODE]}
+EACH = pytest.mark.parametrize(("form", "row"), [(form, row) for form, rows in ROWS.items() for row in rows])
+
+
+def written(path: Path, rows: list) -> Path:
+    """The rows as a list, or a row a line."""
+    lines = "\n\n".join(json.dumps(row) for row in rows) + "\n"
+    path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows), encoding="utf-8")
+    return path
+
+
+def exercise(form: str, row: dict, show_tests: bool = False) -> code.Exercise:
+    return code.FORMATS[form][2](row, show_tests)
+
+
+def tagged(program: str) -> str:
+    return f"Let me see.\n<answer>\n{program}\n</answer>"
+
+
+# ---------------------------------------------------------------------------------------------------------- formats
+def law_formats(module) -> None:
+    """What each row becomes, as read from its format by hand."""
+    made = {name: module.FORMATS[name][2](row, False) for name, (row, *_) in ROWS.items()}
+    square = module.FORMATS["mbpp"][2](ROUND, False)
+    assert made["mbpp"].names == ("vowels",) and made["mbpp"].tests == tuple(MBPP["test_list"])
+    assert "def vowels(word, which='aeiou'):" in made["mbpp"].instruction and "spare" not in made["mbpp"].instruction
+    assert square.names == ("side",) and square.setup.strip() == "import math" and ROUND["prompt"] in square.instruction
+    asked = made["humaneval"]
+    assert asked.names == ("doubles",) and asked.before == HUMANEVAL["prompt"] and len(asked.tests) == 3
+    assert "few = [1, 2]" in asked.tests[0] and "for n in range(3)" in asked.tests[1] and "METADATA" in asked.setup
+    assert asked.solution == HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
+    assert made["kodcode"].names == ("share",)
+    assert made["kodcode"].tests == ("run_test(test_half)", "run_test(test_thirds)", "run_test(test_zero)")
+    for name, found in made.items():
+        said = module.FORMATS[name][2](ROWS[name][0], True).instruction
+        assert "<answer>" in found.instruction and "assert" not in found.instruction and "assert" in said
+        assert found.key == " ".join((ROWS[name][0].get("text") or found.question).split())
+
+
+def test_a_row_becomes_what_its_format_says():
+    law_formats(code)
+
+
+@HERE
+@EACH
+def test_the_reference_passes_and_a_stub_does_not(form, row):
+    task, asked = Code(format=form, reward="share", seconds=1), exercise(form, row)
+    record = task.run(asked, asked.solution)
+    assert (record.passed, record.reason) == (len(asked.tests), "")
+    for stub in ("", "x = 1", f"def {asked.names[0]}(*_): return None", f"def {asked.names[0]}(*_): raise KeyError"):
+        assert task.run(asked, stub).passed == 0
+
+
+WRONG = {  # format, program -> tests that it passes
+    ("mbpp", "def vowels(word, which=''):\n    return 3 if word else 0"): 2,
+    ("humaneval", "def doubles(numbers):\n    return numbers * 2"): 1,
+    ("humaneval", "def doubles(numbers):\n    return [2, 4]"): 1,
+    ("humaneval", "def doubles(numbers):\n    return list(map(double, numbers))"): 3,
+    ("humaneval", "def double(x):\n    return 0\ndef doubles(numbers):\n    return [0 for x in numbers]"): 1,
+    ("kodcode", "def share(parts, whole):\n    return parts / whole"): 2,
+    ("kodcode", "def share(parts, whole):\n    return parts / whole if whole == 2 else 0"): 1,
+    ("kodcode", "def share(parts, whole):\n    raise ValueError('it is zero')"): 1,
+    ("kodcode", "def share(parts, whole):\n    raise ValueError('it is none')"): 0,
+}
+
+
+@HERE
+@pytest.mark.parametrize(("form", "program"), WRONG)
+def test_each_test_of_a_row_counts_for_itself(form, program):
+    """By the tests as they stand in the row; a helper that the program redefines stays the tests' own."""
+    asked, response = exercise(form, ROWS[form][0]), tagged(program)
+    passed, total = WRONG[form, program], len(asked.tests)
+    for reward in code.REWARDS:
+        verdict = Code(format=form, reward=reward).judge(asked, response)
+        assert verdict.marks == {"answered": True, "tests": passed / total} and verdict.solved == (passed == total)
+        assert verdict.reward == (passed / total if reward == "share" else float(passed == total))
+
+
+# ------------------------------------------------------------------------------------------- rows that cannot be judged
+UNFIT = {
+    "the tests use a class": ("mbpp", {"code": "class P: pass\ndef f(): return P()", "test_list": ["assert f() == P()"]}),
+    "the tests call no function of the solution": ("mbpp", {"test_list": ["assert 1 == 1"]}),
+    "the solution has no function": ("mbpp", {"code": "vowels = len"}),
+    "the solution is no Python": ("mbpp", {"code": "print 'x'"}),
+    "the test is no Python": ("mbpp", {"test_list": ["assert vowels('a') ="]}),
+    "the prompt has no function of the name entry_point": ("humaneval", {"entry_point": "triples"}),
+    "the test has no check(candidate)": ("humaneval", {"test": "def test(candidate): assert candidate"}),
+    "check asserts nothing": ("humaneval", {"test": "def check(candidate): candidate([])"}),
+    "check returns": ("humaneval", {"test": "def check(candidate):\n    assert candidate([]) == []\n    return"}),
+    "the test imports nothing from solution": ("kodcode", {"test": "def test_x(): pass"}),
+    "the test imports what is no function of the solution": (
+        "kodcode",
+        {"test": "from solution import Share\ndef test_x(): pass"},
+    ),
+    "the test imports other modules, or by other ways": ("kodcode", {"test": "import numpy\n" + KODCODE["test"]}),
+    "the tests are in a class": ("kodcode", {"test": KODCODE["test"] + "\nclass TestX:\n    def test_x(self): pass"}),
+    "there is no test function": ("kodcode", {"test": "from solution import share\ndef check(): pass"}),
+    "a test is no plain function": ("kodcode", {"test": KODCODE["test"] + "\nasync def test_x(): pass"}),
+    "a test has fixtures": ("kodcode", {"test": KODCODE["test"] + "\ndef test_x(tmp_path): pass"}),
+    "a test has another decorator than parametrize": ("kodcode", {"test": KODCODE["test"] + "\n@skip\ndef test_x(): pass"}),
+}
+MORE = "the test wants more of pytest than raises, approx and parametrize"
+PYTEST = ["pytest.skip('x')", "@pytest.fixture\ndef x(): pass", "with pytest.warns(UserWarning): pass", "x = pytest"]
+PYTEST += ["import pytest as p", "x = pytest.mark", "x = pytest.mark.skip"]
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_a_row_that_needs_more_is_left_out_and_counted(why, tmp_path, capfd):
+    form, change = UNFIT[why]
+    base = ROWS[form][0]
+    path = written(tmp_path / "rows.jsonl", [base, base | change, base])
+    assert [e.key for e in code._fitting(path, form, False)] == [exercise(form, base).key]
+    left = ", ".join(f"1 ({reason})" for reason in sorted([why, "the question is there already"]))
+    assert capfd.readouterr().err == f"minidrl: task code: {path}: 3 rows, left out: {left}\n"
+
+
+@pytest.mark.parametrize("line", PYTEST)
+def test_what_of_pytest_is_not_there_is_seen(line):
+    with pytest.raises(code._Unfit, match=MORE):
+        exercise("kodcode", KODCODE | {"test": KODCODE["test"] + "\n" + line})
+    assert exercise("kodcode", KODCODE | {"test": KODCODE["test"] + "\nimport math, os.path\nfrom re import sub"})
+
+
+@HERE
+def test_a_row_whose_own_solution_fails_is_found(tmp_path):
+    """In place, or with an object: what no look at the text tells."""
+    in_place = {
+        "text": "Sort in place.",
+        "code": "def f(x):\n    x.sort()",
+        "test_list": ["x = [2, 1]\nf(x)\nassert x == [1, 2]"],
+    }
+    generator = {"text": "Count.", "code": "def f(n):\n    yield from range(n)", "test_list": ["assert list(f(2)) == [0, 1]"]}
+    task = Code(path=str(written(tmp_path / "rows.json", [MBPP, in_place, generator, ROUND])))
+    found = {asked.question: why for asked, why in task.unfit()}
+    assert found == {"Sort in place.": "AssertionError: ", "Count.": "Lost: generator is no plain data"}
+
+
+BAD = {
+    "rows.json": [
+        ([], "{path} holds no rows; allowed a list of them, or .jsonl, a row a line"),
+        ({"text": "x"}, "{path} holds no rows; allowed"),
+        ([MBPP, 5], "{path}: row 2 is int; allowed an object"),
+        ([MBPP, MBPP | {"test_list": []}], "{path}: row 2 has test_list []; allowed a list of text"),
+        ([MBPP | {"code": 5}], "{path}: row 1 has code 5; allowed text"),
+        ([MBPP | {"test_imports": "import os"}], "{path}: row 1 has test_imports 'import os'; allowed a list of text"),
+        ([{k: v for k, v in MBPP.items() if k != "code"}], "{path}: row 1 has no code; a row of mbpp has code, test_list"),
+        ([MBPP | {"text": None}], "{path}: row 1 has no text; a row of mbpp has"),
+        ([HUMANEVAL], "{path}: row 1 has no code; a row of mbpp has"),
+    ],
+    "rows.jsonl": [
+        ('{"text": "x"}\n{', "{path}: line 2 is no JSON: "),
+        ('{"text": "x"}', "{path}: row 1 has no code"),
+        ("[" * 10**5, "{path}: line 1 is no JSON: nested too deeply"),
+        ("", "{path} holds no rows; allowed"),
+        (b"\xff", "{path} is no UTF-8 text: byte 0xff at 0; allowed UTF-8"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "data", "message"), [(name, *bad) for name, all_ in BAD.items() for bad in all_])
+def test_a_wrong_file_is_one_line_that_names_file_row_and_field(name, data, message, tmp_path):
+    path = tmp_path / name
+    text = data if isinstance(data, str | bytes) else json.dumps(data)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError) as error:
+        code.read_rows(path, "mbpp")
+    assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "LARGEST_FILE", 10)
+    with pytest.raises(ValueError, match="has .* bytes; allowed up to 10"):
+        code.read_rows(written(tmp_path / "rows.json", [MBPP]), "mbpp")
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+ANSWERS = {
+    "<answer>f = 1</answer>": "f = 1",
+    "So: <answer>\n    f = 1\n</answer> Done.": "    f = 1",
+    "<answer>```python\nf = 1\n```</answer>": "f = 1",
+    "<answer>\n```\nf = 1\n\n```\n</answer>": "f = 1\n",
+    "<answer>```python\nf = '- 1'\n</answer>": "```python\nf = '- 1'",
+    "```python\nf = 1\n```": "",
+    "<answer>f = 1": "",
+    "</answer>f = 1<answer>": "",
+    "<answer>f = 1</answer><answer>f = 1</answer>": "",
+    "<answer>\n \n</answer>": "",
+    "": "",
+}
+
+
+def law_answers(module) -> None:
+    for response, expected in ANSWERS.items():
+        assert module.answer(response) == expected, response
+    assert module.answer("<answer>" + "x" * module.MAX_RESPONSE + "</answer>") == module.answer(None) == ""
+    filling = module.MAX_RESPONSE - len("<answer></answer>")
+    assert len(module.answer("<answer>" + "x" * filling + "</answer>")) == filling
+
+
+def test_the_program_is_what_stands_between_the_tags():
+    law_answers(code)
+
+
+def test_a_response_without_a_program_starts_no_sandbox(monkeypatch):
+    monkeypatch.setattr(sandbox, "run", None)
+    verdict = Code().judge(exercise("mbpp", MBPP), "def vowels(word): return 3")
+    assert verdict == (0.0, False, {"answered": False, "tests": 0.0})
+
+
+# -------------------------------------------------------------------------------------------------- splits and settings
+def many(count: int) -> list[dict]:
+    return [MBPP | {"text": f"Write function number {n}."} for n in range(count)]
+
+
+@pytest.fixture
+def assumed(monkeypatch):
+    """As if there were a sandbox: rows and splits need none."""
+    monkeypatch.setattr(sandbox, "refusal", lambda: "")
+
+
+def test_splits_share_nothing_whatever_the_order_of_the_file(tmp_path, assumed):
+    rows = many(200)
+    found = []
+    for order in (rows, rows[::-1]):
+        task = Code(path=str(written(tmp_path / "rows.jsonl", order)))
+        held_out = {asked.key for asked in task.held_out(1)}
+        while len(held_out) < 200:
+            try:
+                held_out = {asked.key for asked in task.held_out(len(held_out) + 1)}
+            except ValueError as error:
+                assert str(error) == f"evaluate.n: got {len(held_out) + 1}; allowed 1 to {len(held_out)}, as are held out"
+                break
+        train = {asked.key for asked in task.problems(3000, np.random.default_rng(0))}
+        assert not held_out & train and len(held_out | train) == 200 and 30 < len(held_out) < 90
+        assert train == {asked.key for asked in task.problems(3000, np.random.default_rng(1), "pretrain")}
+        assert {asked.key for asked in task.problems(3000, np.random.default_rng(1), "held_out")} == held_out
+        found.append(held_out)
+    assert found[0] == found[1]
+    assert task.problems(9, np.random.default_rng(3)) == Code(path=task.path).problems(9, np.random.default_rng(3))
+    assert task.held_out(5) == task.held_out(9)[:5]
+
+
+def test_a_file_of_held_out_rows_is_taken_out_of_the_others(tmp_path, assumed):
+    rows = many(20)
+    spaced = [row | {"text": row["text"].replace(" ", "  ")} for row in rows[:5]]
+    words = {"path": str(written(tmp_path / "a.json", rows)), "held_out_path": str(written(tmp_path / "b.json", spaced))}
+    task = Code(**words)
+    assert len(task.held_out(5)) == 5
+    assert {asked.key for asked in task.problems(999, np.random.default_rng(0))} == {row["text"] for row in rows[5:]}
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"format": "apps"}, "task.format: got 'apps'; allowed mbpp, humaneval, kodcode"),
+        ({"held_out_share": 0.0}, "task.held_out_share: got 0.0; allowed between 0 and 1"),
+        ({"reward": "eval"}, "task.reward: got 'eval'; allowed all, share"),
+        ({"seconds": 0}, "task.seconds: got 0; allowed 1 to 600"),
+        ({"seconds": 1.5}, "task.seconds: got 1.5; allowed whole numbers"),
+        ({"megabytes": 16}, "task.megabytes: got 16; allowed 64 to 65536"),
+        ({"prompt_format": "plain"}, "task.prompt_format: got 'plain'; allowed chat"),
+        ({"max_prompt_length": 0}, "task.max_prompt_length: got 0; allowed from 1"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
+    with pytest.raises(ValueError) as error:
+        Code(**setting)
+    assert str(error.value) == message
+
+
+def test_no_file_and_an_empty_split_are_named(tmp_path, assumed):
+    rng = np.random.default_rng(0)
+    with pytest.raises(ValueError, match="^task.path: got ''; allowed a .json or .jsonl file of rows in the format mbpp$"):
+        Code().problems(1, rng)
+    path = str(written(tmp_path / "rows.json", [MBPP]))
+    with pytest.raises(ValueError, match="^task.held_out_path: got 'nowhere'; allowed"):
+        Code(path=path, held_out_path="nowhere").held_out(1)
+    with pytest.raises(ValueError, match="^task.path: got .*; allowed one with rows to train$"):
+        Code(path=path, held_out_path=path).problems(1, rng)
+    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
+        Code(path=path).problems(1, rng, "test")
+
+
+def test_the_prompt_and_the_limits_are_the_settings(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(sandbox, "run", lambda *a, **k: given.append(k) or sandbox.Record(0, 1, "no", 0.0))
+    Code(seconds=7, megabytes=99).judge(exercise("mbpp", MBPP), tagged("x"))
+    assert given == [{"seconds": 7, "megabytes": 99}] and Code(max_prompt_length=77).prompt_length == 77
+    assert task_class("code") is Code
+
+
+# -------------------------------------------------------------------------------------------------- refusals and a run
+RUN = {
+    "task": {"name": "code", "path": "rows.jsonl", "reward": "share", "max_prompt_length": 500},
+    "sampler": {"order": "low_confidence", "temperature": 0.9, "length": 8, "block_length": 8, "tokens_per_step": 4},
+    "steps": 1,
+    "num_prompts": 1,
+    "num_generations": 3,
+    "evaluate": {"n": 2},
+}
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A folder with a tiny LLaDA checkpoint, rows and a config that names both."""
+    (tmp_path / "model").mkdir()
+    test_loading.llada(tmp_path / "model")
+    test_chat.letters(tmp_path / "model")
+    written(tmp_path / "rows.jsonl", many(12))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"model": "model"}), encoding="utf-8")
+    return tmp_path
+
+
+def test_without_a_sandbox_a_run_is_refused_before_it_starts(place, monkeypatch, capfd):
+    """One line, exit status 2, nothing written: no fallback."""
+    sandbox.refusal.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    before = sorted(place.rglob("*"))
+    assert main(["train", str(place / "run.yaml"), "--out", str(place / "out")]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error == f"minidrl: task code: {sandbox.NEEDS}; here is no bwrap in PATH"
+    assert [path for path in sorted(place.rglob("*")) if path not in before and path.is_file()] == []
+    sandbox.refusal.cache_clear()
+
+
+def test_the_path_in_a_config_is_relative_to_it(place, monkeypatch):
+    monkeypatch.chdir("/")
+    task = config.load(config.Train, place / "run.yaml").task
+    assert task.path == str(place / "rows.jsonl") and task.held_out_path == ""
+    assert config.load(config.Train, place / "run.yaml", {"task.path": "x.json"}).task.path == "x.json"
+
+
+@HERE
+def test_a_run_from_prompts_to_rewards(place, monkeypatch, capfd):
+    """An untrained network writes no program: decoding gives each group one that is right and others."""
+    right, wrong = tagged(MBPP["code"]), tagged("def vowels(word, which=''): return 3")
+    monkeypatch.setattr(trainer, "decode", lambda tok, responses: [(right, wrong, "")[i % 3] for i in range(len(responses))])
+    assert main(["train", str(place / "run.yaml"), "--out", str(place / "out")]) == 0
+    rows = [json.loads(line) for line in (place / "out/metrics.jsonl").read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert rewards == pytest.approx([(1 + 1 / 3) / 3])
+
+
+def test_a_failing_sandbox_is_no_verdict(monkeypatch):
+    """Not a reward of 0, from which a run would learn."""
+    monkeypatch.setattr(sandbox, "START", 0.5)
+    monkeypatch.setattr(sandbox, "command", lambda *words: [sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(OSError, match="apt install bubblewrap"):
+        Code().judge(exercise("mbpp", MBPP), tagged("x = 1"))
+
+
+def test_verdicts_side_by_side_are_those_one_after_the_other(monkeypatch):
+    class Slow:
+        at_once = 4
+
+        def judge(self, problem, response):
+            return problem, response
+
+    expected = [(problem, f"{problem}{i}") for problem in "abc" for i in range(5)]
+    responses = [response for _, response in expected]
+    assert tasks.verdicts(Slow(), "abc", responses) == expected
+    monkeypatch.setattr(Slow, "at_once", 1)
+    assert tasks.verdicts(Slow(), "abc", responses) == expected

@@ -1,0 +1,676 @@
+"""The sandbox: each wall against a program that runs at it, and that program again where the wall has a hole.
+
+``ATTACKS`` are programs whose function `attack` returns what it has got hold of: nothing, behind the wall. ``CHEATS`` go
+for the verdict. Where no sandbox can be made, all of this is skipped, with what is missing as the reason.
+"""
+
+import json
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from minidrl import sandbox, sandboxed
+
+HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
+ALL = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+SECRET = "MINIDRL_TEST_SECRET"
+
+
+def run(program: str, *tests: str, **limits) -> sandbox.Record:
+    """The record of a program with functions `attack` and `f`."""
+    return sandbox.run(textwrap.dedent(program), ("attack", "f"), tests or ("assert attack() == []",), **limits)
+
+
+# ------------------------------------------------------------------------------------------------------------- walls
+ATTACKS = {}
+ATTACKS["environment"] = """
+    import os
+    attack = lambda: sorted(set(os.environ) - {"PWD", "LC_CTYPE", "PYTHONHASHSEED"})
+"""
+ATTACKS["files of others"] = """
+    import os, sys
+    def attack():
+        given = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/sandboxed.py", "/dev/null"]
+        given += [sys.base_prefix + "/lib", sys.base_prefix + "/lib64", os.path.realpath(sys.executable)]
+        found = []
+        for folder, folders, files in os.walk("/"):
+            found += [path for name in files if (path := os.path.join(folder, name)) not in given]
+            folders[:] = [name for name in folders if os.path.join(folder, name) not in given]
+        return found[:5]
+"""
+ATTACKS["writing outside"] = """
+    import os
+    def attack():
+        done = []
+        for path, how in [("/new", os.O_CREAT), ("/dev/new", os.O_CREAT), ("/usr/new", os.O_CREAT), (os.__file__, 0)]:
+            try:
+                os.close(os.open(path, how | os.O_WRONLY))
+                done.append(path)
+            except OSError:
+                pass
+        return done
+"""
+ATTACKS["network"] = """
+    import socket
+    def attack(port, name):
+        done = []
+        for family, address in [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_UNIX, name)]:
+            try:
+                socket.socket(family).connect(address)
+                done.append(str(address))
+            except OSError:
+                pass
+        return done
+"""
+ATTACKS["processes and threads"] = """
+    import ctypes, os, subprocess, sys, threading, time
+    def fork():
+        if not os.fork():
+            os._exit(0)
+    def clone():
+        number = {"x86_64": 435, "aarch64": 435}[os.uname().machine]
+        arguments = (ctypes.c_uint64 * 8)(0, 0, 0, 0, 17)
+        found = ctypes.CDLL(None).syscall(number, arguments, 64)
+        if found == 0:
+            os._exit(0)
+        if found < 0:
+            raise OSError
+    def attack():
+        ways = [fork, clone, lambda: threading.Thread(target=int).start()]
+        ways += [lambda: os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {})]
+        ways += [lambda: subprocess.run([sys.executable, "-c", ""])]
+        done = []
+        for number, way in enumerate(ways):
+            try:
+                way()
+                done.append(number)
+            except (OSError, RuntimeError):
+                pass
+        return done
+"""
+ATTACKS["zombies"] = """
+    import os
+    def attack():
+        children = []
+        for _ in range(20):
+            try:
+                if not (child := os.fork()):
+                    os._exit(0)
+                children.append(child)
+            except OSError:
+                pass
+        return children
+"""
+ATTACKS["signals"] = """
+    import os
+    def attack():
+        found = []
+        for process in range(1, 70000):
+            try:
+                os.kill(process, 0)
+                found.append(process)
+            except PermissionError:
+                found.append(process)
+            except OSError:
+                pass
+        return [p for p in found if p not in (os.getpid(), os.getppid())]
+"""
+ATTACKS["memory"] = """
+    def attack():
+        held = []
+        try:
+            while len(held) < 100:
+                held.append(bytearray(2**22))
+        except MemoryError:
+            return []
+        return [len(held)]
+"""
+ATTACKS["memory outside the address space"] = """
+    import ctypes, os
+    def attack():
+        done, calls = [], ctypes.CDLL(None, use_errno=True)
+        if hasattr(os, "memfd_create"):
+            try:
+                os.memfd_create("x")
+                done.append("memfd")
+            except OSError:
+                pass
+        done += ["shm"] if calls.shmget(0, 4096, 0o1600) >= 0 else []
+        done += ["msg"] if calls.msgget(0, 0o1600) >= 0 else []
+        return done
+"""
+ATTACKS["a large /tmp"] = """
+    def attack():
+        written = 0
+        try:
+            for number in range(40):
+                with open(f"/tmp/{number}", "wb") as file:
+                    written += file.write(bytes(10**6))
+        except OSError:
+            pass
+        return [written] if written > 2**24 else []
+"""
+ATTACKS["a large file"] = """
+    def attack():
+        written = 0
+        try:
+            with open("/tmp/one", "wb", buffering=0) as file:
+                for _ in range(4):
+                    written += file.write(bytes(10**6))
+        except OSError:
+            pass
+        return [written] if written > 2**20 else []
+"""
+ATTACKS["many files"] = """
+    import os
+    def attack():
+        held = []
+        try:
+            while len(held) < 200:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        return [len(held)] if len(held) > 32 else []
+"""
+ATTACKS["new namespaces"] = """
+    import ctypes
+    attack = lambda: ["user"] if ctypes.CDLL(None).unshare(0x10000000) == 0 else []
+"""
+ATTACKS["the judge"] = """
+    import ctypes, os
+    def attack():
+        done, calls = [], ctypes.CDLL(None)
+        for process in range(1, 10):
+            done += ["trace"] if calls.ptrace(16, process, 0, 0) == 0 and process != os.getpid() else []
+        return done + [path for path in ("/proc/1/environ", "/proc/self/mem", "/proc") if os.path.exists(path)]
+"""
+
+
+def without(*words: str):
+    """A command line that lacks these words."""
+    return lambda line: [word for word in line if word not in words]
+
+
+def instead(word: str, *others: str):
+    """A command line with other words in the place of one."""
+    return lambda line: [new for old in line for new in (others if old == word else (old,))]
+
+
+def no_filter(line: list[str]) -> list[str]:
+    place = line.index("--seccomp")
+    return line[:place] + line[place + 2 :]
+
+
+def more(*words: str):
+    """A command line with more words, before the last wall."""
+    return lambda line: line[: line.index("--remount-ro")] + [*words] + line[line.index("--remount-ro") :]
+
+
+def limits_without(name: str):
+    """The script inside without one of its limits."""
+
+    def holed(line: list[str], folder: Path) -> list[str]:
+        source = Path(sandboxed.__file__).read_text(encoding="utf-8")
+        holed, count = re.subn(rf" +resource\.{name}:.*\n", "", source)
+        assert count == 1
+        (folder / "holed.py").write_text(holed, encoding="utf-8")
+        return [str(folder / "holed.py") if word == sandboxed.__file__ else word for word in line]
+
+    return holed
+
+
+HOLES = {
+    "environment": without("--clearenv"),
+    "files of others": more("--ro-bind", str(Path(__file__).parent), "/host"),
+    "writing outside": lambda line: line[: line.index("--remount-ro")] + line[line.index("--remount-ro") + 2 :],
+    "network": instead("--unshare-all", *(word for word in ALL if word != "--unshare-net")),
+    "processes and threads": no_filter,
+    "zombies": no_filter,
+    "signals": instead("--unshare-all", *(word for word in ALL if word != "--unshare-pid")),
+    "memory": limits_without("RLIMIT_AS"),
+    "memory outside the address space": no_filter,
+    "a large /tmp": instead(str(sandbox.TMP_BYTES), str(2**26)),
+    "a large file": limits_without("RLIMIT_FSIZE"),
+    "many files": limits_without("RLIMIT_NOFILE"),
+    "new namespaces": no_filter,
+    "the judge": more("--ro-bind", "/proc", "/proc"),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The test of each attack; for the network, of two servers that listen in this process."""
+    monkeypatch.setenv(SECRET, "1")
+    with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as unix:
+        name = f"\0minidrl-{os.getpid()}"
+        unix.bind(name)
+        unix.listen()
+        network = f"assert attack({inet.getsockname()[1]}, {name!r}) == []"
+        yield lambda attack: network if attack == "network" else "assert attack() == []"
+
+
+@HERE
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_wall_holds(attack, asked):
+    record = run(ATTACKS[attack], asked(attack))
+    assert (record.passed, record.reason) == (1, "")
+
+
+@HERE
+@pytest.mark.parametrize("attack", HOLES)
+def test_the_attack_gets_through_a_hole(attack, asked, monkeypatch, tmp_path):
+    """What no attack gets through may be no wall of ours."""
+    whole, hole = sandbox.command, HOLES[attack]
+    two = hole.__code__.co_argcount == 2
+    monkeypatch.setattr(sandbox, "command", lambda *words: hole(whole(*words), *([tmp_path] if two else [])))
+    record = run(ATTACKS[attack], asked(attack))
+    assert (record.passed, record.reason) == (0, "AssertionError: "), "the attack finds nothing where there is something"
+
+
+def test_every_wall_has_an_attack_and_a_hole():
+    assert HOLES.keys() == ATTACKS.keys()
+
+
+@HERE
+def test_no_new_privileges_and_no_capabilities():
+    """39 and 23 of prctl(2): no_new_privs is set, and no capability is left to drop."""
+    program = """
+        import ctypes
+        prctl = ctypes.CDLL(None).prctl
+        attack = lambda: [prctl(39, 0, 0, 0, 0), sum(prctl(23, capability, 0, 0, 0) > 0 for capability in range(41))]
+    """
+    assert run(program, "assert attack() == [1, 0]").passed == 1
+
+
+def processes() -> set[str]:
+    return {name for name in os.listdir("/proc") if name.isdigit()}
+
+
+def sandboxes_left(patience: float = 5) -> list[str]:
+    """Command lines of marked sandboxes that still run, after up to ``patience`` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        left = []
+        for name in processes():
+            try:
+                said = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
+                environment = Path(f"/proc/{name}/stat").read_text(encoding="utf-8")
+            except OSError:
+                continue
+            if "/sandboxed.py" in said and f"--mark-{os.getpid()}" in said and ") Z " not in environment:
+                left.append(said)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+BOMBS = {
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "endless loop that takes no signal": "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: pass",
+    "recursion": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda x: f(x)",
+    "memory in the program": "x = []\nwhile True: x.append(bytearray(10**6))",
+    "answers without end": "import os\nwhile True:\n    for d in range(3, 9):\n        try: os.write(d, b'[1]' * 1000)\n"
+    "        except OSError: pass",
+    "a long answer": "f = lambda x: 'x' * 10**7",
+    "a deep answer": "def f(x):\n    for _ in range(10**5): x = [x]\n    return x",
+    "output without end": "while True: print('[0, true, \"\"]' * 1000)",
+}
+
+
+@HERE
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_ends_in_its_limits_and_leaves_nothing(bomb, monkeypatch):
+    whole = sandbox.command
+    monkeypatch.setattr(sandbox, "command", lambda *words: [*whole(*words), f"--mark-{os.getpid()}"])
+    record = run(BOMBS[bomb], "assert f(2) == 4", "assert f(3) == 9", seconds=1)
+    assert record.passed == 0 and record.reason != "" and record.seconds < sandbox.START + 5
+    assert sandboxes_left() == []
+
+
+@HERE
+def test_without_its_wall_something_would_be_left(monkeypatch):
+    """The program outlives its killed sandbox until its CPU time is spent; so ``sandboxes_left`` can find some."""
+    whole, holed = sandbox.command, without("--die-with-parent")
+    monkeypatch.setattr(sandbox, "command", lambda *words: [*holed(whole(*words)), f"--mark-{os.getpid()}"])
+    monkeypatch.setattr(sandbox, "CLOCK", 0.5)
+    run("while True: pass", seconds=1)
+    assert sandboxes_left(0) != [] and sandboxes_left() == []
+
+
+@HERE
+@pytest.mark.parametrize("program", ["import time\ntime.sleep(1000)", "import signal\nf = lambda x: signal.pause()"])
+def test_who_only_sleeps_is_ended_by_the_clock(program, monkeypatch):
+    monkeypatch.setattr(sandbox, "CLOCK", 1)
+    record = run(program, "assert f(2) == 4", seconds=1)
+    assert (record.passed, record.reason) == (0, "the time on the clock was up") and record.seconds >= 1
+
+
+@HERE
+def test_tests_are_held_in_the_same_walls():
+    """A test is a file's, not ours: it cannot leave its sandbox either, and has its own limit."""
+    for test in ("while True: pass", "import os; os.fork()", "open('/new', 'w')", "import os; os._exit(0)"):
+        assert run("f = int", test, seconds=1).passed == 0
+    secret = f"import os\nassert {SECRET!r} not in os.environ and not os.path.exists({str(Path(__file__).parent)!r})"
+    assert run("f = int", secret).passed == 1
+
+
+@HERE
+def test_what_is_printed_goes_nowhere_and_does_no_harm(capfd):
+    program = "import sys\ndef attack():\n    print('x' * 10**7)\n    sys.stderr.write('y' * 10**6)\n    return []"
+    assert run(program).passed == 1 and capfd.readouterr() == ("", "")
+
+
+@HERE
+def test_the_caller_is_not_signalled_and_lives():
+    program = """
+        import os, signal
+        def attack():
+            for process in (os.getppid(), 0, -1, 1):
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    try:
+                        os.kill(process, number) if process else os.killpg(os.getppid(), number)
+                    except OSError:
+                        pass
+            return []
+    """
+    with subprocess.Popen(["sleep", "100"]) as bystander:
+        record = run(program)
+        assert bystander.poll() is None and record.total == 1
+        bystander.kill()
+
+
+# ------------------------------------------------------------------------------------------------------- the verdict
+NAIVE = "print('PASSED')"
+CHEATS = {}
+CHEATS["leaves before the assertions"] = """
+import os
+os._exit(0)
+"""
+CHEATS["leaves in the call"] = """
+import os
+f = lambda x: os._exit(0)
+"""
+CHEATS["leaves by an exception"] = """
+import sys
+f = lambda x: sys.exit(0)
+"""
+CHEATS["leaves as it is loaded"] = """
+raise SystemExit(0)
+"""
+CHEATS["equal to everything"] = """
+class A:
+    __eq__ = lambda self, other: True
+f = lambda x: A()
+"""
+CHEATS["a number equal to everything"] = """
+class A(int):
+    __eq__ = lambda self, other: True
+f = lambda x: A()
+"""
+CHEATS["a list equal to everything"] = """
+class A(list):
+    __eq__ = lambda self, other: True
+f = lambda x: A()
+"""
+CHEATS["prints the marker"] = """
+import os
+print('PASSED', flush=True)
+os._exit(1)
+"""
+CHEATS["prints verdicts"] = """
+import os
+for number in range(20):
+    try:
+        os.write(number, b'PASSED\\n"ready"\\n[0, true, ""]\\n[1, true, ""]\\n')
+    except OSError:
+        pass
+f = lambda x: None
+"""
+CHEATS["patches the error"] = """
+import builtins, os, sys
+for name in ("AssertionError", "Exception", "BaseException"):
+    setattr(builtins, name, type(name, (), {}))
+sys.excepthook = lambda *_: os._exit(0)
+f = lambda x: None
+"""
+CHEATS["reads its caller"] = """
+import sys
+f = lambda x: sys._getframe(1).f_globals["EXPECTED"][x]
+"""
+CHEATS["looks for the tests"] = """
+import gc
+def f(x):
+    spaces = [found for found in gc.get_objects() if isinstance(found, dict)]
+    values = [value for space in spaces for value in list(space.values())]
+    tables = [value for value in values if isinstance(value, dict) and {*value} == {2, 3}]
+    return tables[0][x] if tables else None
+"""
+CHEATS["swaps the harness"] = """
+import os, sys
+for name in ("answered", "packed", "send", "receive"):
+    setattr(sys.modules["__main__"], name, lambda *_: ["value", True])
+sys.excepthook = lambda *_: os._exit(0)
+f = lambda x: None
+"""
+SQUARE = ("assert f(2) == EXPECTED[2]", "assert f(3) == EXPECTED[3]")
+SETUP = "EXPECTED = {2: 4, 3: 9}"
+
+
+def square(program: str) -> sandbox.Record:
+    return sandbox.run(program, ("f",), SQUARE, setup=SETUP, seconds=1)
+
+
+@HERE
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_a_cheat_passes_nothing(cheat):
+    record = square(CHEATS[cheat])
+    assert (record.passed, record.total) == (0, 2) and record.reason
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_the_cheat_passes_where_program_and_tests_share_an_interpreter(cheat):
+    """As exit status 0, or the marker in the output, would have it."""
+    whole = "\n".join([SETUP, CHEATS[cheat], *SQUARE, NAIVE])
+    done = subprocess.run([sys.executable, "-ISc", whole], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 or "PASSED" in done.stdout, done.stderr
+
+
+@HERE
+def test_what_is_right_passes_and_each_test_counts():
+    assert square("f = lambda x: x * x")[:3] == (2, 2, "")
+    assert square("f = lambda x: 4")[:3] == (1, 2, "AssertionError: ")
+    assert square("f = lambda x: x * x if x < 3 else 1 / 0")[:3] == (1, 2, "ZeroDivisionError: division by zero")
+    assert square("import os\nf = lambda x: 4 if x == 2 else os._exit(0)")[:3] == (1, 2, "Ended: the program has ended")
+    assert square("f = lambda x: 4 if x == 2 else [0 for _ in iter(int, 1)]").passed == 1
+    assert square("g = lambda x: x * x")[:2] == (0, 2)
+    assert square("f = lambda x: x * x\nraise ValueError('no')")[:3] == (0, 2, "ValueError: no")
+    assert square("def f(x) return x")[:2] == (0, 2) and square("")[:2] == (0, 2)
+    assert square("\0")[:2] == square("\ud800")[:2] == square("(" * 10**4)[:2] == (0, 2)
+
+
+@HERE
+def test_after_the_end_of_the_program_nothing_passes():
+    """Not even a test that would not have asked it, nor one that expects an error."""
+    tests = ("f(1)", "assert True", "import pytest\nwith pytest.raises(Exception): f(1)", "try: f(1)\nexcept OSError: pass")
+    assert sandbox.run("import os\nf = lambda x: os._exit(0)", ("f",), tests).passed == 0
+    for test in tests[2:]:
+        assert sandbox.run("import os\nf = lambda x: os._exit(0)", ("f",), (test,)).passed == 0
+        assert sandbox.run("def f(x): raise OSError", ("f",), (test,)).passed == 1
+
+
+@HERE
+def test_a_call_of_a_program_that_ended_before_it_is_no_error_of_the_programs():
+    """The pipe is broken then, which Python calls an OSError."""
+    program = "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\nf = int"
+    test = "import pytest, time\ntime.sleep(1)\nwith pytest.raises(OSError): f(1)"
+    assert sandbox.run(program, ("f",), (test,))[:3] == (0, 1, "Ended: the program has ended")
+
+
+# -------------------------------------------------------------------------------------------------------- plain data
+PLAIN = [None, True, 0, -1, 10**300, 1.5, float("inf"), "", "\ud800\0\n", b"\xff", 1j, [], (), set(), frozenset({1}), {}]
+PLAIN += [[1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_data_comes_back_with_its_types(value):
+    def typed(x):
+        inner = sorted(map(repr, map(typed, x))) if isinstance(x, set | frozenset) else x
+        inner = [typed(y) for y in x] if isinstance(x, list | tuple) else inner
+        inner = [(typed(k), typed(v)) for k, v in x.items()] if isinstance(x, dict) else inner
+        return type(x), inner
+
+    back = sandboxed.unpacked(json.loads(json.dumps(sandboxed.packed(value))))
+    assert back == value and typed(back) == typed(value)
+
+
+@pytest.mark.parametrize("value", [object(), int, len, range(3), iter([]), [lambda: 0], {1: ...}, bytearray(b"x")], ids=repr)
+def test_what_is_no_plain_data_is_not_sent(value):
+    with pytest.raises(TypeError):
+        sandboxed.packed(value)
+
+
+@pytest.mark.parametrize("text", ['["set", ["list"]]', '["A", 1]', "[]", "[[]]", '["dict", 1]', '{"a": 1}', '["bytes", "x"]'])
+def test_other_json_is_refused(text):
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        sandboxed.unpacked(json.loads(text))
+
+
+@HERE
+def test_values_and_errors_cross_as_the_program_made_them():
+    program = """
+        from collections import Counter, namedtuple
+        def f(x): return x
+        def attack(kind):
+            if kind == "own": raise type("Own", (KeyError,), {})("mine")
+            if kind == "text": raise UnicodeDecodeError("utf-8", b"x", 0, 1, "no")
+            return {"counter": Counter("aab"), "tuple": namedtuple("P", "x y")(1, 2)}[kind]
+    """
+    tests = ["import pytest"] + [f"assert repr(f({value!r})) == repr({value!r})" for value in PLAIN if value != float("inf")]
+    tests += ["assert attack('counter') == {'a': 2, 'b': 1}", "assert attack('tuple') == (1, 2)"]
+    tests += ["with pytest.raises(KeyError, match='mine'): attack('own')", "with pytest.raises(ValueError): attack('text')"]
+    assert run(program, *tests)[:3] == (len(tests), len(tests), "")
+    wrong = ("with pytest.raises(KeyError): f(1)", "with pytest.raises(IndexError): attack('own')", "assert f(1) == (1,)")
+    wrong += ("with pytest.raises(KeyError, match='x'): attack('own')", "assert f([1]) == (1,)", "assert f(print)")
+    assert run(program, "import pytest", *wrong).passed == 1
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+@pytest.fixture
+def unknown():
+    """No answer of an earlier trial, and none kept for later ones."""
+    sandbox.refusal.cache_clear()
+    yield
+    sandbox.refusal.cache_clear()
+
+
+def test_without_bubblewrap_it_says_what_to_install(monkeypatch, unknown):
+    monkeypatch.setenv("PATH", "")
+    assert sandbox.refusal() == f"task code: {sandbox.NEEDS}; here is no bwrap in PATH"
+    assert "apt install bubblewrap" in sandbox.NEEDS
+    with pytest.raises(OSError):
+        run("attack = list")
+
+
+@pytest.mark.parametrize(
+    "script, said",
+    [
+        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
+        ("exit 0", "it said: nothing"),
+        ('while [ "$1" != /sandboxed.py ]; do last=$1; shift; done; exec "$PYTHON" "$SCRIPT" "$2" "$3" "$4" 9 9', "it said"),
+    ],
+    ids=["no namespaces", "silent", "no walls"],
+)
+def test_a_bubblewrap_that_does_not_work_is_refused(script, said, monkeypatch, tmp_path, unknown):
+    """Also one that would start the script without any wall and then fail."""
+    fake = tmp_path / "bwrap"
+    fake.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("SCRIPT", sandboxed.__file__)
+    assert sandbox.refusal().startswith(f"task code: {sandbox.NEEDS}; ") and said in sandbox.refusal()
+
+
+def test_another_machine_is_refused(monkeypatch, unknown):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert sandbox.refusal() == f"task code: {sandbox.NEEDS}; here is riscv64, {sys.platform}"
+
+
+# ---------------------------------------------------------------------------------------------------- the call filter
+HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_numbers_are_those_of_the_kernels_headers(machine):
+    if not (header := Path(HEADERS[machine])).exists():
+        pytest.skip(f"{header} is not here: apt install linux-libc-dev")
+    defined = dict(re.findall(r"#define __NR\w*?_(?:3264_)?(\w+) (\d+)", header.read_text(encoding="utf-8")))
+    column = list(sandbox.AUDIT).index(machine)
+    for name, numbers in sandbox.REFUSED.items():
+        expected = defined.get(name)
+        assert numbers[column] == (int(expected) if expected else None) or name in UNKNOWN and not expected, name
+
+
+UNKNOWN = {"memfd_secret", "mount_setattr"}  # newer than some headers
+
+
+def simulated(program: bytes, machine: int, call: int) -> int:
+    """The answer of a classic BPF program of loads, comparisons and returns."""
+    lines, place, held = list(struct.iter_unpack("HBBI", program)), 0, 0
+    while True:
+        code, true, false, value = lines[place]
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            held, step = {0: call, 4: machine}[value], 0
+        else:
+            step = true if (held == value if code == 0x15 else held >= value) else false
+        place += 1 + step
+
+
+@pytest.mark.parametrize("machine", sandbox.AUDIT)
+def test_the_filter_refuses_these_calls_and_no_other(machine):
+    program, column = sandbox.call_filter(machine), list(sandbox.AUDIT).index(machine)
+    refused = {numbers[column] for numbers in sandbox.REFUSED.values()} - {None}
+    for call in range(600):
+        assert simulated(program, sandbox.AUDIT[machine], call) == (0x00050001 if call in refused else 0x7FFF0000), call
+    assert simulated(program, sandbox.AUDIT[machine], 0x40000000 + 57) == 0x00050001
+    for other in (0x40000003, 0, *(set(sandbox.AUDIT.values()) - {sandbox.AUDIT[machine]})):
+        assert simulated(program, other, 1) == 0x80000000
+
+
+# --------------------------------------------------------------------------------------------------------- its cost
+@HERE
+def test_a_sandbox_costs_less_than_a_tenth_of_a_second_of_processor_time():
+    """Of the candidate, from its start to its answer; the tests' is another."""
+    program = "import resource\ndef f(x):\n    used = resource.getrusage(resource.RUSAGE_SELF)\n    return used[0] + used[1]"
+    assert min(sandbox.run(program, ("f",), ("assert 0 < f(0) < 0.1",)).passed for _ in range(3)) == 1
+
+
+@HERE
+def test_limits_are_lowered_and_never_raised():
+    assert {*sandboxed.limits(1, 64)} == {getattr(resource, f"RLIMIT_{n}") for n in ("CPU", "AS", "FSIZE", "NOFILE", "CORE")}
+    program = """
+        import resource
+        def attack():
+            done = []
+            for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
+                try:
+                    resource.setrlimit(kind, (resource.RLIM_INFINITY,) * 2)
+                    done.append(kind)
+                except (OSError, ValueError):
+                    pass
+            return done
+    """
+    assert run(program).passed == 1
