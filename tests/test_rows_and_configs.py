@@ -61,7 +61,7 @@ def test_a_run_and_its_base_have_the_same_puzzles_in_the_same_splits(name):
     """Else RL would train on puzzles that its base has seen as its own, or be judged on them."""
     base = FOLDER / f"{Path(TRAINING[name]['model']).name}.yaml"
     if not base.is_file():
-        assert name.startswith("llada_8b"), "whose networks were not trained here"
+        assert name.startswith(("llada_8b", "a2d_06b")), "whose networks were not trained here"
         return
     of_base, of_run = config.load(config.Pretrain, base).task, config.load(config.Train, FOLDER / name).task
     splits = ("num_numbers", "max_number", "max_value", "max_target", "held_out_share", "pretrain_share")
