@@ -136,7 +136,7 @@ def _kinds(plan: Plan, answer: int) -> torch.Tensor:
 def _cells(ax: Axes, kind: torch.Tensor, text: Sequence[str]) -> None:
     """The coloured cells, and what is written in them."""
     colors = ListedColormap(list(CELLS.values()))
-    ax.pcolormesh(kind, cmap=colors, vmin=0, vmax=2, edgecolors=GREY, linewidth=0.5)
+    ax.pcolormesh(kind, cmap=colors, vmin=0, vmax=2, edgecolors=GREY, linewidth=0.5, clip_on=False)
     for k, i in (kind != 1).nonzero().tolist() if text else ():
         color = "white" if kind[k, i] else "black"
         ax.text(i + 0.5, k + 0.5, text[i], color=color, ha="center", va="center", fontsize=8)
