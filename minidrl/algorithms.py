@@ -1619,9 +1619,9 @@ def self_normalized_clip(
     To be summed over a group, not averaged. Gradient: -w adv grad score: inside the
     convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
     whatever the ratios. Clipped samples still learn (PPO gives them 0). No gradient
-    flows through ratio or normaliser. Source: as (8.3). Accounts of the paper have a
-    clip to [1 - eps, 1 + eps] with eps = 5, which is the cap 6, because a ratio is
-    positive; the released code caps at 5. cap = inf: self-normalised
+    flows through ratio or normaliser. Source: as (8.3), unconditional clipping: by
+    accounts of the paper to [1 - eps, 1 + eps] with eps = 5, which is the cap 6, as a
+    ratio is positive; the released code caps at 5. cap = inf: self-normalised
     importance sampling, where one outlier takes all the weight. Sequence level only.
     Bounds magnitude, not concentration: one weight may still go to 1. Fresh masks at
     256 positions can make the log-ratios of sequences noise of dozens of nats: half of
