@@ -1,8 +1,10 @@
-# Six verbs; each makes .venv from requirements.txt when it is missing or older than that file.
+# Eight verbs; each makes .venv from requirements.txt when it is missing or older than that file.
 #
 #   make train        a rising reward curve on tiny Countdown, on a CPU
 #   make test         all tests, then every notebook, with its stored outputs compared
 #   make chaos        faults: runs killed at every file operation, damaged, without disk; verifiers fuzzed; up to 20 minutes
+#   make lab          Jupyter Lab on the first notebook; LAB="--no-browser --port 8890" passes options to it
+#   make extras       what one of the examples needs beside requirements.txt
 #   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
 #   make pages        what is generated from the table of methods: docs/, and the map of notebook 10
@@ -17,6 +19,7 @@ SHELL     := /bin/sh
 PYTHON    ?= python3
 PIP_FLAGS ?=
 ARGS      ?=
+LAB       ?=
 JOBS      ?= auto
 
 VENV  := .venv
@@ -27,7 +30,7 @@ STAMP := $(VENV)/requirements.stamp
 unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 
 .DELETE_ON_ERROR:
-.PHONY: train extras test chaos notebooks lint pages
+.PHONY: train extras test chaos lab notebooks lint pages
 
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
@@ -46,6 +49,10 @@ extras: $(STAMP)
 chaos: $(STAMP)
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py
+
+# From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
+lab: $(STAMP)
+	$(PY) -m jupyter lab $(LAB) notebooks/00_quickstart.ipynb
 
 notebooks: $(STAMP)
 	@set -- notebooks/*.ipynb exercises/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi

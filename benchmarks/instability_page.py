@@ -335,7 +335,7 @@ had a mean reward of 0.441, and have 0.447.
 - **fresh**: new masks for each update, and others for the old value. **shared**: new masks for each update, which the
   old weights score as well (`refresh: paired`). **one plan**: one draw for all updates on a rollout, shared by old
   and new (`refresh: fixed`).
-- **epsilon**: of StableDRL's clip, a cap of 1 + epsilon on the ratio. `stabledrl` has the published 5.
+- **epsilon**: of StableDRL's clip, a cap of 1 + epsilon on the ratio. `stabledrl` has the 5 of accounts of the paper.
 - **mean field**: one look with the whole response hidden, as diffu-GRPO has it. **prompt masking** hides a prompt
   token with probability 0.15, drawn afresh for each update. Without it nothing is random, and masks cannot be fresh.
 - **no ratio**: SPG's choice.

@@ -677,8 +677,8 @@ def block_elbo_plan(
     independently of the other blocks. Bias: none towards that sum, which is at most log
     p of the sampler that finishes block after block, one random position at a time. One
     block of the whole length is (2.3); blocks of one token are exact: the likelihood
-    from left to right. Source: block diffusion, BD3-LM (arXiv 2503.09573); StableDRL
-    (arXiv 2603.06743).
+    from left to right. Source: block diffusion, BD3-LM (arXiv 2503.09573); accounts of
+    StableDRL (arXiv 2603.06743).
     """
     _check_count("plan.num_states", num_states)
     inside, block = _domain(rollout, domain), block_numbers(rollout)
@@ -1253,8 +1253,8 @@ def sandwich(
 
     A lower bound is safe to raise and, so the argument goes, an upper bound is what to
     lower (but see (5.2)). The EUBO gets ll's normaliser. Source: SPG, sandwiched policy
-    gradient; StableDRL, which keeps the plain ELBO in its ratio. omega = 0: the ELBO
-    for all.
+    gradient; the code of StableDRL, which keeps its ELBO in the ratio. omega = 0: the
+    ELBO for all.
     """
     upper = eubo(feature["logp"], plan, beta=eubo_beta) / normalizer[:, None]
     return {"score": torch.where(adv > 0, ll, omega * upper + (1 - omega) * ll)}
@@ -1594,8 +1594,8 @@ def self_normalized_weights(
     """(8.3) w_j = min(ratio_j, cap) / sum over the prompt's group of min(ratio_i, cap).
 
     Self-normalised importance sampling (SNIS) with clipped weights, in log space.
-    Source: StableDRL (arXiv 2603.06743): unconditional clipping, whatever the sign of
-    the advantage, then self-normalisation. The released code takes the softmax over the
+    Source: abstract and code of StableDRL (arXiv 2603.06743), unconditional clipping
+    and self-normalisation; the formula by accounts. The code takes the softmax over the
     rows of one call, which mixes prompts when a call holds several; here it never
     leaves the group. Shapes: sequence level (1, B, 1). Special cases: all ratios equal,
     or all above the cap: w = 1/N.
@@ -1619,9 +1619,9 @@ def self_normalized_clip(
     To be summed over a group, not averaged. Gradient: -w adv grad score: inside the
     convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
     whatever the ratios. Clipped samples still learn (PPO gives them 0). No gradient
-    flows through ratio or normaliser. Source: StableDRL, unconditional clipping and
-    self-normalisation: the paper's clip to [1 - eps, 1 + eps] at eps = 5 is the cap 6,
-    because a ratio is positive; the released code caps at 5. cap = inf: self-normalised
+    flows through ratio or normaliser. Source: as (8.3), unconditional clipping: by
+    accounts of the paper to [1 - eps, 1 + eps] with eps = 5, which is the cap 6, as a
+    ratio is positive; the released code caps at 5. cap = inf: self-normalised
     importance sampling, where one outlier takes all the weight. Sequence level only.
     Bounds magnitude, not concentration: one weight may still go to 1. Fresh masks at
     256 positions can make the log-ratios of sequences noise of dozens of nats: half of

@@ -267,7 +267,7 @@ row("gdpo-released", "GDPO's code (KevinRojas1499/GDPO)", "SDMC ELBO, one ratio 
 # sequence's ratio may be dozens of nats (notebook 06), and the weights then say almost nothing
 # about the ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
 row("stabledrl", "StableDRL (arXiv 2603.06743)", "unconditional clipping, self-normalised weights",
-  differs="eps = 5; sandwich surrogate of SPG (2510.09541); ELBO by count; prompts never mix",
+  differs="eps = 5, ratio of sequences: by accounts; sandwich of SPG (2510.09541); ELBO by count",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
@@ -279,7 +279,7 @@ row("stabledrl-released", "StableDRL's code (JianyuanZhong/StableDRL)", "block-w
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(self_normalized_clip, cap=5.0), aggregation="group_sum")
 row("stabledrl-elbo", "StableDRL (arXiv 2603.06743)", "stabledrl on the plain ELBO",
-  differs="eps = 5; score is the plain ELBO, not ELBO and EUBO; ratio of per-token means",
+  differs="eps = 5 by accounts; score is the ELBO, not ELBO and EUBO; ratio of per-token means",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
   credit=P(group_mean),

@@ -1,4 +1,5 @@
-"""What every notebook uses: `check` and `check_le` judge an equation, `show` prints shipped source, `style` sets plots.
+"""What every notebook uses: `check` and `check_le` judge an equation, `show` prints shipped source, `draw_plan` pictures a
+plan, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
 outputs can therefore be compared literally.
@@ -10,17 +11,23 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
 from IPython.display import Markdown, display
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+from minidrl.algorithms import Plan
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", "#666666"
 CLAIM_COLUMNS = ("claim", "stated in", "result", "verdict")
 MOST = 4  # elements of a tensor that a check prints
+CELLS = {"visible": "white", "hidden only": "#cccccc", "hidden and scored": BLUE}  # of a plan's picture
 
 
 def check(tag: str, a: Any, b: Any, atol: float = 1e-10, names: str = "") -> None:
@@ -75,6 +82,79 @@ def show(function: Callable) -> None:
     """Display the shipped source of a function or class as Markdown, comments kept, docstrings left out."""
     source = without_docstrings(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     display(Markdown(f"```python\n{source}\n```"))
+
+
+def draw_plan(ax: Axes, plan: Plan, text: Sequence[str] = (), *, answer: int = 0, title: str = "") -> None:
+    """Picture the states in which a plan looks at one response: a row a state, a column a position, prompt first.
+
+    White cells are visible to the network, grey ones hidden, blue ones hidden and scored. At the right is the weight of the
+    state, or "no call" where `plan.valid` is False. A black line ends the prompt. Of a staircase plan, thin lines end the
+    blocks and orange ones the forwards. A replay plan is labelled with the steps of the trajectory.
+
+    text:   the token of each position, shown where it is visible or scored; those of the response alone leave the prompt
+            out of the picture; none draws the prompt, too, and no tokens.
+    answer: which of the plan's B responses.
+    Raises: ValueError for a text of another length.
+    """
+    kind = _kinds(plan, answer)
+    prompt, length = kind.shape[1] - plan.scored.shape[-1], plan.scored.shape[-1]
+    if len(text) not in (0, length, length + prompt):
+        raise ValueError(f"text: got {len(text)} tokens; allowed {length} of the response, {length + prompt} with the prompt")
+    if len(text) == length:
+        kind, prompt = kind[:, prompt:], 0
+    _cells(ax, kind, text)
+    _rulers(ax, plan, prompt)
+    for k, (weight, called) in enumerate(zip(plan.weight[:, answer], plan.valid[:, answer], strict=True)):
+        ax.text(
+            prompt + length + 0.3,
+            k + 0.5,
+            f"{weight:.2f}" if called else "no call",
+            va="center",
+            fontsize=8,
+        )
+    ax.text(prompt + length + 0.3, -0.1, "weight", va="bottom", fontsize=8)
+    steps = range(1, len(kind) + 1) if plan.step is None else plan.step[:, answer].tolist()
+    ax.set_yticks([k + 0.5 for k in range(len(kind))], list(steps), fontsize=8)
+    ax.set_xticks(sorted({prompt + 0.5, prompt + length - 0.5}), sorted({1, length}), fontsize=8)
+    ax.set(
+        xlabel="prompt | position" if prompt else "position",
+        ylabel="state" if plan.step is None else "state before step",
+    )
+    ax.set_title(title, fontsize=9, loc="left")
+    if not ax.figure.legends:  # one for all plans of a figure
+        keys = [Patch(fc=color, ec=GREY, label=name) for name, color in CELLS.items()]
+        ax.figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8)
+
+
+def _kinds(plan: Plan, answer: int) -> torch.Tensor:
+    """(K, T) of one response: 0 visible, 1 hidden, 2 hidden and scored."""
+    kind = plan.hidden[:, answer].long()
+    kind[:, kind.shape[1] - plan.scored.shape[-1] :] += plan.scored[:, answer]
+    return kind
+
+
+def _cells(ax: Axes, kind: torch.Tensor, text: Sequence[str]) -> None:
+    """The coloured cells, and what is written in them."""
+    colors = ListedColormap(list(CELLS.values()))
+    ax.pcolormesh(kind, cmap=colors, vmin=0, vmax=2, edgecolors=GREY, linewidth=0.5, clip_on=False)
+    for k, i in (kind != 1).nonzero().tolist() if text else ():
+        color = "white" if kind[k, i] else "black"
+        ax.text(i + 0.5, k + 0.5, text[i], color=color, ha="center", va="center", fontsize=8)
+    ax.set_ylim(len(kind), 0)
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+
+
+def _rulers(ax: Axes, plan: Plan, prompt: int) -> None:
+    """Where the prompt ends; of a staircase plan also where a block ends, and a forward."""
+    if prompt:
+        ax.axvline(prompt, color="black", lw=2)
+    if plan.block_length is not None:
+        for place in range(plan.block_length, plan.scored.shape[-1], plan.block_length):
+            ax.axvline(prompt + place, color="black", lw=0.8)
+        for state in range(plan.blocks, len(plan.scored), plan.blocks):
+            ax.axhline(state, color=ORANGE, lw=2)
 
 
 def lines_of(notebook: str, *names: str) -> str:

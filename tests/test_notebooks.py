@@ -14,13 +14,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "notebooks"))  # a notebook's kernel starts in its folder
 
 import nbtools  # noqa: E402
+from minidrl import algorithms as alg  # noqa: E402
 from minidrl import index  # noqa: E402
 
 ALLOWED_OUTPUTS = {"text/plain", "text/markdown", "text/latex", "image/png"}
@@ -135,9 +139,17 @@ def no_machine_metadata(notebook: dict, shipped: set[str]) -> list[str]:
     return found + [f"execution times in code cell {number}" for number in timed]
 
 
+def made_by_name(notebook: dict, shipped: set[str]) -> list[str]:
+    """`Rollout.of` and `Plan.of` take one tensor and names; the constructors take six to nine tensors in an order."""
+    calls = [call for cell in code_cells(notebook) for call in ast.walk(tree_of(cell)) if isinstance(call, ast.Call)]
+    names = [getattr(call.func, "id", getattr(call.func, "attr", None)) for call in calls]
+    return [f"calls {name}; allowed {name}.of" for name in names if name in ("Rollout", "Plan")]
+
+
 RULES: dict[str, Callable[[dict, set[str]], list[str]]] = {
     rule.__name__: rule
     for rule in (
+        made_by_name,
         executed_in_order,
         no_stored_error,
         no_stderr,
@@ -278,6 +290,8 @@ BAD = {
     "pasted class": ("no_shipped_definition", source("class Rollout:\n    pass")),
     "pasted lambda": ("no_shipped_definition", source("group_advantage = lambda x: x")),
     "nested copy": ("no_shipped_definition", source("if True:\n    def group_advantage(x):\n        return x")),
+    "a rollout by position": ("made_by_name", source("alg.Rollout(prompt, seen, row, keep, step, logp, 1, None)")),
+    "a plan, imported": ("made_by_name", source("plan = Plan(hidden=a, scored=b, weight=c, valid=d)")),
     "marker": ("no_nbval_markers", source("plot()  # NBVAL_" + "IGNORE_OUTPUT")),
     "long cell": ("short_cells", source("x = 1\n" * (MAX_CELL_LINES + 1))),
     "magic": ("plain_python", source("%%time\nplot()")),
@@ -303,6 +317,241 @@ def test_every_rule_has_a_violation():
 
 def test_a_cell_of_the_maximal_length_is_allowed():
     assert short_cells(source("x = 1\n" * MAX_CELL_LINES), set()) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- lessons
+# Notebooks 01 to 09 have one form: what is needed, the lesson, three sentences to take away, the exercise notebook; and
+# the letters of docs/glossary.md, each with one meaning.
+
+LESSONS = [name for name in CASES if re.match(r"0[1-9]_", name)]
+MOST_NEEDS, MOST_SENTENCE = 40, 50  # words
+Symbols = dict[str, str]  # {"L": "positions of a response"}
+
+
+def markdown_of(notebook: dict) -> str:
+    return "\n\n".join(text_of(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+
+
+def starts_with_needs(name: str, notebook: dict) -> list[str]:
+    head = next((line for line in text_of(notebook["cells"][0]["source"]).splitlines() if line.startswith("> ")), "")
+    short = len(head.split()) <= MOST_NEEDS
+    return [] if head.startswith("> **Needs.** ") and short else [f"first quoted line {head!r}"]
+
+
+def ends_with_three_sentences(name: str, notebook: dict) -> list[str]:
+    last = text_of(notebook["cells"][-1]["source"])
+    if notebook["cells"][-1]["cell_type"] != "markdown" or not last.startswith("## To take away\n"):
+        return ["the last cell is not '## To take away'"]
+    items = re.findall(r"^(\d)\. (.*)$", last, flags=re.MULTILINE)
+    found = [] if [number for number, _ in items] == ["1", "2", "3"] else [f"{len(items)} sentences to take away"]
+    for number, item in items:
+        ends = len(re.findall(r"[.!?](?=\s|$)", item))
+        if ends != 1 or not item.endswith(".") or len(item.split()) > MOST_SENTENCE:
+            found.append(f"item {number} has {ends} sentences, {len(item.split())} words")
+    return found
+
+
+def ends_with_links(name: str, notebook: dict) -> list[str]:
+    last = text_of(notebook["cells"][-1]["source"])
+    wanted = ["../docs/glossary.md", f"../exercises/{name}"]
+    return [f"no link to {path} at the end" for path in wanted if f"]({path})" not in last]
+
+
+def symbol_rows(text: str) -> Symbols:
+    """The rows of all tables with the heading `symbol | meaning`, once or twice side by side."""
+    found, inside = {}, False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.replace(r"\|", "&#124;").strip().strip("|").split("|")]
+        if cells[:2] == ["symbol", "meaning"]:
+            inside = True
+        elif not line.startswith("|"):
+            inside = False
+        elif inside and not set(cells[0]) <= set("-: "):
+            found |= {cells[k].strip("$"): cells[k + 1] for k in range(0, len(cells) - 1, 2) if cells[k]}
+    return found
+
+
+def glossary() -> Symbols:
+    return symbol_rows((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+
+
+def symbols_in(latex: str, listed: Symbols) -> set[str]:
+    """Which of the listed symbols a formula uses. Not letters in words, in other alphabets, or as `V` with an index."""
+    words = r"text|mathtt|mathrm|operatorname\*?|mathcal|mathbb|mathbf|begin|end|tag"
+    latex = re.sub(rf"\\({words})\s*\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}", " ", latex)
+    latex = re.sub(r"\\(mathtt|mathrm|mathcal|mathbb|mathbf)\s*\\?[A-Za-z0-9]", " ", latex)
+    latex = re.sub(r"\\rm\s+\w+|\{l+\}|\bV_", " ", latex)
+    commands = {name for name in re.findall(r"\\[A-Za-z]+", latex)} & set(listed)
+    latex = re.sub(r"\\[A-Za-z]+", " ", latex)
+    plain = {key for key in listed if re.fullmatch(r"[A-Za-z]", key) and key in latex}
+    calls = {key for key in listed if re.fullmatch(r"[A-Za-z]\(\w\)", key) and re.search(rf"(?<![A-Za-z]){key[0]}\(", latex)}
+    calls |= {"S(M)"} & set(listed) if "S" in latex else set()  # S alone would be another thing
+    return commands | plain | calls
+
+
+def symbols_are_listed(name: str, notebook: dict) -> list[str]:
+    """Every symbol of the glossary that a numbered equation uses is in the notebook's own table."""
+    text, listed = markdown_of(notebook), glossary()
+    formulas = [formula for formula in re.findall(r"\$\$(.*?)\$\$", text, flags=re.DOTALL) if r"\tag" in formula]
+    used = set().union(*(symbols_in(formula, listed) for formula in formulas)) if formulas else set()
+    return [f"${symbol}$ is in a numbered equation and in no table" for symbol in sorted(used - set(symbol_rows(text)))]
+
+
+def symbols_mean_one_thing(name: str, notebook: dict) -> list[str]:
+    """A table gives a symbol of the glossary in the glossary's words; more may follow, after a semicolon."""
+    own, listed = symbol_rows(markdown_of(notebook)), glossary()
+    both = sorted(set(own) & set(listed))
+    return [f"${key}$: {own[key]!r}; allowed {listed[key]!r}" for key in both if own[key].split("; here ")[0] != listed[key]]
+
+
+DEFINES = r"(?:[Ll]et|[Ww]rite|[Ww]ith) \$([^$]+)\$ (?:be|for|the|a|of) ([^.:;,()]*)"
+
+
+def prose_agrees(name: str, notebook: dict) -> list[str]:
+    """Where prose says "Write $J$ for the ...", it has a word of the glossary's meaning."""
+    listed, found = glossary(), []
+    for symbol, said in re.findall(DEFINES, markdown_of(notebook)):
+        key = next((key for key in (symbol, re.sub(r"\\hat |_\{?\w+\}?|\(.*", "", symbol)) if key in listed), None)
+        stems = {word[:5].lower() for word in re.findall(r"[A-Za-z]{4,}", listed.get(key, ""))}
+        if key and not stems & {word[:5].lower() for word in re.findall(r"[A-Za-z]{4,}", said)}:
+            found.append(f"${symbol}$ {said!r}; the glossary has {listed[key]!r}")
+    return found
+
+
+FORM = {
+    rule.__name__: rule
+    for rule in (
+        starts_with_needs,
+        ends_with_three_sentences,
+        ends_with_links,
+        symbols_are_listed,
+        symbols_mean_one_thing,
+        prose_agrees,
+    )
+}
+
+
+@pytest.mark.parametrize("rule", FORM)
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_has_the_form_of_all(name: str, rule: str):
+    assert FORM[rule](name, CASES[name][0]) == []
+
+
+def test_every_lesson_is_there_with_its_exercises():
+    assert [name[:2] for name in LESSONS] == [f"{k:02}" for k in range(1, 10)]
+    assert all((ROOT / "exercises" / name).exists() for name in LESSONS)
+
+
+LESSON = [
+    "# 1. Title\n\n> **Needs.** Notebook 1.\n\n| symbol | meaning | symbol | meaning |\n|---|---|---|---|\n"
+    "| $L$ | positions of a response | $l$ | number of hidden positions; here drawn |\n| $c$ | a constant | | |\n",
+    "Write $J$ for the expected reward of a model. $$L+l=c \\tag{1.1}$$ and $$\\mathcal N=V_{\\text{mask}}\\,n$$",
+    "## To take away\n\n1. One is 0.5.\n2. Two is more.\n3. Three.\n\n[a](../docs/glossary.md), [b](../exercises/01_x.ipynb)",
+]
+BAD_LESSONS = {
+    "needs later": ("starts_with_needs", 0, "> **Needs.**", "> **Asks.** What?\n>\n> **Needs.**"),
+    "needs a page": ("starts_with_needs", 0, "Notebook 1.", "word " * MOST_NEEDS),
+    "no ending": ("ends_with_three_sentences", 2, "## To take away", "## The end"),
+    "two sentences": ("ends_with_three_sentences", 2, "3. Three.\n", ""),
+    "two in one": ("ends_with_three_sentences", 2, "Two is more.", "Two is more. It is."),
+    "a long one": ("ends_with_three_sentences", 2, "Two is more.", "word " * MOST_SENTENCE + "more."),
+    "no glossary": ("ends_with_links", 2, "../docs/glossary.md", "../docs/faq.md"),
+    "another exercise": ("ends_with_links", 2, "01_x", "02_x"),
+    "a symbol in no table": ("symbols_are_listed", 1, "L+l", "L+W"),
+    "a function in no table": ("symbols_are_listed", 1, "L+l", "a(l)"),
+    "a Greek letter in no table": ("symbols_are_listed", 1, "L+l", r"\hat\rho_j"),
+    "a letter as an index": ("symbols_are_listed", 1, "L+l", r"\sum_{k=1}^K"),
+    "two meanings": ("symbols_mean_one_thing", 0, "positions of a response", "layers of the network"),
+    "defined as another": ("prose_agrees", 1, "expected reward of a model", "Jacobian of the network"),
+}
+
+
+def lesson(cell: int = 0, old: str = "", new: str = "") -> dict:
+    texts = [text.replace(old, new, 1) if k == cell and old else text for k, text in enumerate(LESSON)]
+    return {"cells": [markdown(text) for text in texts]}
+
+
+def test_the_example_of_a_lesson_keeps_the_form():
+    assert {rule: function("01_x.ipynb", lesson()) for rule, function in FORM.items()} == {rule: [] for rule in FORM}
+
+
+@pytest.mark.parametrize("name", BAD_LESSONS)
+def test_a_broken_form_is_seen(name: str):
+    rule, cell, old, new = BAD_LESSONS[name]
+    assert old in LESSON[cell]
+    assert {rule} == {key for key, function in FORM.items() if function("01_x.ipynb", lesson(cell, old, new))}
+
+
+def test_every_rule_of_the_form_is_broken_once():
+    assert {rule for rule, *_ in BAD_LESSONS.values()} == set(FORM)
+
+
+# ---------------------------------------------------------------------------------------------------- pictures of plans
+
+
+@pytest.fixture
+def ax():
+    figure, axes = plt.subplots(layout="constrained")
+    yield axes
+    plt.close(figure)
+
+
+def two_states() -> alg.Plan:
+    """A prompt of two tokens, a response of three whose last is padding: hidden in both states, scored in none."""
+    hidden = [[[True, False, True, False, True]], [[False, False, False, False, True]]]
+    return alg.Plan.of([[[True, False, False]], [[False] * 3]], hidden=hidden, weight=[[1.5], [0.25]])
+
+
+def texts_of(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_a_plan_is_drawn_as_what_is_hidden_scored_and_weighed(ax):
+    nbtools.draw_plan(ax, two_states(), "abcde", title="two states")
+    (cells,) = ax.collections
+    assert cells.get_array().tolist() == [[1, 0, 2, 0, 1], [0, 0, 0, 0, 1]]
+    colors = [to_hex(color) for color in cells.get_cmap().colors]
+    assert [to_hex(patch.get_facecolor()) for patch in ax.figure.legends[0].get_patches()] == colors
+    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["visible", "hidden only", "hidden and scored"]
+    # what the network does not see and nobody asks for is not written; the second state scores nothing
+    assert texts_of(ax) == ["b", "c", "d", "a", "b", "c", "d", "1.50", "no call", "weight"]
+    assert (ax.get_title(loc="left"), ax.get_xlabel(), ax.get_ylabel()) == ("two states", "prompt | position", "state")
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "3"] and ax.get_xticks().tolist() == [2.5, 4.5]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["1", "2"] and ax.get_ylim() == (2, 0)
+    assert [line.get_xdata()[0] for line in ax.lines] == [2]  # the prompt ends
+
+
+def test_the_prompt_is_left_out_where_the_text_is_the_response(ax):
+    nbtools.draw_plan(ax, two_states(), ["c", "d", "e"])
+    assert ax.collections[0].get_array().tolist() == [[2, 0, 1], [0, 0, 1]]
+    assert texts_of(ax)[:2] == ["c", "d"] and ax.get_xlabel() == "position" and len(ax.lines) == 0
+
+
+def test_another_response_of_a_plan_is_drawn(ax):
+    plan = alg.Plan.of([[[True, False], [False, True]]], weight=[[1.0, 3.0]])
+    nbtools.draw_plan(ax, plan, answer=1)
+    assert ax.collections[0].get_array().tolist() == [[0, 2]] and texts_of(ax) == ["3.00", "weight"]
+
+
+def test_a_replay_is_labelled_by_its_steps_and_a_figure_has_one_legend(ax):
+    plan = alg.Plan.of([[[True, False]], [[False, True]]], step=torch.tensor([[7], [4]]))
+    nbtools.draw_plan(ax, plan)
+    nbtools.draw_plan(ax, plan)
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["7", "4"] and ax.get_ylabel() == "state before step"
+    assert len(ax.figure.legends) == 1
+
+
+def test_a_staircase_is_ruled_by_blocks_and_forwards(ax):
+    scored = torch.eye(4).repeat(2, 1)[:, None] > 0  # 8 states of 4 blocks of one token: two forwards
+    nbtools.draw_plan(ax, alg.Plan.of(scored, block_length=1))
+    across = [line.get_ydata()[0] for line in ax.lines if line.get_xdata() == [0, 1]]
+    assert across == [4] and [line.get_xdata()[0] for line in ax.lines if line.get_ydata() == [0, 1]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["ab", "abcd", "abcdef"])
+def test_a_text_of_another_length_is_refused(ax, text: str):
+    with pytest.raises(ValueError, match=f"text: got {len(text)} tokens; allowed 3 of the response, 5 with the prompt"):
+        nbtools.draw_plan(ax, two_states(), text)
 
 
 # ---------------------------------------------------------------------------------------------------------- tolerances
