@@ -30,32 +30,33 @@ MOST = 4  # elements of a tensor that a check prints
 CELLS = {"visible": "white", "hidden only": "#cccccc", "hidden and scored": BLUE}  # of a plan's picture
 
 
-def check(tag: str, a: Any, b: Any, atol: float = 1e-10, names: str = "") -> None:
+def check(tag: str, a: Any, b: Any, atol: float = 1e-10, *, names: str) -> None:
     """State that equation `tag` holds: max |a - b| <= atol; print both sides.
 
     names:   what a and b are, as "E[Z] = B"; then the line reads `(2.3)  E[Z] -8.3127   B -8.3127   ok`.
     Shapes:  a and b numbers, sequences or tensors of one shape; a plain number is compared with every element.
     Special: equal infinities agree; NaN agrees with nothing.
-    Raises:  AssertionError with the residual; ValueError for unequal shapes, no elements, a bad atol, or a = b by name.
+    Raises:  AssertionError with the residual; ValueError for unequal shapes, no elements, a bad atol, names that are not
+             two, or one object on both sides.
     """
     a, b = _agreeing(tag, a, b, atol)
-    print(_line(tag, names, a, b, atol, "=") if names else f"ok ({tag}): |a-b| <= {atol:g}")
+    print(_line(tag, names, a, b, atol, "="))
 
 
-def check_le(tag: str, a: Any, b: Any, atol: float = 0.0, names: str = "") -> None:
+def check_le(tag: str, a: Any, b: Any, atol: float = 0.0, *, names: str) -> None:
     """State that inequality `tag` holds: a <= b + atol in every element; atol > 0 allows for rounding at equality.
 
     A gap is checked with the number on the left: check_le("2.3", 0.1, bias) says that the bias is at least 0.1.
 
     names:   what a and b are, as "bias <= bound".
     Shapes:  as for `check`.
-    Raises:  AssertionError with the largest excess; ValueError for unequal shapes, no elements, or a bad atol.
+    Raises:  AssertionError with the largest excess; ValueError for unequal shapes, no elements, a bad atol, or names that
+             are not two.
     """
     a, b = _pair(tag, a, b, atol)
     if not bool((a <= b + atol).all()):
         raise AssertionError(f"({tag}) fails: max (a-b) = {(a - b).max().item():.3e} > {atol:g}")
-    bound = f"ok ({tag}): a <= b" + (f" + {atol:g}" if atol else "")
-    print(_line(tag, names, a, b, atol, "<=") if names else bound)
+    print(_line(tag, names, a, b, atol, "<="))
 
 
 def check_rows(names: str, rows: Mapping[tuple[str, str], tuple[Any, Any]], atol: float = 1e-10) -> None:
@@ -63,7 +64,7 @@ def check_rows(names: str, rows: Mapping[tuple[str, str], tuple[Any, Any]], atol
 
     Raises: AssertionError with tag, case and residual, before anything is printed; ValueError as `check` does.
     """
-    left, right = (name.strip() for name in names.split("="))
+    left, right = _two_names(names, "=")
     lines = []
     for (tag, case), (a, b) in rows.items():
         a, b = _agreeing(f"{tag}, {case}", a, b, atol)
@@ -254,9 +255,17 @@ def _line(tag: str, names: str, a: torch.Tensor, b: torch.Tensor, atol: float, s
     sizes = [max((abs(x) for x in side.flatten().tolist() if math.isfinite(x)), default=0.0) for side in (a, b)]
     if sign == "=":
         sizes = [max(sizes)] * 2
-    left, right = (name.strip() for name in names.split(f" {sign} "))
+    left, right = _two_names(names, sign)
     between = "   " if sign == "=" else f"   {sign}   "
     return f"({tag})  {left} {_values(a, sizes[0], atol)}{between}{right} {_values(b, sizes[1], atol)}   ok"
+
+
+def _two_names(names: str, sign: str) -> list[str]:
+    """What stands on both sides of a check."""
+    sides = [name.strip() for name in names.split(f" {sign} ")]
+    if len(sides) != 2 or not all(sides):
+        raise ValueError(f"names: got {names!r}; allowed 'one {sign} another'")
+    return sides
 
 
 def _values(x: torch.Tensor, size: float, atol: float) -> str:

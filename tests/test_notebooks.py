@@ -29,9 +29,12 @@ from minidrl import index  # noqa: E402
 
 ALLOWED_OUTPUTS = {"text/plain", "text/markdown", "text/latex", "image/png"}
 FORBIDDEN_TAGS = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception", "raises-exception"}
-MAX_CELL_LINES = 30
-# Columns of a line of code, in the notebooks that keep to it: a cell of 88 needs no scrolling beside its output.
-WIDTHS = {"00a_build_a_model.ipynb": 88}
+MAX_CELL_LINES, MAX_CHECKS = 30, 15
+WIDTH = 88  # columns of a line of code: a cell needs no scrolling beside its output
+# Notebooks that do not keep one of the rules yet.
+NOT_YET = {f"0{n}": {"few_checks"} for n in (1, 2, 3, 8)} | {
+    f"0{n}": {"few_checks", "every_check_has_names"} for n in (4, 5, 6, 7, 9)
+}
 
 
 def text_of(value: str | list[str]) -> str:
@@ -100,6 +103,24 @@ def every_tag_is_checked(notebook: dict, shipped: set[str]) -> list[str]:
     return found
 
 
+def every_check_has_names(notebook: dict, shipped: set[str]) -> list[str]:
+    """A verdict without the two numbers shows nothing. A table of checks has its names as the first argument."""
+    calls = [call for cell in code_cells(notebook) for call in calls_of(cell, "check", "check_le")]
+    bare = [call for call in calls if "names" not in {keyword.arg for keyword in call.keywords}]
+    return [f"no names: {ast.unparse(call)}" for call in bare]
+
+
+def few_checks(notebook: dict, shipped: set[str]) -> list[str]:
+    """More than these are not read."""
+    calls = [call for cell in code_cells(notebook) for call in calls_of(cell, "check", "check_le", "check_rows")]
+    return [f"{len(calls)} calls of a check; allowed {MAX_CHECKS}"] if len(calls) > MAX_CHECKS else []
+
+
+def narrow_code(notebook: dict, shipped: set[str]) -> list[str]:
+    texts = (text_of(cell["source"]).splitlines() for cell in code_cells(notebook))
+    return [f"{len(line)} columns: {line}" for lines in texts for line in lines if len(line) > WIDTH]
+
+
 def no_shipped_definition(notebook: dict, shipped: set[str]) -> list[str]:
     """A pasted copy would drift from the module; `show` displays the shipped source instead."""
     defined = set()
@@ -155,6 +176,9 @@ RULES: dict[str, Callable[[dict, set[str]], list[str]]] = {
         no_stderr,
         png_only,
         every_tag_is_checked,
+        every_check_has_names,
+        few_checks,
+        narrow_code,
         no_shipped_definition,
         no_nbval_markers,
         short_cells,
@@ -169,22 +193,6 @@ def shipped_names() -> set[str]:
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "minidrl").rglob("*.py")]
     return {node.name for tree in trees for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"}
-
-
-def wide_lines(notebook: dict, width: int) -> list[str]:
-    """Lines of code that are longer than the notebook may have them."""
-    texts = (text_of(cell["source"]).splitlines() for cell in code_cells(notebook))
-    return [line for lines in texts for line in lines if len(line) > width]
-
-
-@pytest.mark.parametrize("name", WIDTHS)
-def test_no_line_of_code_is_too_long(name: str):
-    assert wide_lines(CASES[name][0], WIDTHS[name]) == []
-
-
-def test_a_line_of_code_that_is_too_long_is_found():
-    notebook = source("x = 1\n" + "y" * 88 + "\n" + "z" * 89)
-    assert wide_lines(notebook, 88) == ["z" * 89]
 
 
 @pytest.mark.parametrize("path", index.linked(), ids=lambda path: path.name)
@@ -219,6 +227,9 @@ def stream(name: str, text: str) -> dict:
     return {"output_type": "stream", "name": name, "text": [text]}
 
 
+EXAMPLE_CHECKS = 'check("1.1", 1, 1, names="a = b")\ncheck_le("1.2", 1, 2, names="b <= c")'
+
+
 def example() -> dict:
     """A notebook that keeps every rule."""
     return {
@@ -229,7 +240,7 @@ def example() -> dict:
             code("from nbtools import check, check_le\n\nshift = lambda x: x + 1", 1),
             markdown("Prose and $$a = b \\tag{1.1}$$ and $$b \\le c \\tag{1.2}$$"),
             markdown("More prose."),
-            code('check("1.1", 1, 1)\ncheck_le("1.2", 1, 2)', 2, stream("stdout", "ok (1.1): |a-b| <= 1e-10\n")),
+            code(EXAMPLE_CHECKS, 2, stream("stdout", "(1.1)  a 1   b 1   ok\n")),
             code("plot()", 3, {"output_type": "display_data", "data": {"image/png": "iVBO", "text/plain": "<Figure>"}}),
         ],
     }
@@ -246,7 +257,9 @@ CASES = {"example": (example(), SHIPPED_IN_EXAMPLE)} | {
 @pytest.mark.parametrize("name", CASES)
 def test_notebook_keeps_rule(name: str, rule: str):
     notebook, shipped = CASES[name]
-    assert RULES[rule](notebook, shipped) == []
+    late = rule in NOT_YET.get(name[:2], ()) and name[2] == "_"
+    found = RULES[rule](notebook, shipped)
+    assert found if late else found == [], "NOT_YET names a rule that is kept" if late else ""
 
 
 def changed(path: tuple, value: object) -> dict:
@@ -281,11 +294,15 @@ BAD = {
     "HTML": ("png_only", output({"output_type": "execute_result", "data": {"text/html": "<table/>"}})),
     "JPEG": ("png_only", output({"output_type": "display_data", "data": {"image/jpeg": "/9j/"}})),
     "tag without code": ("every_tag_is_checked", changed(("cells", slice(5, None)), [markdown(r"$$x \tag{1.3}$$")])),
-    "another tag": ("every_tag_is_checked", source('check("1.2", 1, 1)\ncheck_le("1.3", 1, 2)', 3)),
-    "one tag of two": ("every_tag_is_checked", source('check("1.1", 1, 1)', 3)),
-    "check in a comment": ("every_tag_is_checked", source('check("1.1", 1, 1)\n# check_le("1.2", 1, 2)', 3)),
-    "another function": ("every_tag_is_checked", source('check("1.1", 1, 1)\nprint("1.2", 1, 2)', 3)),
+    "another tag": ("every_tag_is_checked", source(EXAMPLE_CHECKS.replace("1.2", "1.3"), 3)),
+    "one tag of two": ("every_tag_is_checked", source(EXAMPLE_CHECKS.splitlines()[0], 3)),
+    "check in a comment": ("every_tag_is_checked", source(EXAMPLE_CHECKS.replace("check_le", "# check_le"), 3)),
+    "another function": ("every_tag_is_checked", source(EXAMPLE_CHECKS.replace("check_le", "print"), 3)),
     "check one cell late": ("every_tag_is_checked", changed(("cells", 2), code("x = 1", 2))),
+    "no names": ("every_check_has_names", source('check("1.3", 1, 1)')),
+    "an inequality without names": ("every_check_has_names", source('nbtools.check_le("1.3", 1, 1, 0.5)')),
+    "too many checks": ("few_checks", source('check_rows("a = b", rows)\n' * (MAX_CHECKS - 1))),
+    "wide line": ("narrow_code", source("y" * (WIDTH + 1))),
     "pasted function": ("no_shipped_definition", source("def group_advantage(x):\n    return x")),
     "pasted class": ("no_shipped_definition", source("class Rollout:\n    pass")),
     "pasted lambda": ("no_shipped_definition", source("group_advantage = lambda x: x")),
@@ -315,8 +332,10 @@ def test_every_rule_has_a_violation():
     assert {rule for rule, _ in BAD.values()} == set(RULES)
 
 
-def test_a_cell_of_the_maximal_length_is_allowed():
+def test_what_is_at_a_limit_is_allowed():
     assert short_cells(source("x = 1\n" * MAX_CELL_LINES), set()) == []
+    assert few_checks(source('check_rows("a = b", rows)\n' * (MAX_CHECKS - 2)), set()) == []
+    assert narrow_code(source("y" * WIDTH), set()) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- lessons
@@ -587,20 +606,32 @@ def test_a_tolerance_is_one_number_above_nothing(tags):
 # ------------------------------------------------------------------------------------------------------------ nbtools
 
 
-def test_check_prints_the_bound_and_not_the_residual(capsys):
-    nbtools.check("2.1", torch.tensor([1.0, 2.0 + 3e-12], dtype=torch.float64), [1.0, 2.0])
-    nbtools.check("2.2", 1.0, 1.01, atol=0.05)
-    nbtools.check("2.3", [float("-inf"), 0.0], [float("-inf"), 0.0])
-    nbtools.check("2.4", torch.zeros(2, 3), 0)
-    assert capsys.readouterr().out == (
-        "ok (2.1): |a-b| <= 1e-10\nok (2.2): |a-b| <= 0.05\nok (2.3): |a-b| <= 1e-10\nok (2.4): |a-b| <= 1e-10\n"
-    )
+def test_a_check_prints_both_sides_and_not_the_residual(capsys):
+    nbtools.check("2.1", torch.tensor([1.0, 2.0 + 3e-12], dtype=torch.float64), [1.0, 2.0], names="a = b")
+    nbtools.check("2.2", 1.0, 1.01, atol=0.05, names="a = b")
+    nbtools.check("2.3", [float("-inf"), 0.0], [float("-inf"), 0.0], names="a = b")
+    nbtools.check("2.4", torch.zeros(2, 3), 0, names="a = b")
+    nbtools.check_le("2.5", torch.tensor([1.0, 2.0]), [1.0, 2.5], names="a <= b")
+    nbtools.check_le("2.6", 1.0 + 1e-13, 1.0, atol=1e-12, names="a <= b")
+    assert capsys.readouterr().out.splitlines() == [
+        "(2.1)  a [1, 2]   b [1, 2]   ok",
+        "(2.2)  a 1   b 1.01   ok",
+        "(2.3)  a [-inf, 0]   b [-inf, 0]   ok",
+        "(2.4)  a 0   b 0   ok",
+        "(2.5)  a [1, 2]   <=   b [1, 2.5]   ok",
+        "(2.6)  a 1   <=   b 1   ok",
+    ]
 
 
-def test_check_le_prints_the_inequality(capsys):
-    nbtools.check_le("2.1", torch.tensor([1.0, 2.0]), [1.0, 2.5])
-    nbtools.check_le("2.2", 1.0 + 1e-13, 1.0, atol=1e-12)
-    assert capsys.readouterr().out == "ok (2.1): a <= b\nok (2.2): a <= b + 1e-12\n"
+@pytest.mark.parametrize("names", ["", "a", "a = ", "a=b", "a <= b", "a = b = c"])
+def test_a_check_names_both_sides(names, capsys):
+    with pytest.raises(ValueError, match="names: got '.*'; allowed 'one = another'"):
+        nbtools.check("2.1", 1, 1, names=names)
+    with pytest.raises(ValueError, match="names: got '.*'; allowed 'one = another'"):
+        nbtools.check_rows(names, {})
+    with pytest.raises(ValueError, match="names: got '.*'; allowed 'one <= another'"):
+        nbtools.check_le("2.1", 1, 1, names=names.replace("<=", "="))
+    assert capsys.readouterr().out == ""
 
 
 def test_a_check_with_names_prints_both_sides(capsys):
@@ -637,7 +668,7 @@ def test_a_table_with_a_false_row_prints_nothing(capsys):
 def test_what_is_compared_with_itself_is_no_check():
     x = torch.ones(2)
     with pytest.raises(ValueError, match=r"\(2\.1\): got one object on both sides"):
-        nbtools.check("2.1", x, x)
+        nbtools.check("2.1", x, x, names="a = b")
 
 
 @pytest.mark.parametrize(
@@ -654,28 +685,28 @@ def test_what_is_compared_with_itself_is_no_check():
 )
 def test_check_fails_with_the_residual(a, b, capsys):
     with pytest.raises(AssertionError, match=r"\(2\.1\) fails: max \|a-b\| = (\d\.\d{3}e|nan|inf).* > 1e-10"):
-        nbtools.check("2.1", a, b)
+        nbtools.check("2.1", a, b, names="a = b")
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("a", "b"), [(2.0, 1.0), ([0.0, 2.0], [1.0, 1.0]), (float("nan"), 1.0), (0.0, float("nan"))])
 def test_check_le_fails_with_the_excess(a, b, capsys):
     with pytest.raises(AssertionError, match=r"\(2\.1\) fails: max \(a-b\) = "):
-        nbtools.check_le("2.1", a, b)
+        nbtools.check_le("2.1", a, b, names="a <= b")
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("verdict", [nbtools.check, nbtools.check_le])
+@pytest.mark.parametrize(("verdict", "names"), [(nbtools.check, "a = b"), (nbtools.check_le, "a <= b")])
 @pytest.mark.parametrize(("a", "b"), [([], []), (torch.zeros(2, 1), torch.zeros(2)), (torch.zeros(1), torch.zeros(2))])
-def test_a_check_that_compares_nothing_or_broadcasts_is_an_error(verdict, a, b):
+def test_a_check_that_compares_nothing_or_broadcasts_is_an_error(verdict, names, a, b):
     with pytest.raises(ValueError, match=r"\(2\.1\): (shapes differ|nothing to compare)"):
-        verdict("2.1", a, b)
+        verdict("2.1", a, b, names=names)
 
 
 @pytest.mark.parametrize("atol", [-1.0, float("nan"), float("inf")])
 def test_a_meaningless_tolerance_is_an_error(atol):
     with pytest.raises(ValueError, match="atol: got"):
-        nbtools.check("2.1", 1.0, 1.0, atol)
+        nbtools.check("2.1", 1.0, 1.0, atol, names="a = b")
 
 
 def test_claims_are_those_of_the_ledger(monkeypatch):
