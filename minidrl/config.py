@@ -269,6 +269,7 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     data = read(path)
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
+    _make_paths_absolute(path.parent, data.get("task"))
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
     for key, value in overrides.items():
@@ -308,6 +309,12 @@ def _model(parent: Path, name: str) -> str:
     # A path relative to the config, made absolute; what can only be a name on the Hub as it is.
     known = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
     return name if known else str((parent / name).resolve())
+
+
+def _make_paths_absolute(parent: Path, task: Any) -> None:
+    for key in ("path", "train_path"):
+        if isinstance(task, dict) and isinstance(task.get(key), str) and task[key]:
+            task[key] = str((parent / task[key]).resolve())
 
 
 def parsed(key: str, text: str) -> Any:

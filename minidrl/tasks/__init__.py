@@ -16,6 +16,8 @@ import numpy as np
 TASKS = {
     "countdown": "minidrl.tasks.countdown:Countdown",
     "sudoku": "minidrl.tasks.sudoku:Sudoku",
+    "gsm8k": "minidrl.tasks.gsm8k:Gsm8k",
+    "math500": "minidrl.tasks.math500:Math500",
 }
 DEFAULT = "countdown"
 
