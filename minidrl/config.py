@@ -48,7 +48,8 @@ def _at_least(settings: Any, section: str, **lowest: float) -> None:
             raise ValueError(f"{section}{name}: got {getattr(settings, name)}; allowed from {low}")
 
 
-def _check_length(task: Task, length: int) -> None:
+def check_length(task: Task, length: int) -> None:
+    """ValueError where no response of this length can be a solution."""
     shortest = getattr(task, "shortest_response", 1)
     if length < shortest:
         allowed = f"from {shortest}, as the shortest response to {task.name} has"
@@ -179,7 +180,7 @@ class Pretrain:
         _at_most("batch_size", self.batch_size, MOST)
         _check_machine(self.device, self.threads)
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
-        _check_length(self.task, self.sampler.length)
+        check_length(self.task, self.sampler.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +245,7 @@ class Train:
         _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
         _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
-        _check_length(self.task, self.sampler.length)
+        check_length(self.task, self.sampler.length)
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
             allowed = "with lora.rank from 1 and without a rollout_dtype"
             allowed += ": 4 bits cannot be trained, nor rounded again"
