@@ -46,6 +46,7 @@ extras: $(STAMP)
 chaos: $(STAMP)
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
 
 notebooks: $(STAMP)
 	@set -- notebooks/*.ipynb exercises/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi

@@ -147,7 +147,7 @@ def _commit() -> str | None:
         return None
 
 
-# ---------------------------------------------------------------------------------- what is answered
+# --------------------------------------------------------------------------------- what is answered
 @torch.no_grad()
 def evaluate(
     model: Any,
@@ -261,7 +261,7 @@ def shares(rows: Sequence[Row], n: int) -> list[float]:
     return [statistics.fmean(each) for each in solved]
 
 
-# ---------------------------------------------------------------------- the rows while they are made
+# --------------------------------------------------------------------- the rows while they are made
 class Kept:
     """Rows that have been made: in memory, and in a file if there is one, below a header.
 
@@ -309,7 +309,7 @@ class Kept:
         self._take(line)
 
 
-# -------------------------------------------------------------------------------------- result files
+# ------------------------------------------------------------------------------------- result files
 @contextlib.contextmanager
 def opened(out: Path | None) -> Iterator[None]:
     """Inside, no other process writes to ``out``; ValueError where a result is there already."""
@@ -367,7 +367,7 @@ def _is_evaluation(data: Any) -> bool:
     return inside and len({(row["problem"], row["sample"]) for row in rows}) == len(rows)
 
 
-# ---------------------------------------------------------------------------------------- comparison
+# --------------------------------------------------------------------------------------- comparison
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """The keys whose values are not equal, or that one of the two lacks."""
     keys = dict.fromkeys([*a, *b])

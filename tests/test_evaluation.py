@@ -46,7 +46,7 @@ def test_the_batch_changes_nothing(order, temperature, model):
     settings = dataclasses.replace(tiny.SAMPLER, order=order, temperature=temperature, length=8, block_length=4)
     found = [without_clock(evaluated(model, settings=settings, batch=batch)) for batch in (18, 1, 3, 8)]
     assert found[0] == found[1] == found[2] == found[3]
-    assert len({row["text"] for row in found[0]["rows"]}) > 3
+    assert temperature == 0 or len({row["text"] for row in found[0]["rows"]}) > 3
 
 
 def test_in_a_chat_the_width_is_that_of_the_whole_set(tmp_path):
@@ -70,8 +70,8 @@ def test_the_numbers_are_those_of_the_evaluation_during_training(model):
 
 def test_tokens_are_those_generated_up_to_the_end_and_never_the_prompts(model):
     settings = dataclasses.replace(tiny.SAMPLER, order="random", length=8)
-    found = evaluated(model, settings=settings, n=40, samples=1)
-    prompt, mask = encode_prompts(tokenizer(), tiny.TASK.held_out(40), tiny.TASK.prompt_length)
+    found = evaluated(model, settings=settings, n=30, samples=1)
+    prompt, mask = encode_prompts(tokenizer(), tiny.TASK.held_out(30), tiny.TASK.prompt_length)
     generator = trainer.keyed_generator(3, 0, "evaluate")
     made = sampler.generate(model, prompt, mask, settings, eos_token_id=2, generator=generator)
     for row, response in zip(found["rows"], made.response.tolist(), strict=True):
@@ -337,10 +337,10 @@ def test_a_file_of_ones_own_in_three_commands(own, capfd):
     """Check, evaluate, compare, as docs/commands.md has them."""
     words = ["evaluate", "chat", "--task", "gsm8k", "--task.path", "own.json", "--n", "5", "--temperature", "0"]
     status, out, _ = run(capfd, "tasks", "gsm8k", "--check", "own.json", "--model", "chat")
+    request = "Think step by step; then write the number alone, without a unit, between <answer> and </answer>."
     longest = len(
-        ROWS[4]["question"] + "\n\nThink step by step; then write the number alone, without a unit, between <answer> "
-    )
-    longest += len("and </answer>.\nA:")
+        chat_tokenizer()(f"{ROWS[4]['question']}\n\n{request}A:").input_ids
+    )  # a template's new line after a block goes
     assert status == 0 and out.startswith("own.json: 5 rows; all can be asked and judged by gsm8k")
     assert f"the longest prompt has {longest} tokens" in out
     assert run(capfd, *words, "--length", "8", "--out", "a.json")[0] == 0
@@ -353,7 +353,7 @@ def test_a_file_of_ones_own_in_three_commands(own, capfd):
 CHECKED = {
     "own.json row 2: question: missing": ({1: {"problem": "?", "answer": "#### 2"}}, []),
     "own.json row 3: answer: got": ({2: {"question": "?", "answer": "three"}}, []),
-    "own.json row 1: question: got '  '": ({0: {"question": "  ", "answer": "#### 1"}}, []),
+    "own.json row 1: question: got ' '": ({0: {"question": "  ", "answer": "#### 1"}}, []),
     "own.json row 5: question: got a prompt of 149 tokens; allowed up to task.max_prompt_length, 148": (
         {},
         ["--model", "chat", "--task.max_prompt_length", "148"],

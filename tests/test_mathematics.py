@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+import fuzz_mathematics
 import tiny
 from minidrl import config
 from minidrl.tasks import equality, mathematics, rows
@@ -164,6 +165,32 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, tm
         task.held_out(1)
     with pytest.raises(ValueError, match=r"^task gsm8k needs datasets: pip install 'minidrl\[math\]'$"):
         rows.of_hub("gsm8k", "openai/gsm8k", "main", "0" * 40, "test")
+
+
+def test_four_hundred_hostile_answers():
+    """A sample of `make chaos`; each kind is met often."""
+    found = fuzz_mathematics.fuzz(400)
+    assert min(found["solved"], found["refused"], found["noise"]) > 50
+
+
+def generous(gold, answer):
+    return True
+
+
+def deaf(gold, answer):
+    return False
+
+
+def lax(gold, answer):
+    told = equality.JUDGE.ask(equality.plain(gold), equality.plain(answer))
+    return told["answer"]
+
+
+@pytest.mark.parametrize("wrong", [generous, deaf, lax])
+def test_a_wrong_judge_is_found_by_the_sample(wrong, monkeypatch):
+    monkeypatch.setattr(equality, "equal", wrong)
+    with pytest.raises(AssertionError):
+        fuzz_mathematics.fuzz(400)
 
 
 # ---------------------------------------------------------------------------------------------------- the answer, rewards

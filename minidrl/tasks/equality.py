@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS, BYTES = 2, 2**30
-PATIENCE = 60  # seconds of wall time that the CPU time of one answer may take
+PATIENCE = 120  # seconds of wall time that the CPU time of one answer may take
 START = 120  # and reading math-verify
 LONGEST = 400  # characters of an answer; a longer one is refused unread
 _APART = re.compile(r"\d\s+\d")
