@@ -122,7 +122,7 @@ def readable(gold: str, response: str) -> bool:
 
 
 def fuzz(count: int, seed: int = 0) -> dict:
-    """How many of ``count`` answers were right, wrong and noise, and the slowest verdict in s; AssertionError for a false one."""
+    """How many of ``count`` answers were right, wrong, noise; the slowest verdict in s. AssertionError for a false one."""
     seen, slowest, task = collections.Counter(), 0.0, Gsm8k()
     for case in itertools.islice(cases(seed), count):
         started = time.monotonic()
