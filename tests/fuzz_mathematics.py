@@ -66,10 +66,10 @@ def notations(rng: random.Random, value: Fraction) -> str:
 
 def wrapped(rng: random.Random, text: str) -> str:
     """What does not change an answer."""
+    if rng.random() < 0.1:
+        text = "x=" + text.replace(",", "")  # x=1,269 is a list
     for _ in range(rng.choice([0, 0, 1, 2])):
-        text = rng.choice(["${}$", "\\boxed{{{}}}", " {} ", "**{}**", "\n{}\n", "{}.", "x={}"]).format(text)
-        if text.startswith("x="):
-            return text.replace(",", "")  # x=1,269 is a list
+        text = rng.choice(["${}$", "\\boxed{{{}}}", " {} ", "**{}**", "\n{}\n", "{}."]).format(text)
     return text
 
 

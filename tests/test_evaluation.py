@@ -350,6 +350,20 @@ def test_a_file_of_ones_own_in_three_commands(own, capfd):
     assert evaluation.read(own / "a.json")[0]["protocol"]["task"] == "gsm8k"
 
 
+def test_reinforcement_learning_runs_on_it(own):
+    """One step, judged by the reward of d1, on questions that are not held out."""
+    from minidrl.tasks.gsm8k import Gsm8k
+
+    held_out, train = own / "held-out.json", own / "train.json"
+    held_out.write_text(json.dumps(ROWS[:2]))
+    train.write_text(json.dumps(ROWS[1:]))
+    task = Gsm8k(path=str(held_out), train_path=str(train), reward="d1", shots=1)
+    settings = tiny.settings(own / "chat", task=task, steps=1, evaluate=tiny.config.Evaluation(n=2))
+    summary = trainer.train(settings, own / "run")
+    assert (summary["steps"], summary["evaluated_on"]) == (1, 2)
+    assert yaml.safe_load((own / "run/config.yaml").read_text())["task"]["name"] == "gsm8k"
+
+
 CHECKED = {
     "own.json row 2: question: missing": ({1: {"problem": "?", "answer": "#### 2"}}, []),
     "own.json row 3: answer: got": ({2: {"question": "?", "answer": "three"}}, []),
