@@ -68,8 +68,8 @@ def wrapped(rng: random.Random, text: str) -> str:
     """What does not change an answer."""
     if rng.random() < 0.1:
         text = "x=" + text.replace(",", "")  # x=1,269 is a list
-    for _ in range(rng.choice([0, 0, 1, 2])):
-        text = rng.choice(["${}$", "\\boxed{{{}}}", " {} ", "**{}**", "\n{}\n", "{}."]).format(text)
+    for around in rng.sample(["${}$", "\\boxed{{{}}}", " {} ", "**{}**", "\n{}\n", "{}."], rng.choice([0, 0, 1, 2])):
+        text = around.format(text)
     return text
 
 
