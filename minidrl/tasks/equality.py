@@ -1,9 +1,9 @@
 r"""Are two answers equal as mathematics? math-verify is asked, in a limited process of its own.
 
 An answer is untrusted text, and a short one can ask for endless work: brackets inside one another,
-each of which the grammar reads in several ways, or ``9^{9^{9^9}}``. The operating system bounds it: an answer has ``SECONDS`` of CPU
-time and ``BYTES`` of memory, and, on a crowded machine, ``PATIENCE`` seconds of wall time. What
-needs more is not equal.
+each of which the grammar reads in several ways, or ``9^{9^{9^9}}``. The operating system bounds it:
+an answer has ``SECONDS`` of CPU time and ``BYTES`` of memory, and, on a crowded machine,
+``PATIENCE`` seconds of wall time. What needs more is not equal.
 
 The process is started once and kept. It reads math-verify once, and forks: the child answers one
 question after the other until one of them ends it, and the next child takes its place at once.
