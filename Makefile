@@ -49,6 +49,7 @@ extras: $(STAMP)
 chaos: $(STAMP)
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
 
 # From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)

@@ -25,11 +25,13 @@ from minidrl.launch import (
 
 GOES_ON = {
     **dict.fromkeys(("train", "pretrain"), "the same command with --resume goes on"),
-    **dict.fromkeys(("compare", "controls"), "the same command goes on"),
+    **dict.fromkeys(("compare", "controls", "evaluate"), "the same command goes on"),
 }
 SHIPPED = Path("tiny_configs/countdown_cpu.yaml")
 WITHOUT_DOCSTRINGS = ("where", "tasks")  # verbs that work under python -OO
 MOST_JOBS = 256
+_OF_EVALUATION = ("task.", "sampler.")  # keys of a config that evaluate takes
+_NO_SHARES = ("low", "high", "n", "tokens", "calls", "seconds")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         return _report(f"memory: got an array of {size}; allowed what is free here", 2, error)
     except KeyboardInterrupt as error:
         asked, said = getattr(error, "signal", signal.SIGINT), one_line(error) or "interrupted"
-        said += f"; {GOES_ON.get(arguments.verb, 'nothing was written')}"
+        kept = arguments.verb != "evaluate" or arguments.out  # without --out nothing is
+        said += f"; {GOES_ON.get(arguments.verb if kept else '', 'nothing was written')}"
         return _report(said, 128 + asked, error)
     return 0
 
@@ -155,8 +158,9 @@ def _add_models(verb: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
-    sub = verb("evaluate", _evaluate, "solved rate of a model folder on held-out puzzles")
-    sub.add_argument("model")
+    text = "solved rate on held-out problems; any --task.key and --sampler.key can be given"
+    sub = verb("evaluate", _evaluate, text)
+    sub.add_argument("model", nargs="?", help="a folder, or the name of a model on the Hub")
     text = "default: that of the config; python -m minidrl tasks lists them"
     sub.add_argument("--task", help=text)
     text = f"where difficulty and sampler are read from (default {SHIPPED})"
@@ -164,6 +168,14 @@ def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--n", default="512")
     sub.add_argument("--temperature", default="1.0")
     sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
+    text = "of the response, in tokens; several, as in 128,256,512, are evaluated one by one"
+    sub.add_argument("--length", help=f"{text} (default: the config's)")
+    sub.add_argument("--seed", default="0")
+    sub.add_argument("--batch", default="128", help="responses at a time; changes no result")
+    text = "a JSON file for protocol, result and every response; the same command goes on"
+    sub.add_argument("--out", help=text)
+    text = "two such files: can they be compared, and how far are they apart?"
+    sub.add_argument("--compare", nargs=2, metavar=("A", "B"), help=text)
     sub.add_argument("--json", action="store_true")
     _add_compare(verb("compare", _compare, "a grid: methods x rates x updates a rollout x seeds"))
     text = "what a run's rise is to be compared with: temperatures, greedy, pass@8, self-training"
@@ -197,7 +209,11 @@ def _add_tables(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--json", action="store_true")
     text = "the lines that implement a tag, a term, an arXiv number or a method"
     verb("where", _where, text).add_argument("word", nargs="+")
-    verb("tasks", _tasks, "what can be trained on, and how it is judged")
+    sub = verb("tasks", _tasks, "what can be trained on, and how it is judged")
+    sub.add_argument("name", nargs="?", help="of the task that --check is for")
+    text = "a file of rows: can each be asked and judged? any --task.key can be given"
+    sub.add_argument("--check", metavar="PATH", help=text)
+    sub.add_argument("--model", help="whose tokenizer counts the tokens of the prompts")
 
 
 def _overrides(rest: list[str]) -> dict[str, str]:
@@ -229,10 +245,10 @@ def _out(arguments) -> Path:
     return out
 
 
-def _count(name: str, text: str, most: int) -> int:
-    value = int(text) if re.fullmatch("[0-9]{1,18}", text) else 0
-    if value < 1:
-        raise ValueError(f"{name}: got {text!r}; allowed integers from 1")
+def _count(name: str, text: str, most: int, least: int = 1) -> int:
+    value = int(text) if re.fullmatch("[0-9]{1,18}", text) else -1
+    if value < least:
+        raise ValueError(f"{name}: got {text!r}; allowed integers from {least}")
     if value > most:
         raise ValueError(f"{name}: got {text!r}; allowed up to {most}")
     return value
@@ -301,22 +317,69 @@ def _verify(arguments, overrides) -> None:
 
 
 def _evaluate(arguments, overrides) -> None:
-    from minidrl import checkpoints, config, trainer
+    from minidrl import checkpoints, config, evaluation
 
-    _no_overrides(overrides)
+    if arguments.compare:
+        _no_overrides(overrides | ({"model": ""} if arguments.model else {}))
+        _print(evaluation.compare(*map(Path, arguments.compare)))
+        return
+    if arguments.model is None:
+        raise ValueError("model: got none; allowed a folder, or --compare A B")
+    _no_overrides({key: x for key, x in overrides.items() if not key.startswith(_OF_EVALUATION)})
     n = _count("n", arguments.n, config.MOST)
     samples = _count("samples", arguments.samples, config.MOST // n)
+    how = {"n": n, "samples": samples, "batch": _count("batch", arguments.batch, config.MOST)}
+    how["seed"] = _count("seed", arguments.seed, 10**17, least=0)
     temperature = _temperature(arguments.temperature)
-    chosen = {"task.name": arguments.task} if arguments.task else {}
-    settings = config.load(config.Train, arguments.config or _shipped_config(), chosen)
+    given = arguments.length.split(",") if arguments.length else []
+    lengths = [_count("length", length, config.MOST) for length in dict.fromkeys(given)]
+    settings = _evaluated(arguments, overrides, config, lengths[0] if lengths else None)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
-    model, tok = checkpoints.load(arguments.model)
-    scores = trainer.evaluate(model, tok, settings.task, decoding, n=n, samples=samples)
+    at = [evaluation.with_length(decoding, n) for n in lengths or [decoding.length]]
+    for one in at:
+        config.check_length(settings.task, one.length)
+    out = Path(arguments.out) if arguments.out else None
+    with evaluation.opened(out):
+        model, tok = checkpoints.load(arguments.model)
+        how |= {"name": arguments.model, "out": out}
+        found = [evaluation.evaluate(model, tok, settings.task, s, **how) for s in at]
+        if out is not None:
+            evaluation.write(out, found)
+    for one in found:
+        _print_scores(one, arguments, temperature, several=len(found) > 1)
+
+
+def _evaluated(arguments, overrides, config, length: int | None):
+    """The settings of an evaluation: a config's, of whose task another name leaves nothing."""
+    from minidrl.tasks import DEFAULT
+
+    path, chosen = Path(arguments.config or _shipped_config()), {}
+    data = config.read(path)
+    own, task = data.get("sampler"), data.get("task", {})
+    if arguments.task and (
+        not isinstance(task, dict) or task.get("name", DEFAULT) != arguments.task
+    ):
+        chosen["task"] = {"name": arguments.task}
+    if length is not None:
+        chosen["sampler.length"] = length
+        if isinstance(own, dict) and own.get("block_length") == own.get("length"):
+            chosen["sampler.block_length"] = length  # a response was one block, and is one again
+    return config.load(config.Train, path, chosen | overrides)
+
+
+def _print_scores(found, arguments, temperature: float, several: bool) -> None:
+    result, length = found["result"], found["protocol"]["length"]
     if arguments.json:
-        _print(json.dumps({"model": arguments.model, "temperature": temperature} | scores))
-    else:
-        shares = ", ".join(f"{key} {value:.1%}" for key, value in scores.items() if key != "n")
-        _print(f"{shares} on {n} held-out puzzles")
+        told = {"model": arguments.model, "temperature": temperature, "length": length}
+        _print(json.dumps(told | result))
+        return
+    names = [key for key in result if key not in _NO_SHARES]
+    said = ", ".join(f"{key} {result[key]:.1%}" for key in names)
+    interval = f"95 % interval of solved {result['low']:.1%} to {result['high']:.1%}"
+    each = result["tokens"] / len(found["rows"])
+    said = f"{said}; {interval}, {each:.1f} tokens a response"
+    at = f"length {length}: " if several else ""
+    _print(f"{at}{said}, on {result['n']} held-out problems")
 
 
 def _shipped_config() -> Path:
@@ -410,9 +473,31 @@ def _where(arguments, overrides) -> None:
 def _tasks(arguments, overrides) -> None:
     from minidrl.tasks import TASKS, task_class
 
-    _no_overrides(overrides)
+    if arguments.check or arguments.name:
+        _check_rows(arguments, overrides)
+        return
+    _no_overrides(overrides | ({"model": ""} if arguments.model else {}))
     for name in TASKS:
         _print(f"{name:<12}{task_class(name).about}")
+
+
+def _check_rows(arguments, overrides) -> None:
+    from minidrl import checkpoints, config
+    from minidrl.tasks import DEFAULT, task_class
+
+    kind = task_class(arguments.name or DEFAULT)
+    if not arguments.check:
+        _no_overrides(overrides)
+        _print(f"{arguments.name:<12}{kind.about}")
+        return
+    if not hasattr(kind, "check"):
+        got = f"--check with {arguments.name or DEFAULT}, whose problems are generated"
+        raise ValueError(f"tasks: got {got}; allowed the name of a task that reads files")
+    _no_overrides({key: x for key, x in overrides.items() if not key.startswith("task.")})
+    keys = {key[5:]: config.parsed(key, value) for key, value in overrides.items()}
+    task = config.from_dict(kind, keys, "task.")
+    tok = checkpoints.load_tokenizer(Path(arguments.model)) if arguments.model else None
+    _print(task.check(arguments.check, tok))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def _at_least(settings: Any, section: str, **lowest: float) -> None:
             raise ValueError(f"{section}{name}: got {getattr(settings, name)}; allowed from {low}")
 
 
-def _check_length(task: Task, length: int) -> None:
+def check_length(task: Task, length: int) -> None:
+    """ValueError where no response of this length can be a solution."""
     shortest = getattr(task, "shortest_response", 1)
     if length < shortest:
         allowed = f"from {shortest}, as the shortest response to {task.name} has"
@@ -180,7 +181,7 @@ class Pretrain:
         _at_most("batch_size", self.batch_size, MOST)
         _check_machine(self.device, self.threads)
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
-        _check_length(self.task, self.sampler.length)
+        check_length(self.task, self.sampler.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +246,7 @@ class Train:
         _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
         _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
-        _check_length(self.task, self.sampler.length)
+        check_length(self.task, self.sampler.length)
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
             allowed = "with lora.rank from 1 and without a rollout_dtype"
             allowed += ": 4 bits cannot be trained, nor rounded again"
@@ -271,10 +272,7 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     data = read(path)
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
-    if isinstance(task := data.get("task"), dict):
-        for key in ("path", "held_out_path"):
-            if isinstance(task.get(key), str) and task[key]:
-                task[key] = str((path.parent / task[key]).resolve())
+    _make_paths_absolute(path.parent, data.get("task"))
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
     if "task.name" in overrides:
@@ -329,6 +327,12 @@ def _model(parent: Path, name: str) -> str:
     # A path relative to the config, made absolute; what can only be a name on the Hub as it is.
     known = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
     return name if known else str((parent / name).resolve())
+
+
+def _make_paths_absolute(parent: Path, task: Any) -> None:
+    for key in ("path", "train_path", "held_out_path"):
+        if isinstance(task, dict) and isinstance(task.get(key), str) and task[key]:
+            task[key] = str((parent / task[key]).resolve())
 
 
 def parsed(key: str, text: str) -> Any:

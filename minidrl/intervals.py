@@ -1,4 +1,4 @@
-"""Intervals and tests for means over a few seeds: Student's t and Holm's correction.
+"""Intervals and tests for means over a few seeds, Student's t and Holm's; Wilson's for a share.
 
 Seeds are taken as independent draws, and their values as normal around the mean. Nothing here needs
 more than the standard library.
@@ -84,6 +84,21 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     mean, quantile = statistics.fmean(values), student((1 + level) / 2, len(values) - 1)
     half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
+
+
+def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
+    """The share successes / n, and Wilson's score interval (1927) for what it estimates.
+
+    (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n), with p = successes / n and
+    z the quantile of the normal distribution. It stays inside 0 to 1, and is no point at 0 or n.
+    Raises: ValueError unless 0 <= successes <= n and n >= 1.
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise ValueError(f"successes: got {successes} of {n}; allowed 0 to n, and n from 1")
+    p, z = successes / n, statistics.NormalDist().inv_cdf((1 + level) / 2)
+    middle, width = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + (z / (2 * n)) ** 2)
+    low, high = ((middle + side * width) / (1 + z * z / n) for side in (-1, 1))
+    return Interval(p, max(0.0, low), min(1.0, high))
 
 
 def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Paired:

@@ -430,11 +430,12 @@ def test_pretrain_train_resume_evaluate(folder, capfd):
     status, out, error = run(capfd, *words, "--samples", "2", "--temperature", "0.5", "--json")
     assert status == 0 and error == ""
     scores = json.loads(out)
-    assert scores.keys() == {"model", "temperature", "solved", "well_formed", "n", "pass@2"}
+    found = {"model", "temperature", "length", "solved", "well_formed", "n", "pass@2", "low", "high"}
+    assert scores.keys() == found | {"tokens", "calls", "seconds"}
     assert (scores["model"], scores["temperature"], scores["n"]) == ("new/checkpoint-2", 0.5, 4)
     assert scores["pass@2"] >= scores["solved"] >= 0
     status, out, _ = run(capfd, *words)
-    assert status == 0 and out.startswith("solved ") and out.endswith(" on 4 held-out puzzles\n")
+    assert status == 0 and out.startswith("solved ") and out.endswith(" on 4 held-out problems\n")
 
 
 def test_out_defaults_to_a_folder_named_like_the_config(folder, capfd):

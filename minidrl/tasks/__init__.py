@@ -18,6 +18,8 @@ TASKS = {
     "countdown": "minidrl.tasks.countdown:Countdown",
     "sudoku": "minidrl.tasks.sudoku:Sudoku",
     "code": "minidrl.tasks.code:Code",
+    "gsm8k": "minidrl.tasks.gsm8k:Gsm8k",
+    "math500": "minidrl.tasks.math500:Math500",
 }
 DEFAULT = "countdown"
 

@@ -35,6 +35,10 @@ def encode_prompts(
             raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
     else:
         asked = [problem.prompt for problem in problems]
+        if (found := max(map(len, tok(asked).input_ids))) > width:
+            raise ValueError(
+                f"prompt: got {found} tokens; allowed up to {width}, the task's longest"
+            )
         batch = tok(asked, padding="max_length", max_length=width, return_tensors="pt")
     return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
 

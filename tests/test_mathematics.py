@@ -1,0 +1,403 @@
+"""Tasks with questions of mathematics: rows, splits, the answer of a response, equality in its limits, rewards."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import fuzz_mathematics
+import tiny
+from minidrl import config
+from minidrl.tasks import equality, mathematics, rows
+from minidrl.tasks.gsm8k import Gsm8k
+from minidrl.tasks.math500 import Math500
+
+pytest.importorskip("math_verify", reason='needs pip install -e ".[math]"')
+
+GSM8K = [
+    {"question": "Ann has 3 boxes of 6 eggs. How many eggs?", "answer": "3 boxes hold 3*6=<<3*6=18>>18 eggs.\n#### 18"},
+    {"question": "A house costs $1,000 and 80 more. What is that?", "answer": "1000+80=<<1000+80=1080>>1080\n#### 1,080"},
+    {"question": "It is 5 degrees and gets 7 colder. How cold is it?", "answer": "5-7=-2\n#### -2"},
+]
+MATH = [
+    {"problem": "Compute $\\frac{1}{2}+1$.", "solution": "It is $\\boxed{\\frac{3}{2}}$.", "answer": "\\frac{3}{2}"},
+    {"problem": "Convert $(0,3)$.", "solution": "..", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)"},
+    {"problem": "Which way?", "solution": "..", "answer": "\\text{east}"},
+]
+MATH = [row | {"subject": "Algebra", "level": 2, "unique_id": f"test/algebra/{i}.json"} for i, row in enumerate(MATH)]
+
+
+def written(folder, name: str, data: list) -> str:
+    path = folder / name
+    path.write_text("\n".join(map(json.dumps, data)) + "\n" if path.suffix == ".jsonl" else json.dumps(data))
+    return str(path)
+
+
+# --------------------------------------------------------------------------------------------------------------- equality
+EQUAL = {  # by arithmetic, or by what the notation means
+    "18": [
+        "18",
+        " 18 ",
+        "$18$",
+        "**18**",
+        "18.",
+        "\\$18",
+        "18.0",
+        "018",
+        "+18",
+        "x=18",
+        "36/2",
+        "\\frac{36}{2}",
+        "\\boxed{18}",
+    ],
+    "-2": ["-2", "-2.0", "- 2", "-\\frac{4}{2}"],
+    "1080": ["1080", "1,080", "1{,}080", "1080.00"],
+    "0.5": ["0.5", ".5", "1/2", "\\frac12", "50\\%"],
+    "\\frac{3}{2}": ["3/2", "1.5", "\\dfrac{3}{2}", "\\tfrac32", "\\frac{6}{4}"],
+    "\\left( 3, \\frac{\\pi}{2} \\right)": ["(3, \\pi/2)", "(3,\\frac{\\pi}{2})"],
+    "x^2-1": ["(x-1)(x+1)", "-1+x^2", "x^2 - 1"],
+    "\\sqrt{8}": ["2\\sqrt{2}", "\\sqrt 8"],
+    "\\text{east}": ["east", "\\text{east}"],
+    "3, 5, 7": ["3,5,7", "\\{3, 5, 7\\}"],
+}
+DIFFERENT = {
+    "18": ["", "17", "-18", "180", "1 8", "18 19", "17 or 18", "17, 18", "18, 17", "\\{17,18\\}", "18\\pm1", "18=17", "17=18"],
+    "9": [
+        "1 8",
+        "3^2",
+        "3\\cdot3",
+        "\\sqrt{81}",
+        "4+5",
+        "\\sum_{i=1}^{9}1",
+        "9!",
+        "9!/8!",
+        "x",
+        "nine",
+        "٩",
+        "⑨",
+        "9}{",
+        "}9{",
+    ],
+    "\\frac{3}{2}": ["\\frac{2}{3}", "3", "2", "1+\\frac12"],
+    "x^2-1": ["x^2+1", "(x-1)^2", "y^2-1", "x"],
+    "\\left( 3, \\frac{\\pi}{2} \\right)": ["(\\frac{\\pi}{2}, 3)", "3", "(3, \\frac{\\pi}{3})"],
+    "\\text{east}": ["west", "\\text{west}", "1"],
+}
+
+
+@pytest.mark.parametrize("gold", EQUAL)
+def test_what_means_the_same_is_equal(gold):
+    assert {answer: equality.equal(gold, answer) for answer in EQUAL[gold]} == dict.fromkeys(EQUAL[gold], True)
+
+
+@pytest.mark.parametrize("gold", DIFFERENT)
+def test_what_means_something_else_or_leaves_the_work_to_the_judge_is_not_equal(gold):
+    assert {answer: equality.equal(gold, answer) for answer in DIFFERENT[gold]} == dict.fromkeys(DIFFERENT[gold], False)
+
+
+@pytest.fixture
+def judge():
+    own = equality.Judge()
+    yield own
+    own.stop()
+
+
+def test_endless_work_ends_and_the_next_answer_is_judged(judge, monkeypatch):
+    """Of each bracket the grammar tries several readings, in all of which 2,000 sums are read again."""
+    monkeypatch.setattr(equality, "JUDGE", judge)
+    assert equality.equal("18", "18.0")
+    first = judge.process.pid
+    told = judge.ask("x", "(" * 12 + "1+" * 2000 + "1" + ")" * 12)
+    assert told["failed"] == "CPU time" and not told["equal"]
+    assert equality.equal("18", "18.0") and judge.process.pid == first and judge.starts == 1
+
+
+def test_memory_and_files_are_limited(judge):
+    """2^(2^35) is a number of 4 GB."""
+    assert not judge.ask("x", "2^{2^{35}}+y")["equal"] and judge.ask("18", "18.0")["equal"]
+    limits = Path(f"/proc/{judge.process.pid}/limits").read_text()
+    assert re.search(f"Max address space +{equality.BYTES} ", limits) and re.search("Max file size +0 ", limits)
+
+
+def test_a_judge_that_somebody_ended_is_started_again(judge):
+    assert judge.ask("18", "18.0")["equal"]
+    os.killpg(judge.process.pid, signal.SIGKILL)
+    assert judge.ask("18", "18.0")["equal"] and judge.starts == 2
+
+
+def test_the_wall_time_is_limited_where_the_process_does_not_run(judge, monkeypatch):
+    assert judge.ask("18", "18.0")["equal"]
+    monkeypatch.setattr(equality, "PATIENCE", 0.2)
+    os.killpg(judge.process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert judge.ask("18", "18.0")["failed"] == "wall time" and time.monotonic() - started < 60
+    assert judge.process is None
+    monkeypatch.undo()
+    assert judge.ask("18", "18.0")["equal"]
+
+
+def test_no_process_outlives_the_one_that_asked():
+    code = "from minidrl.tasks import equality; equality.equal('18', '18.0'); print(equality.JUDGE.process.pid)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    assert [state for state, _, group, *_ in stats if group == done.stdout.strip() and state != "Z"] == []
+
+
+def test_nothing_of_an_answer_is_evaluated(tmp_path):
+    trap = tmp_path / "trap"
+    for text in (f"__import__('pathlib').Path('{trap}').touch()", f"open('{trap}','w')", f"\\text{{open('{trap}','w')}}"):
+        assert not equality.equal("18", text) and not trap.exists()
+
+
+def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, tmp_path):
+    task = Gsm8k(path=written(tmp_path, "a.jsonl", GSM8K))
+    monkeypatch.setattr(equality.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^task gsm8k needs math-verify: pip install 'minidrl\[math\]'$"):
+        task.held_out(1)
+    with pytest.raises(ValueError, match=r"^task gsm8k needs datasets: pip install 'minidrl\[math\]'$"):
+        rows.of_hub("gsm8k", "openai/gsm8k", "main", "0" * 40, "test")
+
+
+def test_four_hundred_hostile_answers():
+    """A sample of `make chaos`; each kind is met often."""
+    found = fuzz_mathematics.fuzz(400)
+    assert min(found["solved"], found["refused"], found["noise"]) > 50
+
+
+def generous(gold, answer):
+    return True
+
+
+def deaf(gold, answer):
+    return False
+
+
+def lax(gold, answer):
+    told = equality.JUDGE.ask(equality.plain(gold), equality.plain(answer))
+    return told["answer"]
+
+
+@pytest.mark.parametrize("wrong", [generous, deaf, lax])
+def test_a_wrong_judge_is_found_by_the_sample(wrong, monkeypatch):
+    monkeypatch.setattr(equality, "equal", wrong)
+    with pytest.raises(AssertionError):
+        fuzz_mathematics.fuzz(400)
+
+
+# ---------------------------------------------------------------------------------------------------- the answer, rewards
+ANSWERS = {
+    "3*6=18. <answer>18</answer>": "18",
+    "<answer>\n 18 \n</answer> done": "18",
+    "<answer>\\boxed{18}</answer>": "18",
+    "so \\boxed{17}, no: \\boxed{\\frac{3}{2}}": "\\frac{3}{2}",
+    "\\boxed{\\{1,2\\}}": "\\{1,2\\}",
+    "\\boxed{17}<answer>18</answer>": "18",
+    "18": "",
+    "#### 18": "",
+    "<answer>17</answer><answer>18</answer>": "",
+    "<answer><answer>18</answer>": "",
+    "</answer>18<answer>": "",
+    "<answer>18": "",
+    "<answer>\\boxed{18}": "",
+    "\\boxed{18": "",
+    "\\boxed{18\\}": "",
+    "": "",
+    "<answer></answer>": "",
+    "<answer>18</answer>" + " " * 100_000: "",
+}
+
+
+@pytest.mark.parametrize("response", ANSWERS, ids=lambda text: repr(text[:30]))
+def test_a_response_has_one_answer_or_none(response):
+    assert mathematics.final_answer(response) == ANSWERS[response]
+
+
+NEAT = "<reasoning>\n3*6\n=18\n</reasoning>\n<answer>\n18\n</answer>\n"
+D1 = {  # 2 right, 0.5 digits, 0.5 strict, 0.5 soft, 4 * 0.125 tags; by hand
+    NEAT: 4.0,
+    NEAT.rstrip("\n"): 4.0,
+    NEAT.replace("18\n</", "17\n</"): 2.0,
+    NEAT + "x" * 100: 4.0 - 0.5 - 0.1,
+    NEAT + "x" * 10_000: 3.0,
+    "<reasoning>3*6</reasoning> <answer>18</answer>": 3.0,
+    "<answer>18</answer>": 2.5,
+    "<answer>18.0</answer>": 2.0,
+    "<answer>1,8</answer>": 0.0,
+    "<answer>²</answer>": 0.0,
+    "18": 0.0,
+    "": 0.0,
+}
+
+
+@pytest.mark.parametrize("response", D1, ids=lambda text: repr(text[:40]))
+def test_the_reward_of_d1_on_gsm8k(response):
+    task, question = Gsm8k(reward="d1"), mathematics.Question("?", "18", "")
+    assert task.judge(question, response).reward == pytest.approx(D1[response], abs=1e-12)
+
+
+def test_the_reward_of_d1_on_math500():
+    task, question = Math500(reward="d1"), mathematics.Question("?", "\\frac{3}{2}", "")
+    paid = {"<answer>\\boxed{1.5}</answer>": 3.0, "<answer>1.5</answer>": 2.75, "\\boxed{1.5}": 2.5, "1.5": 0.25}
+    paid |= {"<answer>\\boxed{1}</answer>": 1.0, "<answer>1</answer>": 0.75, "\\boxed{1}": 0.5, "": 0.25}
+    assert {response: task.judge(question, response).reward for response in paid} == paid
+
+
+def test_formats_are_those_of_the_published_patterns_with_lines():
+    """The published regular expressions, with . for any character, against the code without them."""
+    rng = random.Random(0)
+    pieces = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "\n", "\n", " ", "18"]
+    soft = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", re.DOTALL)
+    strict = re.compile(r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n", re.DOTALL)
+    found = [0, 0]
+    for _ in range(20_000):
+        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(14)))
+        if rng.random() < 0.5:
+            text = NEAT.replace("\n", rng.choice(["\n", "\n", "\n\n", ""]), rng.randrange(3)) + text[: rng.randrange(3)]
+        assert mathematics.soft_format(text) == (soft.match(text) is not None), text
+        assert mathematics.strict_format(text) == (strict.fullmatch(text.removesuffix("\n") + "\n") is not None), text
+        found = [found[0] + mathematics.soft_format(text), found[1] + mathematics.strict_format(text)]
+    assert min(found) > 100
+
+
+def test_defects_of_published_rewards_that_are_not_here():
+    """Each line of ERRATA.md about them: what the published expression does, and what is done here."""
+    assert re.match(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", NEAT) is None and mathematics.soft_format(NEAT)
+    assert "²".isdigit() and Gsm8k().shape("", "²", False) == 0
+    assert "\boxed" not in "\\boxed{1}" and Math500().shape("\\boxed{1}", "1", False) == 0.5
+    ended = NEAT.rstrip("\n")
+    assert len(ended.split("\n</answer>\n")[-1]) == len(ended) and mathematics.count_tags(ended) == 0.5
+    assert "1080" != "1,080" and equality.equal("1080", "1,080")
+
+
+# ------------------------------------------------------------------------------------------------------- rows and splits
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_file_of_each_kind_gives_the_same_rows_as_the_package_datasets(name, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(MATH).to_parquet(str(path))
+    else:
+        written(tmp_path, name, MATH)
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    loaded = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows.of_file("task.path", path) == loaded.to_list() == MATH
+    assert [q.gold for q in Math500(path=str(path)).held_out(3)] == [row["answer"] for row in MATH]
+
+
+def test_a_data_set_in_the_layout_of_the_hub_is_read_by_split(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    for split, data in {"train": GSM8K[:2], "test": GSM8K[2:]}.items():
+        written(tmp_path / "set", f"{split}.jsonl", data)
+    source = (str(tmp_path / "set"), "", Gsm8k.revision)
+    assert rows.of_hub("gsm8k", *source, "test") == GSM8K[2:]
+    assert rows.of_hub("gsm8k", *source, "train") == GSM8K[:2]
+    with pytest.raises(ValueError, match="'validation' cannot be loaded .*; allowed a data set of the Hub, or task.path"):
+        rows.of_hub("gsm8k", *source, "validation")
+
+
+def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or GSM8K[len(asked) - 1 :])
+    assert len(Gsm8k().held_out(1)) == 1
+    assert asked == [("gsm8k", "openai/gsm8k", "main", Gsm8k.revision, split) for split in ("train", "test")]
+    asked.clear()
+    monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or MATH)
+    assert len(Math500().held_out(3)) == 3 and [source[-1] for source in asked] == ["test"]
+    with pytest.raises(ValueError, match="^task.train_path: got ''; allowed a file of training questions$"):
+        Math500().problems(1, np.random.default_rng(0))
+
+
+def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, capfd):
+    again = {"question": GSM8K[0]["question"].upper().replace(" ", "\n "), "answer": "#### 18"}
+    train = written(tmp_path, "train.jsonl", [again, GSM8K[1], GSM8K[1], again])
+    test = written(tmp_path, "test.jsonl", [GSM8K[0], GSM8K[2], GSM8K[0]])
+    task = Gsm8k(path=test, train_path=train)
+    assert {q.text for q in task.problems(50, np.random.default_rng(0))} == {GSM8K[1]["question"]}
+    assert [q.text for q in task.held_out(2)] == [GSM8K[0]["question"], GSM8K[2]["question"]]
+    said = "1 held-out repetitions, 2 training questions that are held out, 1 training repetitions"
+    assert capfd.readouterr().err == f"minidrl: task gsm8k: removed {said}\n"
+    with pytest.raises(ValueError, match="whose questions are all held out; allowed others"):
+        Gsm8k(path=test, train_path=test).held_out(1)
+
+
+def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
+    task = Gsm8k(path=written(tmp_path, "test.jsonl", GSM8K))
+    assert task.held_out(3)[:2] == task.held_out(2) and [q.gold for q in task.held_out(3)] == ["18", "1080", "-2"]
+    for count, said in {0: "evaluate.n: got 0; allowed 1 or more", 4: "evaluate.n: got 4; allowed at most 3"}.items():
+        with pytest.raises(ValueError, match=said):
+            task.held_out(count)
+    with pytest.raises(ValueError, match="split: got 'pretrain'; allowed train, held_out"):
+        task.problems(1, np.random.default_rng(0), "pretrain")
+
+
+def test_shots_are_the_first_training_questions_with_their_solutions(tmp_path):
+    paths = {"path": written(tmp_path, "b.jsonl", GSM8K[2:]), "train_path": written(tmp_path, "a.jsonl", GSM8K[:2])}
+    asked = Gsm8k(**paths, shots=1).held_out(1)[0].instruction
+    assert asked.startswith(f"Question: {GSM8K[0]['question']}\n3 boxes hold 3*6=18 eggs.\n<answer>18</answer>\n\nQuestion: It")
+    with pytest.raises(ValueError, match="^task.shots: got 3; allowed up to 2"):
+        Gsm8k(**paths, shots=3).held_out(1)
+
+
+WRONG = {
+    "task.path: got '{0}/a.txt', whose ending is another; allowed .jsonl, .json, .parquet files": ("a.txt", "x"),
+    "{0}/a.jsonl: got no row": ("a.jsonl", "\n\n"),
+    "{0}/a.jsonl row 2: got list; allowed an object": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n[1]'),
+    "{0}/a.jsonl row 1: question: missing; the row has 'problem'": ("a.jsonl", '{"problem": 1}'),
+    "{0}/a.jsonl row 1: question: got 5; allowed text that is not blank": ("a.jsonl", '{"question": 5, "answer": ""}'),
+    "{0}/a.jsonl row 1: answer: got '18'; allowed a solution that ends": ("a.jsonl", '{"question": "?", "answer": "18"}'),
+    "{0}/a.json row 1: answer: got '#### many'": ("a.json", '[{"question": "?", "answer": "#### many"}]'),
+    "{0}/a.json row 1: answer: got '#### 1,00'": ("a.json", '[{"question": "?", "answer": "#### 1,00"}]'),
+    "{0}/a.jsonl row 2": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n{"question": "'),
+    "{0}/a.jsonl is no UTF-8 text: byte 0xff at 0": ("a.jsonl", b"\xff"),
+    "{0}/a.parquet cannot be read as parquet": ("a.parquet", b"PAR1"),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_wrong_file_is_named_with_row_and_field(said, tmp_path):
+    name, content = WRONG[said]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as caught:
+        Gsm8k(path=str(tmp_path / name)).held_out(1)
+    assert said.format(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    {
+        ("repo", "../gsm8k"): "task.repo: got '../gsm8k'; allowed owner/name",
+        ("revision", "main"): "task.revision: got 'main'; allowed a commit of the data set",
+        ("shots", -1): "task.shots: got -1; allowed 0 to 16",
+        ("reward", "xml"): "task.reward: got 'xml'; allowed correctness, d1",
+        ("prompt_format", "html"): "task.prompt_format: got 'html'; allowed plain, chat",
+        ("max_prompt_length", 0): "task.max_prompt_length: got 0; allowed from 1",
+    }.items(),
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
+    for kind in (Gsm8k, Math500):
+        with pytest.raises(ValueError) as caught:
+            kind(**dict([setting]))
+        assert str(caught.value).startswith(message)
+
+
+def test_a_config_names_files_beside_itself(tmp_path):
+    written(tmp_path, "test.jsonl", GSM8K)
+    sampler = {"order": "random", "temperature": 1.0, "length": 4, "block_length": 4, "tokens_per_step": 1}
+    data = {"task": {"name": "gsm8k", "path": "test.jsonl", "reward": "d1"}, "sampler": sampler}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
+    task = config.load(config.Train, tmp_path / "run.yaml").task
+    assert task == Gsm8k(path=str(tmp_path / "test.jsonl"), reward="d1") and len(task.held_out(3)) == 3
+    with pytest.raises(ValueError, match="task.name: got 'gsm8k', which has no demonstrations"):
+        tiny.pretraining(task=task)
