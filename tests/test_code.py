@@ -12,7 +12,7 @@ import test_chat
 import test_loading
 from minidrl import config, sandbox, tasks, trainer
 from minidrl.__main__ import main
-from minidrl.tasks import code, task_class
+from minidrl.tasks import code, rows, task_class
 from minidrl.tasks.code import Code
 
 HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
@@ -192,21 +192,21 @@ def test_a_row_whose_own_solution_fails_is_found(tmp_path):
 
 BAD = {
     "rows.json": [
-        ([], "{path} holds no rows; allowed a list of them, or .jsonl, a row a line"),
-        ({"text": "x"}, "{path} holds no rows; allowed"),
-        ([MBPP, 5], "{path}: row 2 is int; allowed an object"),
-        ([MBPP, MBPP | {"test_list": []}], "{path}: row 2 has test_list []; allowed a list of text"),
-        ([MBPP | {"code": 5}], "{path}: row 1 has code 5; allowed text"),
-        ([MBPP | {"test_imports": "import os"}], "{path}: row 1 has test_imports 'import os'; allowed a list of text"),
-        ([{k: v for k, v in MBPP.items() if k != "code"}], "{path}: row 1 has no code; a row of mbpp has code, test_list"),
-        ([MBPP | {"text": None}], "{path}: row 1 has no text; a row of mbpp has"),
-        ([HUMANEVAL], "{path}: row 1 has no code; a row of mbpp has"),
+        ([], "{path}: got no row; allowed one or more"),
+        ({"text": "x"}, "{path} row 1 has no code"),
+        ([MBPP, 5], "{path} row 2: got int; allowed an object"),
+        ([MBPP, MBPP | {"test_list": []}], "{path} row 2 has test_list []; allowed a list of text"),
+        ([MBPP | {"code": 5}], "{path} row 1 has code 5; allowed text"),
+        ([MBPP | {"test_imports": "import os"}], "{path} row 1 has test_imports 'import os'; allowed a list of text"),
+        ([{k: v for k, v in MBPP.items() if k != "code"}], "{path} row 1 has no code; a row of mbpp has code, test_list"),
+        ([MBPP | {"text": None}], "{path} row 1 has no text; a row of mbpp has"),
+        ([HUMANEVAL], "{path} row 1 has no code; a row of mbpp has"),
     ],
     "rows.jsonl": [
-        ('{"text": "x"}\n{', "{path}: line 2 is no JSON: "),
-        ('{"text": "x"}', "{path}: row 1 has no code"),
-        ("[" * 10**5, "{path}: line 1 is no JSON: nested too deeply"),
-        ("", "{path} holds no rows; allowed"),
+        ('{"text": "x"}\n{', "{path} row 2 is no JSON: "),
+        ('{"text": "x"}', "{path} row 1 has no code"),
+        ("[" * 10**5, "{path} row 1 is no JSON: nested too deeply"),
+        ("", "{path}: got no row; allowed"),
         (b"\xff", "{path} is no UTF-8 text: byte 0xff at 0; allowed UTF-8"),
     ],
 }
@@ -223,7 +223,7 @@ def test_a_wrong_file_is_one_line_that_names_file_row_and_field(name, data, mess
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(code, "LARGEST_FILE", 10)
+    monkeypatch.setattr(rows, "LARGEST", 10)
     with pytest.raises(ValueError, match="has .* bytes; allowed up to 10"):
         code.read_rows(written(tmp_path / "rows.json", [MBPP]), "mbpp")
 

@@ -36,14 +36,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from minidrl import sandbox, untrusted
 from minidrl.launch import launched_rank, tell
-from minidrl.tasks import Verdict
+from minidrl.tasks import Verdict, rows
 from minidrl.untrusted import TEXT, Kind
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_RESPONSE = 100_000  # characters; a longer one holds no program
-LARGEST_FILE = 2**28  # bytes
 REWARDS = ("all", "share")
 SPLITS = ("pretrain", "train", "held_out")
 OPENING, CLOSING = "<answer>", "</answer>"
@@ -241,27 +240,16 @@ FORMATS: dict[str, tuple[dict[str, Kind], dict[str, Kind], Callable[[dict, bool]
 def read_rows(path: Path, form: str) -> list[dict]:
     """The rows of a file, each with the fields of its format.
 
-    Raises ValueError in one line that names file, row (from 1) and field; OSError for no file.
+    Raises ValueError in one line that names file, row (from 1) and field.
     """
-    if (size := path.stat().st_size) > LARGEST_FILE:
-        raise ValueError(f"{path} has {size} bytes; allowed up to {LARGEST_FILE}")
-    text = untrusted.decoded(path)
-    if path.suffix == ".jsonl":
-        lines = enumerate(text.split("\n"), 1)
-        rows = [untrusted.parsed_json(x, f"{path}: line {n}") for n, x in lines if x.strip()]
-    else:
-        rows = untrusted.parsed_json(text, str(path))
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{path} holds no rows; allowed a list of them, or .jsonl, a row a line")
-    for number, row in enumerate(rows, 1):
-        _check_row(row, form, f"{path}: row {number}")
-    return rows
+    found = rows.of_file("task.path", path)
+    for number, row in enumerate(found, 1):
+        _check_row(row, form, f"{path} row {number}")
+    return found
 
 
 def _check_row(row: Any, form: str, where: str) -> None:
     needed, optional, _ = FORMATS[form]
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is {type(row).__name__}; allowed an object")
     missing = [key for key in needed if row.get(key) is None]
     if form == "mbpp" and not row.get("text") and not row.get("prompt"):
         missing.append("text")
@@ -272,10 +260,10 @@ def _check_row(row: Any, form: str, where: str) -> None:
 
 def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
     """The rows that can be judged; a line on stderr counts the others by what they need."""
-    rows = read_rows(path, form)
+    read = read_rows(path, form)
     found: dict[str, Exercise] = {}
     left: Counter[str] = Counter()
-    for row in rows:
+    for row in read:
         try:
             made = FORMATS[form][2](row, show_tests)
         except _Unfit as why:
@@ -287,7 +275,7 @@ def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
             found.setdefault(made.key, made)
     if sum(left.values()) and launched_rank() == 0:
         said = ", ".join(f"{n} ({why})" for why, n in sorted(left.items()) if n)
-        tell(f"task code: {path}: {len(rows)} rows, left out: {said}")
+        tell(f"task code: {path}: {len(read)} rows, left out: {said}")
     return list(found.values())
 
 
@@ -341,14 +329,14 @@ class Code:
     def _splits(self) -> dict[str, list[Exercise]]:
         if why := sandbox.refusal():  # before anything is trained
             raise ValueError(why)
-        rows = self._rows("path")
+        exercises = self._rows("path")
         if self.held_out_path:
             held_out = self._rows("held_out_path")
             known = {exercise.key for exercise in held_out}
-            train = [exercise for exercise in rows if exercise.key not in known]
+            train = [exercise for exercise in exercises if exercise.key not in known]
         else:
-            held_out = [exercise for exercise in rows if self._is_held_out(exercise)]
-            train = [exercise for exercise in rows if not self._is_held_out(exercise)]
+            held_out = [exercise for exercise in exercises if self._is_held_out(exercise)]
+            train = [exercise for exercise in exercises if not self._is_held_out(exercise)]
         return {"train": train, "pretrain": train, "held_out": held_out}
 
     def _rows(self, key: str) -> list[Exercise]:
