@@ -712,7 +712,8 @@ def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
 # of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the
 # exact policy gradient. For confidence-ordered samplers the choice of positions depends
 # on the weights too, and the token-only score of the released code of EGSPO, d2 and
-# TraceRL is biased: notebook 03. The missing factor is the feature (4.2).
+# TraceRL is biased: notebook 03. The missing factor is the feature (4.2), for threshold
+# decoding (4.5).
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
