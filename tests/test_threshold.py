@@ -4,6 +4,7 @@ Laws take the function that takes a step, or `generate`, from the module; the mu
 """
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,13 @@ from functools import partial
 import pytest
 import torch
 
-from minidrl import controls, sampler
+import test_block_sampler
+import test_cache
+import tiny
+from minidrl import checkpoints, config, controls, oracle, sampler, trainer
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.sampler import LOOK_EVERY, RECORDS, Noise, Sampler, network_calls, steps_run
-from test_cache import law_steps_are_those_of_stale_keys
+from minidrl.tasks.countdown import Countdown
 from test_sampler import (
     ORIGINAL,
     ContextDenoiser,
@@ -259,12 +263,10 @@ def test_broken_logits_raise(bad, temperature):
 @pytest.mark.parametrize("cache", sampler.APPROXIMATE)
 def test_with_the_approximate_caches(cache, block_length):
     """Each row's steps are those of the network written out, with keys and values as its block's first step left them."""
-    import test_cache
-    from test_block_sampler import network, run, same
-
-    model, records = network(None), () if cache == "dual" else ("one_step", "one_step_sampled")
+    run, same = test_block_sampler.run, test_block_sampler.same
+    model, records = test_block_sampler.network(None), () if cache == "dual" else ("one_step", "one_step_sampled")
     settings = replace(test_cache.settings_of(cache, block_length), threshold=0.6)
-    law_steps_are_those_of_stale_keys(model, settings, records=("entropy", *records))
+    test_cache.law_steps_are_those_of_stale_keys(model, settings, records=("entropy", *records))
     out = run(model, settings)
     assert len({tuple(row) for row in out.unmask_step.tolist()}) > 2 and (out.unmask_step.amax(1) < 7).any()
     for words in ({"early_stop": False}, {"micro_batch": 1}, {"micro_batch": 5}):
@@ -277,8 +279,7 @@ def test_with_the_approximate_caches(cache, block_length):
 @pytest.mark.parametrize("block_length", [8, 4, 2])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_with_the_exact_cache(block_length, temperature):
-    import test_block_sampler as block
-
+    block = test_block_sampler
     settings = replace(block.settings_of(block_length, 1, temperature=temperature), threshold=0.6)
     model = block.network(block_length)
     block.law_the_cache_changes_nothing(model, settings)
@@ -330,9 +331,6 @@ def test_the_oracle_refuses_too(words):
 
 def test_controls_in_another_order_have_no_threshold(monkeypatch):
     """`controls` judges a base in every order: the others have no confidence."""
-    import tiny
-    from minidrl import trainer
-
     asked = []
     monkeypatch.setattr(trainer, "evaluate", lambda model, tok, task, decoding, **how: asked.append(decoding) or {})
     settings = tiny.settings(sampler=replace(tiny.settings().sampler, order="low_confidence", tokens_per_step=1, threshold=0.9))
@@ -342,6 +340,55 @@ def test_controls_in_another_order_have_no_threshold(monkeypatch):
     assert [(s.order, s.threshold) for s in asked] == [
         ("random", None), ("low_confidence", 0.9), ("left_to_right", None), ("right_to_left", None), ("low_confidence", 0.9)
     ]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- benchmarks/threshold.py
+@pytest.mark.parametrize("tokens, tau", [(1, None), (3, None), (1, 0.7)])
+def test_the_benchmark_measures_what_the_oracle_says(tokens, tau, monkeypatch):
+    """Calls, selection factor, sum of the tokens' probabilities, cosine and error, each from the enumeration alone."""
+    bench = tiny.script("threshold")
+    monkeypatch.setattr(bench, "LENGTH", 3)
+    model, reward = bench.world(5)
+    paths = trajectories(model, "low_confidence", 1.0, tokens, None, None, tau)
+    mean = float(oracle.expected_reward(paths, reward.__getitem__).detach())
+    truth = oracle.policy_gradient(model, "low_confidence", 1.0, tokens, reward.__getitem__, None, None, tau)
+    score = partial(oracle.token_score, model)
+    got = oracle.table_gradient(model, oracle.score_expectation(paths, score, lambda y: reward[y] - mean))
+    found, p = bench.selection(5, tokens, tau), [float(path.prob.detach()) for path in paths]
+    ll = [float(score(path).detach()) for path in paths]
+    left_out = sum(a * (b - math.log(a)) for a, b in zip(p, ll, strict=True))
+    expected = {
+        "calls": sum(a * (max(path.unmask_step) + 1) for a, path in zip(p, paths, strict=True)),
+        "selection": left_out,
+        "share of it": left_out / -sum(a * math.log(a) for a in p),
+        "total": sum(map(math.exp, ll)),
+        "cosine": float((got * truth).sum() / got.norm() / truth.norm()),
+        "error": float((got - truth).norm() / truth.norm()),
+        "exact": 0.0,
+    }
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert (tokens == 3) == (abs(left_out) < 1e-9)
+
+
+def test_the_benchmark_judges_as_evaluate_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    bench = tiny.script("threshold")
+    words = {"order": "low_confidence", "tokens_per_step": 1, "threshold": None}
+    decoding = replace(tiny.settings().sampler, **words)
+    base = str(tiny.checkpoint(tmp_path / "base"))
+    settings = tiny.settings(model=base, evaluate=config.Evaluation(n=16), sampler=decoding)
+    model, tok = checkpoints.load(base)
+    own = trainer.evaluate(model, tok, settings.task, replace(decoding, threshold=0.2), n=16, seed=3)["solved"]
+    found = bench.judged(model, tok, settings, replace(decoding, threshold=0.2), 3)
+    assert found["solved (%)"] == 100 * own and 1 <= found["calls"] <= found["batch"] <= decoding.num_steps
+    assert bench.judged(model, tok, settings, decoding, 3)["batch"] <= decoding.num_steps
+    monkeypatch.setattr(bench, "judged", lambda *a: {"solved (%)": 10 * a[-1] + (a[-2].threshold or 0), "calls": 2, "batch": 3})
+    lines = bench.decoding_table(settings, 1.0, 2).splitlines()[2:]
+    fixed = [n for n in bench.FIXED if decoding.block_length % n == 0]
+    assert len(lines) == len(fixed) + len(bench.TAUS)
+    first, *_, last = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert first[0] == "1 a step" and first[-1] == "" and first[3].startswith("5.0 [")
+    assert last == ["threshold 0.5", "2.00 [2.00, 2.00]", "3.00", last[3], "0.5 [0.5, 0.5]"]
 
 
 # -------------------------------------------------------------------------------------------------------------- mutants
