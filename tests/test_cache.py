@@ -418,8 +418,8 @@ def test_a_run_says_so(tmp_path, capfd):
 
 # -------------------------------------------------------------------------------------------------------------- mutants
 ROLLOUT = {  # what is wrong: (where, a passage of it, its replacement)
-    "not refreshed at a new block": (sampler, "decode", "step % settings.steps_per_block == 0:", "step == 0:"),
-    "refreshed at every step": (sampler, "decode", "and step % settings.steps_per_block == 0:", "and True:"),
+    "not refreshed at a new block": (sampler, "decode", "in APPROXIMATE:", "in APPROXIMATE and block == 0:"),
+    "refreshed at every step": (sampler, "decode_block", "part, cache)", "part, DynamicCache())"),
     "the block stays in the cache": (sampler, "encode_rest", "crop(-width - lead)", "crop(0)"),
     "prefix is dual, and dual prefix": (sampler, "encode_rest", 'settings.cache == "dual"', 'settings.cache == "prefix"'),
     "the block lacks its first position": (sampler, "encode_rest", "(column >= first - lead)", "(column > first - lead)"),

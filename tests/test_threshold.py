@@ -259,6 +259,24 @@ def test_broken_logits_raise(bad, temperature):
         drawn(model, settings_of(0.9, temperature))
 
 
+def law_the_cost_changes_nothing_with_a_cache(model, settings):
+    """Rows that leave a block, and micro-batches, change no row."""
+    out = test_block_sampler.run(model, settings)
+    for words in ({"early_stop": False}, {"micro_batch": 1}, {"micro_batch": 5}):
+        test_block_sampler.same(out, test_block_sampler.run(model, settings, **words))
+    return out
+
+
+@pytest.mark.parametrize("wrong", ["torch.arange(len(left))", "torch.searchsorted(rows, rows[-len(left) :])"])
+@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
+def test_keys_stay_with_their_rows(cache, wrong, monkeypatch):
+    model, settings = test_block_sampler.network(None), replace(test_cache.settings_of(cache, 8), threshold=0.6)
+    law_the_cost_changes_nothing_with_a_cache(model, settings)
+    test_block_sampler.install(monkeypatch, sampler, "decode_block", "torch.searchsorted(rows, left)", wrong)
+    with pytest.raises(AssertionError):
+        law_the_cost_changes_nothing_with_a_cache(model, settings)
+
+
 @pytest.mark.parametrize("block_length", [8, 4, 2])
 @pytest.mark.parametrize("cache", sampler.APPROXIMATE)
 def test_with_the_approximate_caches(cache, block_length):
@@ -267,10 +285,8 @@ def test_with_the_approximate_caches(cache, block_length):
     model, records = test_block_sampler.network(None), () if cache == "dual" else ("one_step", "one_step_sampled")
     settings = replace(test_cache.settings_of(cache, block_length), threshold=0.6)
     test_cache.law_steps_are_those_of_stale_keys(model, settings, records=("entropy", *records))
-    out = run(model, settings)
+    out = law_the_cost_changes_nothing_with_a_cache(model, settings)
     assert len({tuple(row) for row in out.unmask_step.tolist()}) > 2 and (out.unmask_step.amax(1) < 7).any()
-    for words in ({"early_stop": False}, {"micro_batch": 1}, {"micro_batch": 5}):
-        same(out, run(model, settings, **words))
     if block_length == 8:  # with one step a block nothing is out of date
         whole = replace(settings, threshold=0.0)
         same(run(model, whole), run(model, replace(whole, cache="none")))
