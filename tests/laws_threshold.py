@@ -83,7 +83,7 @@ def check_kernel(alg: ModuleType, model: Any, case: tuple) -> float:
     return most
 
 
-@judges("4.5", "4.2")
+@judges("4.5")
 def law_threshold_kernel(alg: ModuleType) -> None:
     """exp(logp + order_logp) is the transition of threshold decoding: it sums to 1 over all sets, the tokens alone to more."""
     for case in CASES:
