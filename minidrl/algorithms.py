@@ -712,7 +712,8 @@ def block_numbers(rollout: Rollout) -> Int[Tensor, " L"]:
 # of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the
 # exact policy gradient. For confidence-ordered samplers the choice of positions depends
 # on the weights too, and the token-only score of the released code of EGSPO, d2 and
-# TraceRL is biased: notebook 03. The missing factor is the feature (4.2).
+# TraceRL is biased: notebook 03. The missing factor is the feature (4.2), for threshold
+# decoding (4.5).
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
@@ -901,12 +902,16 @@ def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
     same log-probabilities. Source: TraceRL (arXiv 2509.06949, sliced training of block
     models), DiPO (arXiv 2512.22234). Bias: as (3.1).
     """
-    last, total = _last_deciding_step(rollout), num_steps(rollout)
-    blocks = int(block_numbers(rollout)[-1]) + 1
-    by_block = torch.arange(total, device=last.device).unflatten(0, (blocks, -1))
-    steps = by_block.T.reshape(total, 1).expand(-1, len(last))
+    last, width = _last_deciding_step(rollout), rollout.sampler.block_length
+    by_block = rollout.unmask_step.T.unflatten(0, (-1, width))
+    first, final = by_block.amin(1), by_block.amax(1)
+    depth = torch.arange(num_steps(rollout) // len(first), device=last.device)
+    at_most = torch.arange(len(first), device=last.device)[:, None] * len(depth)
+    first = first.where(first >= 0, at_most)  # a block that was never begun
+    steps = (first + depth[:, None, None]).flatten(0, 1)
+    inside = steps <= final.minimum(last).repeat(len(depth), 1)
     one = torch.ones_like(last, dtype=rollout.logp.dtype)
-    plan = _replay_states(rollout, steps, steps <= last, one)
+    plan = _replay_states(rollout, steps, inside, one)
     return replace(plan, block_length=rollout.sampler.block_length)
 
 
@@ -1001,6 +1006,21 @@ def confidence_to_beat(
     return lowest[state], place[:, None] > last[state]
 
 
+def log_threshold(threshold: float) -> float:
+    """log tau as a float32 number, as which confidences are compared; tau = 0: -inf."""
+    return float(numpy.float32(math.log(threshold))) if threshold else -math.inf
+
+
+def threshold_to_beat(
+    limit: Float[Tensor, "R 1"], later: Bool[Tensor, "R 1"], *, threshold: float
+) -> tuple[Float[Tensor, "R 1"], Bool[Tensor, "R 1"]]:
+    """The same in threshold decoding (4.5), from ``confidence_to_beat``: tau, at which
+    a candidate is no longer passed over, where the lowest chosen one reached it."""
+    floor = log_threshold(threshold)
+    reached = limit >= floor
+    return limit.masked_fill(reached, floor), later & ~reached
+
+
 def log_passed_over(
     logits: Float[Tensor, "R V"],
     limit: Float[Tensor, "R 1"],
@@ -1041,6 +1061,38 @@ def order_logp(
     state, _ = passed.nonzero(as_tuple=True)
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)
     return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
+
+
+# Threshold decoding reveals every proposal of confidence tau or more, and at least the
+# most confident. The set is again a function of independent draws, one a position, so
+# the kernel factorises in the same way; only what the others stayed below changes.
+
+
+def threshold_logp(
+    order: Float[Tensor, "S L"],
+    confidence: Float[Tensor, "S L"],
+    scored: Bool[Tensor, "S L"],
+    *,
+    threshold: float,
+) -> Float[Tensor, "S L"]:
+    """(4.5) log-probability that threshold decoding chose the scored positions U, given
+    the tokens drawn there: its selection factor.
+
+        P(U, y_U) = prod_{i in U} p_i(y_i) prod_{j hidden in the block, not in U} F_j
+        F_j = P(c_j < tau)           if c_i >= tau for all i in U
+        F_j = P(j is beaten by i)    if U = {i} and c_i < tau, as in (4.2)
+        P = 0                        if U has several positions and some c_i < tau
+
+    ``order``: (4.2) of these F_j (``threshold_to_beat``). What is left to say here is
+    the third case, which other weights than the sampler's may bring: log of the
+    smallest number, gradient 0. ``confidence``: of the scored tokens. Its score is the
+    policy gradient wherever J is differentiable; J jumps where a confidence crosses tau
+    or another one. Sampler: Fast-dLLM (arXiv 2505.22618). Factor: minidrl's own.
+    """
+    count = scored.sum(-1, keepdim=True)
+    unsure = (scored & (confidence < log_threshold(threshold))).any(-1, keepdim=True)
+    nothing = math.log(torch.finfo(order.dtype).tiny) * scored / count.clamp(min=1)
+    return torch.where(unsure & (count > 1), nothing.to(order.dtype), order)
 
 
 def position_logp(

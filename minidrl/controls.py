@@ -38,8 +38,10 @@ def solved(
 ) -> dict:
     """Held-out scores at a temperature; with samples > 1 also pass@samples.
 
-    ``changes``: other sampler settings.
+    ``changes``: other sampler settings. Another order has no confidence, and so no threshold.
     """
+    if changes.get("order", "low_confidence") != "low_confidence":
+        changes = {"threshold": None} | changes
     decoding = dataclasses.replace(settings.sampler, temperature=temperature, **changes)
     how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip, "samples": samples}
     return trainer.evaluate(model, tok, settings.task, decoding, **how)

@@ -320,6 +320,8 @@ class _Call(NamedTuple):
 def _calls(settings: config.Train, method: Method, plan: Plan) -> list[_Call]:
     scored = plan.scored.flatten(0, 1)
     rows = scored.sum(-1)
+    if settings.sampler.threshold is not None and plan.replay:  # the most that a step may reveal
+        rows = settings.sampler.block_length * (rows > 0)
     calls = [_Call(rows, int(rows.max()), sum(ARRAYS[name] for name in method.features))]
     for name in PASSED.keys() & set(method.features):
         block, chooses = settings.sampler.block_length, settings.sampler.order == "low_confidence"

@@ -320,7 +320,7 @@ row("trace-block", "TraceRL (arXiv 2509.06949), DiPO (2512.22234)", "PPO clip on
 
 # Some steps of the trajectory, and what a state was worth before its step. The score of the
 # revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact
-# does not (4.2).
+# does not: (4.2), with a threshold (4.5).
 row("egspo", "EGSPO (arXiv 2603.12554)", "PPO clip on the most uncertain steps of a trajectory",
   differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
   plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),

@@ -490,6 +490,19 @@ def most_confident(logits: Tensor, proposed: dict[int, int], n: int) -> list[int
     return ranked[:n]
 
 
+def at_least(logits: Tensor, proposed: dict[int, int], threshold: float) -> list[int]:
+    """The positions that keep their proposal in threshold decoding, ascending.
+
+    Those whose confidence (as in `most_confident`, rounded as there) is at least the logarithm of
+    the threshold; where there is none, the most confident.
+    """
+    logp = log_softmax(logits.detach()).float()
+    floor = torch.tensor(threshold, dtype=torch.float64).log().float()
+    return [i for i in sorted(proposed) if logp[i, proposed[i]] >= floor] or most_confident(
+        logits, proposed, 1
+    )
+
+
 def transition(
     model: TabularDenoiser,
     state: State,
@@ -497,6 +510,7 @@ def transition(
     order: str,
     temperature: float,
     tokens_per_step: int,
+    threshold: float | None = None,
 ) -> dict[State, Tensor]:
     """Exact distribution of the next state: `tokens_per_step` = n of m hidden tokens are revealed.
 
@@ -519,18 +533,23 @@ def transition(
     table: the gradient is that of the token probabilities, right almost everywhere, while the
     probability itself jumps where two confidences cross.
 
+    With a threshold (low_confidence, n = 1) the proposals that are kept are those of `at_least`:
+    any number of them from 1 to m.
+
     Source: remasking "random" and "low_confidence" of LLaDA, arXiv 2502.09992, and its released
     sampler (ML-GSAI/LLaDA, generate.py); the closed form is derived here and checked in the tests.
+    Threshold: Fast-dLLM, arXiv 2505.22618.
 
     Returns:
         {next state: probability}, probabilities sum to 1. Cost V^m (low_confidence), C(m, n) V^n
         (random), V^n.
 
     Raises:
-        ValueError: an order that is not in ORDERS, a negative temperature, or n outside 1 .. m.
+        ValueError: an order that is not in ORDERS, a negative temperature, n outside 1 .. m, or a
+            threshold with another order, another n, or outside 0 .. 1.
     """
     hidden = [i for i in block if state[i] == model.mask_token_id]
-    _check_step(order, temperature, tokens_per_step, len(hidden))
+    _check_step(order, temperature, tokens_per_step, len(hidden), threshold)
     kernel: dict[State, Tensor] = {}
 
     def add(chosen: Iterable[int], proposed: dict[int, int], prob: Tensor) -> None:
@@ -540,7 +559,10 @@ def transition(
     if order == "low_confidence":
         logits = model.logits_at(state)
         for proposed, prob in proposals(model, state, hidden, temperature):
-            add(most_confident(logits, proposed, tokens_per_step), proposed, prob)
+            if threshold is None:
+                add(most_confident(logits, proposed, tokens_per_step), proposed, prob)
+            else:
+                add(at_least(logits, proposed, threshold), proposed, prob)
         return kernel
     choices = list(itertools.combinations(hidden, tokens_per_step))
     if order == "left_to_right":
@@ -553,7 +575,9 @@ def transition(
     return kernel
 
 
-def _check_step(order: str, temperature: float, tokens_per_step: int, hidden_count: int) -> None:
+def _check_step(
+    order: str, temperature: float, tokens_per_step: int, hidden_count: int, threshold: float | None
+) -> None:
     """Raise a one-line ValueError for settings that define no step."""
     if order not in ORDERS:
         raise ValueError(f"order: got {order!r}; allowed {', '.join(ORDERS)}")
@@ -562,6 +586,12 @@ def _check_step(order: str, temperature: float, tokens_per_step: int, hidden_cou
     if not 1 <= tokens_per_step <= hidden_count:
         allowed = f"1..{hidden_count} hidden positions"
         raise ValueError(f"tokens_per_step: got {tokens_per_step}; allowed {allowed}")
+    if threshold is None:
+        return
+    if not 0 <= threshold <= 1 or (order, tokens_per_step) != ("low_confidence", 1):
+        got = f"{threshold} with order {order} and tokens_per_step {tokens_per_step}"
+        allowed = "None, or 0..1 with order low_confidence and tokens_per_step 1"
+        raise ValueError(f"threshold: got {got}; allowed {allowed}")
 
 
 def _check_blocks(
@@ -586,14 +616,15 @@ def trajectories(
     tokens_per_step: int,
     block_length: int | None = None,
     eos_token_id: int | None = None,
+    threshold: float | None = None,
 ) -> list[Trajectory]:
     """Every trajectory of the block-wise sampler, with P(tau) = prod_s transition_s.
 
     Blocks of `block_length` positions are completed from left to right, each in block_length /
-    tokens_per_step steps of `transition`. All randomness is summed over, by brute-force
-    enumeration: proposals, random positions, and the tie rule. A trajectory is known by its
-    response and its unmask_step; the state before step s hides the positions whose unmask_step is
-    -1 or >= s.
+    tokens_per_step steps of `transition`; with a threshold, each in as many as it takes. All
+    randomness is summed over, by brute-force enumeration: proposals, random positions, and the tie
+    rule. A trajectory is known by its response and its unmask_step; the state before step s hides
+    the positions whose unmask_step is -1 or >= s.
 
     Args:
         order: "random", "low_confidence", "left_to_right" or "right_to_left".
@@ -602,6 +633,7 @@ def trajectories(
         eos_token_id: None = no stopping rule. Otherwise, once a completed block holds this token,
             later blocks are never revealed: the response is filled with the token and unmask_step
             is -1 there.
+        threshold: that of threshold decoding, with low_confidence and one token a step; None = not.
 
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
@@ -613,22 +645,23 @@ def trajectories(
     """
     block_length = model.length if block_length is None else block_length
     _check_blocks(model, block_length, tokens_per_step, eos_token_id)
-    _check_step(order, temperature, tokens_per_step, block_length)
-    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step)
+    _check_step(order, temperature, tokens_per_step, block_length, threshold)
+    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step, threshold)
     one = torch.ones((), dtype=torch.float64)
     paths = [((mask,) * model.length, (-1,) * model.length, one)]
     for step in range(model.length // tokens_per_step):
         start = step * tokens_per_step // block_length * block_length
         block, kernels, longer = range(start, start + block_length), {}, []
         for state, unmask_step, prob in paths:
-            if eos_token_id in state[:start]:
+            if eos_token_id in state[:start] or mask not in state[start : block.stop]:
                 longer.append((state, unmask_step, prob))
                 continue
             if state not in kernels:  # many paths meet in one state
                 kernels[state] = transition(model, state, block, *step_words)
             for shown, factor in kernels[state].items():
+                own = max(unmask_step) + 1  # the path's own count: blocks differ in length
                 changes = zip(state, shown, unmask_step, strict=True)
-                steps = tuple(step if a != b else s for a, b, s in changes)
+                steps = tuple(own if a != b else s for a, b, s in changes)
                 longer.append((shown, steps, prob * factor))
         paths = longer
     return [Trajectory(p, _fill(state, mask, eos_token_id), steps) for state, steps, p in paths]
@@ -670,16 +703,19 @@ def policy_gradient(
     reward: Callable[[State], float],
     block_length: int | None = None,
     eos_token_id: int | None = None,
+    threshold: float | None = None,
 ) -> Tensor:
     """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
-    For low_confidence, J is discontinuous where two confidences cross; between the crossings this
-    is its derivative. Greedy decoding has a constant J and therefore zero gradient.
+    For low_confidence, J is discontinuous where two confidences cross, and where one crosses the
+    threshold; between the crossings this is its derivative. Greedy decoding has a constant J and
+    therefore zero gradient.
 
     Returns:
         The gradient, shape of the table. Arguments, cost and errors as `trajectories`.
     """
-    outcomes = trajectories(model, order, temperature, tokens_per_step, block_length, eos_token_id)
+    words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold)
+    outcomes = trajectories(model, *words)
     return table_gradient(model, expected_reward(outcomes, reward))
 
 

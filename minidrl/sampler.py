@@ -3,9 +3,9 @@
 A masked diffusion language model writes a response of L tokens by starting from L [MASK] tokens and
 revealing a few of them per network call. The response is cut into blocks of ``block_length``
 positions, finished from left to right; inside the current block each step reveals
-``tokens_per_step`` tokens, and ``order`` says which ones. Nothing revealed is ever masked again, so
-the step at which each token appeared (``Rollout.unmask_step``) gives back every state of the run:
-``states`` below does it.
+``tokens_per_step`` tokens, and ``order`` says which ones; with a ``threshold``, all tokens that are
+confident enough. Nothing revealed is ever masked again, so the step at which each token appeared
+(``Rollout.unmask_step``) gives back every state of the run: ``states`` below does it.
 
 How a token is drawn. One uniform number u in float64 per position, then the inverse of the
 distribution function: the token is the first v with P(0) + ... + P(v) > u, summed in float64. Rare
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from minidrl.algorithms import Rollout
+from minidrl.algorithms import Rollout, log_threshold
 from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
@@ -48,6 +48,7 @@ APPROXIMATE = ("prefix", "dual")
 CACHES = {"bidirectional": ("none", *APPROXIMATE), "block_causal": ("none", "exact")}
 CHUNK = 2**26  # the most logits that a completion makes at a time, 256 MiB in float32
 TOP_K = 20  # what inference servers return at most: no method should need more
+LOOK_EVERY = 4  # steps between two looks at which rows of a block are done, with a threshold
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -70,6 +71,13 @@ class Sampler:
                           on ties the lower position goes first;
         "left_to_right"   the n lowest hidden positions;
         "right_to_left"   the n highest: working backwards from where the response ends.
+    threshold        tau, from 0 to 1; None: none. Threshold decoding (Fast-dLLM, arXiv 2505.22618):
+                     a step reveals every hidden position of the block whose confidence is tau or
+                     more, and at least the one of highest confidence. Confidence as in
+                     "low_confidence", the only order that has one: that of the token drawn. How
+                     many tokens a step reveals is not known beforehand: ``tokens_per_step`` is 1,
+                     the fewest. tau = 1 is nearly n = 1 (a token of float32 probability 1 is
+                     revealed beside others), tau = 0 is n = ``block_length``.
 
     attention        what the network must be: "bidirectional" (every token sees every other), or
                      "block_causal" (no token sees a later block; trained that way, with this
@@ -100,6 +108,7 @@ class Sampler:
     tokens_per_step: int
     attention: str = "bidirectional"
     cache: str = "none"
+    threshold: float | None = None
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -118,6 +127,19 @@ class Sampler:
             if getattr(self, whole) % getattr(self, key):
                 allowed = f"a divisor of {whole} = {getattr(self, whole)}"
                 raise ValueError(f"{key}: got {getattr(self, key)}; allowed {allowed}")
+        if self.threshold is not None:
+            self._check_threshold()
+
+    def _check_threshold(self) -> None:
+        tau = self.threshold
+        if not _is_real(tau) or not 0 <= tau <= 1:
+            raise ValueError(f"threshold: got {tau!r}; allowed None or a number from 0 to 1")
+        if self.order != "low_confidence":
+            allowed = "low_confidence, the order that has a confidence"
+            raise ValueError(f"order: got {self.order!r} with threshold {tau}; allowed {allowed}")
+        if self.tokens_per_step != 1:
+            got, allowed = self.tokens_per_step, "1, the fewest tokens that a step reveals"
+            raise ValueError(f"tokens_per_step: got {got} with threshold {tau}; allowed {allowed}")
 
     @property
     def num_blocks(self) -> int:
@@ -126,12 +148,13 @@ class Sampler:
 
     @property
     def steps_per_block(self) -> int:
-        """Network calls that finish one block."""
+        """Network calls that finish one block; with a threshold, at most so many."""
         return self.block_length // self.tokens_per_step
 
     @property
     def num_steps(self) -> int:
-        """T: network calls that finish a response which never ends early."""
+        """T: network calls that finish a response which never ends early; with a threshold, at most
+        so many."""
         return self.num_blocks * self.steps_per_block
 
 
@@ -176,8 +199,9 @@ def generate(
     generator     source of all randomness, on any device; unused (None is accepted) when nothing is
                   random, which is temperature 0 with an order other than "random".
     records       what else to keep, below.
-    early_stop    finished rows leave the batch, asked once per block. Changes the cost, never the
-                  result.
+    early_stop    finished rows leave the batch, asked once per block. With a threshold, rows whose
+                  block is full leave it until the next block, asked every LOOK_EVERY steps: a host
+                  that asked at each would wait for each. Changes the cost, never the result.
     micro_batch   rows per network call; None is all. Changes the memory, never the noise. With a
                   cache, one micro-batch is finished before the next begins: only one cache exists
                   at a time.
@@ -204,6 +228,9 @@ def generate(
                   the distribution from which the token was drawn, likeliest first; 0 where nothing
                   was revealed. Not at temperature 0.
 
+    ``unmask_step`` counts the network calls that a row needed, its own: with a threshold, rows of a
+    batch stand at different steps, and one whose block is full waits without counting.
+
     Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for
     float64 logits). At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
     Errors: ValueError on arguments; FloatingPointError when the logits hold NaN or +inf.
@@ -222,7 +249,7 @@ def generate(
     for part in [rows] if settings.cache == "none" else rows.split(size):
         if settings.cache == "exact":
             cache = prompt_cache(model, *prompts, part // num_generations)
-        decode(model, settings, trace, noise, part, size, stop_at, agree, cache)
+        decode(model, settings, trace, noise, part, size, stop_at, agree, cache, early_stop)
     return finish(trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
 
 
@@ -236,25 +263,58 @@ def decode(
     stop_at: int | None,
     agree: Callable[[Tensor, Tensor], Tensor],
     cache: DynamicCache | None = None,
+    early_stop: bool = True,
 ) -> None:
     """All steps of ``rows``, ``size`` a call; after a block, those with token ``stop_at`` leave.
 
     ``cache``: that of the prompts of ``rows``, where it is exact. With a cache of any kind,
     ``rows`` are at most ``size``.
     """
-    for step in range(settings.num_steps):
-        if settings.cache in APPROXIMATE and step % settings.steps_per_block == 0:
+    look = agree if early_stop and settings.threshold is not None else None
+    for block in range(settings.num_blocks):
+        if settings.cache in APPROXIMATE:
             cache = DynamicCache()  # a block begins with nothing kept
-        for part in rows.split(size):
-            reveal(model, settings, trace, noise, step, part, cache)
-        if (step + 1) % settings.steps_per_block == 0 and stop_at is not None:
-            block = step // settings.steps_per_block
+        decode_block(model, settings, trace, noise, block, rows, size, look, cache)
+        if stop_at is not None:
             left = agree(rows, unfinished(trace, rows, block, settings, stop_at))
             if len(left) == 0:
                 break
             if settings.cache == "exact":  # their places among ``rows``, which ascend
                 cache.batch_select_indices(torch.searchsorted(rows, left))
             rows = left
+
+
+def decode_block(
+    model: Network,
+    settings: Sampler,
+    trace: Trace,
+    noise: Noise,
+    block: int,
+    rows: Int[Tensor, " R"],
+    size: int,
+    look: Callable[[Tensor, Tensor], Tensor] | None,
+    cache: DynamicCache | None,
+) -> None:
+    """The steps of a block. With ``look`` (``agree`` of ``generate``), rows in which nothing of it
+    is hidden leave it, asked every LOOK_EVERY steps.
+
+    Until then a step computes them in vain and reveals nothing there. Of an exact cache none leave
+    before all are done: the next block needs the keys and values of every row.
+    """
+    count = settings.steps_per_block
+    for within in range(count):
+        for part in rows.split(size):
+            reveal(model, settings, trace, noise, block * count + within, part, cache)
+        if look is None or (within + 1) % LOOK_EVERY or within + 1 == count:
+            continue
+        left = look(rows, still_open(trace, rows, block, settings))
+        if len(left) == 0:
+            break
+        if settings.cache == "exact":
+            continue
+        if cache is not None:
+            cache.batch_select_indices(torch.searchsorted(rows, left))
+        rows = left
 
 
 def check_attention(model: Network, settings: Sampler) -> None:
@@ -417,7 +477,8 @@ def reveal(
     rows: Int[Tensor, " R"],
     cache: DynamicCache | None = None,
 ) -> None:
-    """One network call on ``rows`` before ``step``; n tokens of the current block are revealed."""
+    """One network call on ``rows`` at ``step`` of the batch; n tokens of the current block are
+    revealed, or with a threshold all that are confident enough."""
     start = step // settings.steps_per_block * settings.block_length
     if settings.attention == "block_causal":
         h = encode_block(model, settings, trace, start, rows, cache)
@@ -435,9 +496,20 @@ def reveal(
     proposal = propose(logits, settings.temperature, u, chooses)
     if chooses:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
-        chosen = most_confident(proposal.confidence, hidden, settings.tokens_per_step)
-        positions, proposal = positions.gather(1, chosen), proposal.pick(chosen)
+        if settings.threshold is not None:
+            sure = confident(proposal.confidence, hidden, settings.threshold)
+            proposal = replace(proposal, chosen=sure)
+        else:
+            chosen = most_confident(proposal.confidence, hidden, settings.tokens_per_step)
+            positions, proposal = positions.gather(1, chosen), proposal.pick(chosen)
     write(trace, settings, step, rows, positions, proposal)
+
+
+def own_step(
+    trace: Trace, settings: Sampler, step: int, rows: Int[Tensor, " R"]
+) -> int | Int[Tensor, " R"]:
+    """Steps that each row has taken: ``step`` of the batch, unless a threshold lets rows wait."""
+    return step if settings.threshold is None else trace.unmask_step[rows].amax(1) + 1
 
 
 def encode_block(
@@ -532,12 +604,14 @@ class Proposal:
     logp        log-prob of the token under the distribution from which it was drawn, nats.
     logq        that distribution, log-probs; None at temperature 0, where it is a point mass.
     confidence  log-prob of the token at temperature 1, float32; None if the order needs none.
+    chosen      True where the token is revealed; None: everywhere.
     """
 
     token: Int[Tensor, "R C"]
     logp: Float[Tensor, "R C"]
     logq: Float[Tensor, "R C V"] | None
     confidence: Float[Tensor, "R C"] | None
+    chosen: Bool[Tensor, "R C"] | None = None
 
     def pick(self, chosen: Int[Tensor, "R n"]) -> Proposal:
         """The proposals that are revealed."""
@@ -597,6 +671,18 @@ def most_confident(
     return ranked.indices[:, :n]
 
 
+def confident(
+    conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], threshold: float
+) -> Bool[Tensor, "R C"]:
+    """Threshold decoding: the hidden candidates of confidence tau or more, at least the first.
+
+    Source: Fast-dLLM (arXiv 2505.22618), whose code drops those below tau: one that is equal stays.
+    A row with nothing hidden has none.
+    """
+    first = most_confident(conf, hidden, 1)
+    return (conf >= log_threshold(threshold)).scatter(1, first, True) & hidden
+
+
 def record_completions(
     model: Network,
     settings: Sampler,
@@ -610,7 +696,7 @@ def record_completions(
     for name in (name for name in COMPLETIONS if name in trace.records):
         u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
         guess = one_step_completion(model, h, trace.tokens[rows], settings, u)
-        trace.records[name][rows, step] = guess
+        trace.records[name][rows, own_step(trace, settings, step, rows)] = guess
 
 
 def one_step_completion(
@@ -650,16 +736,24 @@ def write(
 ) -> None:
     """Put the revealed tokens, their step and their log-probs into the trace."""
     where, start = (rows[:, None], positions), trace.tokens.shape[1] - settings.length
-    trace.tokens[rows[:, None], start + positions] = proposal.token
-    trace.unmask_step[where] = step
-    trace.logp[where] = proposal.logp.double()
+
+    def put(into: Tensor, at: tuple[Tensor, Tensor], value: Tensor | int) -> None:
+        if proposal.chosen is not None:  # the others keep what they have; no host is asked which
+            shape = proposal.chosen.shape + (1,) * (into.ndim - 2)
+            value = torch.where(proposal.chosen.view(shape), value, into[at])
+        into[at] = value
+
+    step = own_step(trace, settings, step, rows)
+    put(trace.tokens, (rows[:, None], start + positions), proposal.token)
+    put(trace.unmask_step, where, step if isinstance(step, int) else step[:, None])
+    put(trace.logp, where, proposal.logp.double())
     trace.dtype = proposal.logp.dtype
     if "entropy" in trace.records:
-        trace.records["entropy"][where] = proposal.entropy().double()
+        put(trace.records["entropy"], where, proposal.entropy().double())
     if "topk_ids" in trace.records:
         best = proposal.logq.topk(trace.records["topk_ids"].shape[-1], -1)
-        trace.records["topk_ids"][where] = best.indices
-        trace.records["topk_logp"][where] = best.values.double()
+        put(trace.records["topk_ids"], where, best.indices)
+        put(trace.records["topk_logp"], where, best.values.double())
 
 
 # ------------------------------------------------------------------------------------------- ending
@@ -668,12 +762,20 @@ def unfinished(
 ) -> Int[Tensor, " S"]:
     """The rows without EOS up to the block just finished.
 
-    The sampler's only host synchronisation of a block. transformers adds one of its own to a
-    forward by ``encode``: it asks whether a row is padded at all.
+    Without a threshold the sampler's only host synchronisation of a block. transformers adds one of
+    its own to a forward by ``encode``: it asks whether a row is padded at all.
     """
     start = trace.tokens.shape[1] - settings.length
     written = trace.tokens[rows, start : start + (block + 1) * settings.block_length]
     return rows[~(written == eos_token_id).any(1)]
+
+
+def still_open(
+    trace: Trace, rows: Int[Tensor, " R"], block: int, settings: Sampler
+) -> Int[Tensor, " S"]:
+    """The rows in which a position of the block is hidden; a host synchronisation, as above."""
+    step = trace.unmask_step[rows].unflatten(1, (settings.num_blocks, -1))[:, block]
+    return rows[(step < 0).any(1)]
 
 
 def after_end(
@@ -730,6 +832,9 @@ def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
 
 def network_calls(rollout: Rollout) -> int:
     """Number of (row, step) states that the network evaluates under early stopping.
+
+    With a threshold, those that the rows needed. What it costs that a row waits for its batch is
+    not counted: up to LOOK_EVERY - 1 steps a block; with the exact cache, until all rows are done.
 
     It counts states, whatever one costs. Of a bidirectional model that is a forward of P + L
     tokens; of a block-causal one, of the prompt and the blocks up to the current one; with the

@@ -77,19 +77,18 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("2.8", '_check_count("plan.num_states", num_states)\n    inside, block', "inside, block", "law_block_elbo_refusals"),
     # ------------------------------------------------------------------------------------------- 3.5 trajectory as a staircase
-    Mutant("3.5", "steps = by_block.T.reshape(total, 1)", "steps = by_block.reshape(total, 1)", "law_block_replay_states"),
+    Mutant("3.5", "* len(depth)", "", "law_block_replay_states"),
+    Mutant("3.5", "by_block.amin(1), by_block", "by_block.amax(1), by_block", "law_block_replay_reproduces_the_sampler"),
+    Mutant("3.5", "(first + depth[:, None, None])", "(first + depth.flip(0)[:, None, None])", "law_block_replay_states"),
+    Mutant("3.5", "unflatten(0, (-1, width))", "unflatten(0, (width, -1))", "law_block_replay_states"),
     Mutant(
         "3.5",
-        "steps = by_block.T.reshape(total, 1)",
-        "steps = by_block.reshape(total, 1)",
-        "law_block_replay_reproduces_the_sampler",
+        "steps <= final.minimum(last)",
+        "steps < final.minimum(last)",
+        "law_block_replay_gradient_is_the_policy_gradient",
     ),
-    Mutant(
-        "3.5", "steps = by_block.T.reshape(total, 1)", "steps = by_block.T.flip(0).reshape(total, 1)", "law_block_replay_states"
-    ),
-    Mutant("3.5", "unflatten(0, (blocks, -1))", "unflatten(0, (-1, blocks))", "law_block_replay_states"),
-    Mutant("3.5", "steps, steps <= last, one", "steps, steps < last, one", "law_block_replay_gradient_is_the_policy_gradient"),
-    Mutant("3.5", "steps, steps <= last, one", "steps, steps >= 0, one", "law_block_replay_costs_the_steps_of_a_block"),
+    Mutant("3.5", "steps <= final.minimum(last)", "steps <= final", "law_block_replay_costs_the_steps_of_a_block"),
+    Mutant("3.5", "first.where(first >= 0, at_most)", "first.clamp(min=0)", "law_block_replay_states"),
     Mutant(
         "3.5",
         "one = torch.ones_like(last",

@@ -65,15 +65,24 @@ def stale_logits(model, out, row: int) -> list[dict[int, Tensor]]:
     """By step, the logits of a row for the response positions that are computed anew, each where the network predicts it."""
     prompt, found, settings = out.prompt[row][out.prompt_mask[row]].tolist(), [], out.sampler
     everything, width, shift = range(len(prompt) + settings.length), settings.block_length, model.family is SHIFTED
-    for step in range(int(steps_run(out.unmask_step)[row])):
+    for step, (block, within) in enumerate(places(out, row)):
         response = out.response[row].masked_fill(sampler.hidden_before(out, step)[row], model.mask_token_id).tolist()
-        start = len(prompt) + step // settings.steps_per_block * width
-        if step % settings.steps_per_block == 0:
+        start = len(prompt) + block * width
+        if within == 0:
             logits, old = forward(model, prompt + response, list(everything), None)
         else:
             end = start + width if settings.cache == "dual" else everything.stop
             logits, _ = forward(model, prompt + response, list(range(max(start - shift, 0), end)), old)
         found.append({i - len(prompt): logits[max(i - shift, 0)] for i in logits if i >= start})
+    return found
+
+
+def places(out, row: int) -> list[tuple[int, int]]:
+    """By step of the row, its block and its number within it: by what it revealed, as blocks may differ in steps."""
+    found = []
+    for step in range(int(steps_run(out.unmask_step)[row])):
+        block = int((out.unmask_step[row] == step).nonzero()[0]) // out.sampler.block_length
+        found.append((block, sum(b == block for b, _ in found)))
     return found
 
 
@@ -83,16 +92,16 @@ def law_steps_are_those_of_stale_keys(model, settings: Sampler, given=None, reco
     out = run(model, settings, given, records=records, **words)
     noise = sampler.draw_noise(settings, len(out.response), seeded(), torch.device("cpu"), records)
     for row in range(len(out.response)):
-        for step, logits in enumerate(stale_logits(model, out, row)):
-            now = (out.unmask_step[row] == step).nonzero()[:, 0].tolist()
-            agrees_on_tokens(out, noise, row, step, now, logits)
+        for step, (logits, (block, within)) in enumerate(zip(stale_logits(model, out, row), places(out, row), strict=True)):
+            now, drawn_at = (out.unmask_step[row] == step).nonzero()[:, 0].tolist(), block * settings.steps_per_block + within
+            agrees_on_tokens(out, noise, row, drawn_at, now, logits)
             if settings.order == "low_confidence" and settings.temperature == 0:
                 best = {i: z.log_softmax(-1).max() for i, z in logits.items() if out.unmask_step[row, i] >= step}
                 block = [i for i in best if i // settings.block_length == now[0] // settings.block_length]
                 block.sort(key=lambda i: (-round(float(best[i]), 6), i))  # without a prompt, all are alike at first
                 assert sorted(block[: len(now)]) == now
             for name in set(records) & set(sampler.COMPLETIONS):
-                u = noise.completion[step, row] if name == "one_step_sampled" and settings.temperature else None
+                u = noise.completion[drawn_at, row] if name == "one_step_sampled" and settings.temperature else None
                 assert out.records[name][row, step].tolist() == completed(out, row, step, logits, u)
 
 
@@ -409,8 +418,8 @@ def test_a_run_says_so(tmp_path, capfd):
 
 # -------------------------------------------------------------------------------------------------------------- mutants
 ROLLOUT = {  # what is wrong: (where, a passage of it, its replacement)
-    "not refreshed at a new block": (sampler, "decode", "step % settings.steps_per_block == 0:", "step == 0:"),
-    "refreshed at every step": (sampler, "decode", "and step % settings.steps_per_block == 0:", "and True:"),
+    "not refreshed at a new block": (sampler, "decode", "in APPROXIMATE:", "in APPROXIMATE and block == 0:"),
+    "refreshed at every step": (sampler, "decode_block", "part, cache)", "part, DynamicCache())"),
     "the block stays in the cache": (sampler, "encode_rest", "crop(-width - lead)", "crop(0)"),
     "prefix is dual, and dual prefix": (sampler, "encode_rest", 'settings.cache == "dual"', 'settings.cache == "prefix"'),
     "the block lacks its first position": (sampler, "encode_rest", "(column >= first - lead)", "(column > first - lead)"),

@@ -1,0 +1,513 @@
+"""Threshold decoding in the sampler: its exact distribution by the oracle, replay, cost, and what is refused.
+
+Laws take the function that takes a step, or `generate`, from the module; the mutants at the end break it.
+"""
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import test_block_sampler
+import test_cache
+import tiny
+from minidrl import checkpoints, config, controls, oracle, sampler, trainer
+from minidrl.oracle import TabularDenoiser, trajectories
+from minidrl.sampler import LOOK_EVERY, RECORDS, Noise, Sampler, network_calls, steps_run
+from minidrl.tasks.countdown import Countdown
+from test_sampler import (
+    ORIGINAL,
+    ContextDenoiser,
+    FixedDenoiser,
+    HostQuestions,
+    Spy,
+    assert_same,
+    assert_topk,
+    chi_square_p,
+    empty_prompt,
+    prompts,
+    replayed,
+    seeded,
+)
+
+
+def settings_of(threshold=0.5, temperature=0.7, length=6, block_length=3, **more) -> Sampler:
+    words = {"temperature": temperature, "length": length, "block_length": block_length, "tokens_per_step": 1}
+    return Sampler(order="low_confidence", threshold=threshold, **words, **more)
+
+
+def drawn(model=None, settings=None, records=(), rows=6, eos=0, seed=0, generate=None, **more):
+    generate, noise = generate or sampler.generate, seeded(seed)
+    words = {"eos_token_id": eos, "num_generations": rows, "generator": noise, "records": records} | more
+    return generate(model or ContextDenoiser(), *prompts(), settings or settings_of(), **words)
+
+
+# ----------------------------------------------------------------------------------------------------------------- laws
+def cells(model, state, block, temperature):
+    """[(a number u for each position of the block, probability)]: one in each cell of the draws at its hidden positions."""
+    mask, choices = model.mask_token_id, []
+    logits = model.logits_at(state).detach()
+    for i in block:
+        if state[i] != mask:
+            choices.append([(0.5, 1.0)])
+        elif temperature == 0:
+            choices.append([(0.5, 1.0)])
+        else:
+            p = (logits[i] / temperature).softmax(-1)
+            choices.append(list(zip((p.cumsum(-1) - p / 2).tolist(), p.tolist(), strict=True)))
+    for draw in itertools.product(*choices):
+        chance = 1.0
+        for _, p in draw:
+            chance *= p
+        yield [u for u, _ in draw], chance
+
+
+def law_exact_law_of_the_trajectory(generate, tau, temperature=0.7, length=4, block_length=4, vocab=2, scale=1.5):
+    """P(response, unmask_step), with every draw summed over step by step, is the oracle's: no sampling, to 1e-12."""
+    model = TabularDenoiser.random(length, vocab, seeded(7), scale=scale)
+    settings = settings_of(tau, temperature, length, block_length)
+    paths = {((vocab,) * length, (-1,) * length): 1.0}
+    for step in range(settings.num_steps):
+        start = step // settings.steps_per_block * block_length
+        block, longer, rows = range(start, start + block_length), Counter(), []
+        for (state, steps), chance in paths.items():
+            rows += [(state, steps, u, chance * p) for u, p in cells(model, state, block, temperature)]
+        states, steps, u, chance = zip(*rows, strict=True)
+        trace = sampler.blank_trace(*empty_prompt(len(rows)), settings, vocab, ())
+        trace.tokens, trace.unmask_step = torch.tensor(states), torch.tensor(steps)
+        uniform = torch.zeros(settings.num_steps, len(rows), block_length, dtype=torch.float64)
+        uniform[step] = torch.tensor(u, dtype=torch.float64)
+        noise = Noise(None, uniform if temperature else None)
+        sampler.reveal(model, settings, trace, noise, step, torch.arange(len(rows)), None)
+        for state, at, p in zip(trace.tokens.tolist(), trace.unmask_step.tolist(), chance, strict=True):
+            longer[tuple(state), tuple(at)] += p
+        paths = longer
+    exact = trajectories(model, "low_confidence", temperature, 1, block_length, None, tau)
+    exact = {(path.response, path.unmask_step): float(path.prob.detach()) for path in exact}
+    assert paths.keys() == exact.keys(), "other trajectories"
+    assert sum(exact.values()) == pytest.approx(1, abs=1e-12)
+    for key, p in exact.items():
+        assert paths[key] == pytest.approx(p, abs=1e-12), key
+    return Counter(max(steps) + 1 for _, steps in exact)
+
+
+def law_drawn_from_it(generate, eos=1, tau=0.6, draws=20_000):
+    """The same through `generate`, with two blocks and an EOS, by a chi-square test."""
+    model = TabularDenoiser.random(4, 3, seeded(7), scale=1.5)
+    out = generate(
+        model, *empty_prompt(), settings_of(tau, 0.7, 4, 2), eos_token_id=eos, num_generations=draws, generator=seeded()
+    )
+    exact = trajectories(model, "low_confidence", 0.7, 1, 2, eos, tau)
+    law = {(path.response, path.unmask_step): float(path.prob.detach()) for path in exact}
+    rows = zip(out.response.tolist(), out.unmask_step.tolist(), strict=True)
+    assert chi_square_p(Counter((tuple(r), tuple(s)) for r, s in rows), law) > 1e-4
+
+
+def law_scores_replay(generate, temperature=0.7, dtype=torch.float64, eos=0):
+    """logp, entropy, topk and one_step equal what the network says of the replayed states; steps of a row have no gap."""
+    model, records = ContextDenoiser(dtype=dtype), RECORDS if temperature else tuple(r for r in RECORDS if r != "topk")
+    out = drawn(model, settings_of(temperature=temperature), records, 8, eos, generate=generate)
+    logp, entropy, taken = torch.zeros_like(out.logp), torch.zeros_like(out.logp), steps_run(out.unmask_step)
+    for step in range(out.sampler.num_steps):
+        logits, now = replayed(out, model, step), out.unmask_step == step
+        assert torch.equal(now.any(1), step < taken), "each step of a row reveals something"
+        completion = torch.where(sampler.hidden_before(out, step), logits.argmax(-1), out.response)
+        completion = torch.where((step < taken)[:, None], completion, out.response)
+        assert torch.equal(out.records["one_step"][:, step], completion)
+        if temperature:
+            logq = (logits.to(logp.dtype) / temperature).log_softmax(-1)
+            logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
+            entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
+            assert_topk(out, logq, now)
+        else:
+            assert torch.equal(logits.argmax(-1)[now], out.response[now])
+    torch.testing.assert_close(out.logp, logp)
+    torch.testing.assert_close(out.records["entropy"], entropy)
+    assert not temperature or len(set(taken.tolist())) > 1, "rows should take different numbers of steps"
+
+
+def law_the_rule(generate, tau=0.5):
+    """Greedy: a step reveals the hidden positions of the block of probability tau or more, or else the likeliest alone."""
+    model = ContextDenoiser()
+    out, several, alone = drawn(model, settings_of(tau, 0.0, 8, 4), eos=None, generate=generate), 0, 0
+    for b in range(len(out.response)):
+        for step in range(int(steps_run(out.unmask_step)[b])):
+            best = replayed(out, model, step)[b].softmax(-1).amax(-1)
+            hidden, now = (
+                set((x[b]).nonzero()[:, 0].tolist()) for x in (sampler.hidden_before(out, step), out.unmask_step == step)
+            )
+            block = {i for i in hidden if i // 4 == min(hidden) // 4}
+            sure = {i for i in block if best[i] >= tau}
+            several, alone = several + (len(sure) > 1), alone + (not sure)
+            assert now == (sure or {max(block, key=lambda i: best[i])})
+    assert several and alone, "the fixture shows one case only"
+
+
+def law_same_whatever_the_cost(generate, block_length=12, tau=0.6):
+    """early_stop, micro_batch and who else goes on change neither the Rollout nor the state of the generator."""
+    records, ends = RECORDS, set()
+    outs, calls = [], []
+    agree = lambda rows, left: torch.cat([left, rows[~torch.isin(rows, left)][:1]]).sort().values if len(left) else left  # noqa: E731
+    variants = [{"early_stop": stop, "micro_batch": size} for stop in (True, False) for size in (None, 1, 4)]
+    for words in [*variants, {"agree": agree}, {"agree": agree, "micro_batch": 4}]:
+        g, model = seeded(5), Spy(ContextDenoiser())
+        settings = settings_of(tau, 0.7, 24, block_length)
+        outs.append(
+            generate(model, *prompts(), settings, eos_token_id=0, num_generations=4, generator=g, records=records, **words)
+        )
+        ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))
+        calls.append(sum(map(len, model.states)))
+    for other in outs[1:]:
+        assert_same(outs[0], other)
+    assert len(ends) == 1 and len(set(steps_run(outs[0].unmask_step).tolist())) > 1
+    steps = outs[0].unmask_step.unflatten(1, (-1, block_length))
+    own = [{*block.tolist()} - {-1} for row in steps for block in row]  # the steps that each row took in each block
+    looked = [min(block_length, -(-len(taken) // LOOK_EVERY) * LOOK_EVERY) for taken in own]
+    assert network_calls(outs[0]) == sum(map(len, own)) and calls[0] == sum(looked) < calls[3], calls
+
+
+def law_rows_are_independent(generate):
+    """A row does not change when the prompts of the other rows do."""
+    prompt, mask = prompts()
+    settings = settings_of(0.6, 0.7, 12, 6)
+    run = partial(generate, ContextDenoiser(), settings=settings, eos_token_id=None, num_generations=4, records=RECORDS)
+    a = run(prompt, mask, generator=seeded(2))
+    changed = prompt.clone()
+    changed[0, -1], changed[2] = 2, torch.tensor([1, 3, 3, 3])
+    b = run(changed, mask, generator=seeded(2))
+    assert not torch.equal(steps_run(a.unmask_step), steps_run(b.unmask_step))
+    for x, y in ((a.response, b.response), (a.unmask_step, b.unmask_step), *((a.records[n], b.records[n]) for n in a.records)):
+        assert torch.equal(x[4:8], y[4:8])
+
+
+def law_host_is_asked_every_few_steps(generate):
+    """At most one question per LOOK_EVERY steps and one a block; without early stopping none but the last."""
+    settings = settings_of(0.95, 1.0, 24, 12)
+    for stop, most in ((True, settings.num_blocks * (12 // LOOK_EVERY) + 1), (False, 1)):
+        with HostQuestions() as questions:
+            drawn(settings=settings, records=RECORDS, early_stop=stop, generate=generate)
+        assert 1 <= questions.count <= most, questions.count
+
+
+# --------------------------------------------------------------------------------------------- the laws hold in minidrl
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("tau, block_length, vocab", [(0.6, 4, 2), (0.8, 4, 2), (0.6, 2, 2), (0.45, 2, 3), (0.5, 4, 3)])
+def test_exact_law_of_the_trajectory(tau, block_length, vocab, temperature):
+    lengths = law_exact_law_of_the_trajectory(sampler.generate, tau, temperature, 4, block_length, vocab)
+    assert temperature == 0 or len(lengths) > 1, "trajectories of one length only"
+
+
+def test_the_ends_of_tau_are_fixed_steps():
+    """tau 0: the block at once; tau 1: one token a step, where no token is certain. Texts, steps, scores and the generator."""
+    for tau, tokens in ((0.0, 3), (1.0, 1)):
+        fixed = drawn(settings=replace(settings_of(None), tokens_per_step=tokens, order="low_confidence"), records=("entropy",))
+        own = drawn(settings=settings_of(tau), records=("entropy",))
+        if tokens == 1:
+            assert_same(replace(own, sampler=None), replace(fixed, sampler=None))
+        else:
+            assert torch.equal(own.unmask_step, fixed.unmask_step)  # its noise is drawn for more steps
+
+
+def test_drawn_from_it():
+    law_drawn_from_it(sampler.generate)
+    law_drawn_from_it(sampler.generate, eos=None, tau=0.5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_replay(temperature, dtype):
+    law_scores_replay(sampler.generate, temperature, dtype)
+    law_scores_replay(sampler.generate, temperature, dtype, eos=None)
+
+
+def test_the_rule():
+    law_the_rule(sampler.generate)
+    law_the_rule(sampler.generate, 0.7)
+
+
+@pytest.mark.parametrize("block_length", [3, 6, 12])
+def test_same_whatever_the_cost(block_length):
+    law_same_whatever_the_cost(sampler.generate, block_length)
+
+
+def test_rows_are_independent():
+    law_rows_are_independent(sampler.generate)
+
+
+def test_host_questions():
+    law_host_is_asked_every_few_steps(sampler.generate)
+
+
+def test_at_tau_is_revealed():
+    """Probabilities of exactly a half: all at once, at tau 1/2; one by one from the left, above."""
+    model = FixedDenoiser(torch.zeros(2))
+    out = drawn(model, settings_of(0.5, 1.0, 8, 8), eos=None)
+    assert not out.unmask_step.any()
+    out = drawn(model, settings_of(0.51, 1.0, 8, 8), eos=None)
+    assert torch.equal(out.unmask_step, torch.arange(8).expand_as(out.unmask_step))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_raise(bad, temperature):
+    model = FixedDenoiser(torch.tensor([0.0, bad, 1.0]))
+    with pytest.raises(FloatingPointError, match=r"^logits: the model returned NaN or \+inf$"):
+        drawn(model, settings_of(0.9, temperature))
+
+
+def law_the_cost_changes_nothing_with_a_cache(model, settings):
+    """Rows that leave a block, and micro-batches, change no row."""
+    out = test_block_sampler.run(model, settings)
+    for words in ({"early_stop": False}, {"micro_batch": 1}, {"micro_batch": 5}):
+        test_block_sampler.same(out, test_block_sampler.run(model, settings, **words))
+    return out
+
+
+@pytest.mark.parametrize("wrong", ["torch.arange(len(left))", "torch.searchsorted(rows, rows[-len(left) :])"])
+@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
+def test_keys_stay_with_their_rows(cache, wrong, monkeypatch):
+    model, settings = test_block_sampler.network(None), replace(test_cache.settings_of(cache, 8), threshold=0.6)
+    law_the_cost_changes_nothing_with_a_cache(model, settings)
+    test_block_sampler.install(monkeypatch, sampler, "decode_block", "torch.searchsorted(rows, left)", wrong)
+    with pytest.raises(AssertionError):
+        law_the_cost_changes_nothing_with_a_cache(model, settings)
+
+
+@pytest.mark.parametrize("block_length", [8, 4, 2])
+@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
+def test_with_the_approximate_caches(cache, block_length):
+    """Each row's steps are those of the network written out, with keys and values as its block's first step left them."""
+    run, same = test_block_sampler.run, test_block_sampler.same
+    model, records = test_block_sampler.network(None), () if cache == "dual" else ("one_step", "one_step_sampled")
+    settings = replace(test_cache.settings_of(cache, block_length), threshold=0.6)
+    test_cache.law_steps_are_those_of_stale_keys(model, settings, records=("entropy", *records))
+    out = law_the_cost_changes_nothing_with_a_cache(model, settings)
+    assert len({tuple(row) for row in out.unmask_step.tolist()}) > 2 and (out.unmask_step.amax(1) < 7).any()
+    if block_length == 8:  # with one step a block nothing is out of date
+        whole = replace(settings, threshold=0.0)
+        same(run(model, whole), run(model, replace(whole, cache="none")))
+
+
+@pytest.mark.parametrize("block_length", [8, 4, 2])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_with_the_exact_cache(block_length, temperature):
+    block = test_block_sampler
+    settings = replace(block.settings_of(block_length, 1, temperature=temperature), threshold=0.6)
+    model = block.network(block_length)
+    block.law_the_cache_changes_nothing(model, settings)
+    block.law_the_cache_changes_nothing(model, settings, eos_token_id=None)
+    block.law_scores_replay(model, settings)
+    if temperature:
+        block.law_the_cost_changes_nothing(model, settings)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"threshold": 1.5}, "threshold: got 1.5; allowed None or a number from 0 to 1"),
+        ({"threshold": "high"}, "threshold: got 'high'; allowed None or a number from 0 to 1"),
+        ({"threshold": True}, "threshold: got True; allowed None or a number from 0 to 1"),
+        ({"threshold": float("nan")}, "threshold: got nan; allowed None or a number from 0 to 1"),
+        (
+            {"order": "random"},
+            "order: got 'random' with threshold 0.5; allowed low_confidence, the order that has a confidence",
+        ),
+        (
+            {"tokens_per_step": 3},
+            "tokens_per_step: got 3 with threshold 0.5; allowed 1, the fewest tokens that a step reveals",
+        ),
+    ],
+)
+def test_what_is_refused(change, message):
+    with pytest.raises(ValueError) as error:
+        replace(settings_of(), **change)
+    assert str(error.value) == message
+
+
+def test_settings_count_the_most_steps():
+    assert (settings_of().num_blocks, settings_of().steps_per_block, settings_of().num_steps) == (2, 3, 6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("random", 1.0, 1, None, None, 0.5),
+        ("low_confidence", 1.0, 2, None, None, 0.5),
+        ("low_confidence", 1.0, 1, None, None, 2),
+    ],
+)
+def test_the_oracle_refuses_too(words):
+    with pytest.raises(ValueError, match="^threshold: got .* allowed None, or 0..1 with order low_confidence"):
+        trajectories(TabularDenoiser.random(2, 2, seeded()), *words)
+
+
+def test_controls_in_another_order_have_no_threshold(monkeypatch):
+    """`controls` judges a base in every order: the others have no confidence."""
+    asked = []
+    monkeypatch.setattr(trainer, "evaluate", lambda model, tok, task, decoding, **how: asked.append(decoding) or {})
+    settings = tiny.settings(sampler=replace(tiny.settings().sampler, order="low_confidence", tokens_per_step=1, threshold=0.9))
+    for order in sampler.ORDERS:
+        controls.solved(None, None, settings, 1.0, order=order)
+    controls.solved(None, None, settings, 1.0)
+    assert [(s.order, s.threshold) for s in asked] == [
+        ("random", None), ("low_confidence", 0.9), ("left_to_right", None), ("right_to_left", None), ("low_confidence", 0.9)
+    ]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- benchmarks/threshold.py
+@pytest.mark.parametrize("tokens, tau", [(1, None), (3, None), (1, 0.7)])
+def test_the_benchmark_measures_what_the_oracle_says(tokens, tau, monkeypatch):
+    """Calls, selection factor, sum of the tokens' probabilities, cosine and error, each from the enumeration alone."""
+    bench = tiny.script("threshold")
+    monkeypatch.setattr(bench, "LENGTH", 3)
+    model, reward = bench.world(5)
+    paths = trajectories(model, "low_confidence", 1.0, tokens, None, None, tau)
+    mean = float(oracle.expected_reward(paths, reward.__getitem__).detach())
+    truth = oracle.policy_gradient(model, "low_confidence", 1.0, tokens, reward.__getitem__, None, None, tau)
+    score = partial(oracle.token_score, model)
+    got = oracle.table_gradient(model, oracle.score_expectation(paths, score, lambda y: reward[y] - mean))
+    found, p = bench.selection(5, tokens, tau), [float(path.prob.detach()) for path in paths]
+    ll = [float(score(path).detach()) for path in paths]
+    left_out = sum(a * (b - math.log(a)) for a, b in zip(p, ll, strict=True))
+    expected = {
+        "calls": sum(a * (max(path.unmask_step) + 1) for a, path in zip(p, paths, strict=True)),
+        "selection": left_out,
+        "share of it": left_out / -sum(a * math.log(a) for a in p),
+        "total": sum(map(math.exp, ll)),
+        "cosine": float((got * truth).sum() / got.norm() / truth.norm()),
+        "error": float((got - truth).norm() / truth.norm()),
+        "exact": 0.0,
+    }
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert (tokens == 3) == (abs(left_out) < 1e-9)
+
+
+def test_the_benchmark_judges_as_evaluate_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    bench = tiny.script("threshold")
+    words = {"order": "low_confidence", "tokens_per_step": 1, "threshold": None}
+    decoding = replace(tiny.settings().sampler, **words)
+    base = str(tiny.checkpoint(tmp_path / "base"))
+    settings = tiny.settings(model=base, evaluate=config.Evaluation(n=16), sampler=decoding)
+    model, tok = checkpoints.load(base)
+    own = trainer.evaluate(model, tok, settings.task, replace(decoding, threshold=0.2), n=16, seed=3)["solved"]
+    found = bench.judged(model, tok, settings, replace(decoding, threshold=0.2), 3)
+    assert found["solved (%)"] == 100 * own and 1 <= found["calls"] <= found["batch"] <= decoding.num_steps
+    assert bench.judged(model, tok, settings, decoding, 3)["batch"] <= decoding.num_steps
+    monkeypatch.setattr(bench, "judged", lambda *a: {"solved (%)": 10 * a[-1] + (a[-2].threshold or 0), "calls": 2, "batch": 3})
+    lines = bench.decoding_table(settings, 1.0, 2).splitlines()[2:]
+    fixed = [n for n in bench.FIXED if decoding.block_length % n == 0]
+    assert len(lines) == len(fixed) + len(bench.TAUS)
+    first, *_, last = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert first[0] == "1 a step" and first[-1] == "" and first[3].startswith("5.0 [")
+    assert last == ["threshold 0.5", "2.00 [2.00, 2.00]", "3.00", last[3], "0.5 [0.5, 0.5]"]
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+def only_above(conf, hidden, threshold):
+    return (conf >= sampler.log_threshold(threshold)) & hidden
+
+
+def without_the_first(conf, hidden, threshold):
+    above = (conf >= sampler.log_threshold(threshold)) & hidden
+    return torch.where(above.any(1, keepdim=True), above, hidden)
+
+
+def below(conf, hidden, threshold):
+    return ORIGINAL["confident"](-conf, hidden, threshold)
+
+
+def what_is_shown_too(conf, hidden, threshold):
+    return ORIGINAL["confident"](conf, torch.ones_like(hidden), threshold)
+
+
+def first_of_all(conf, hidden, threshold):
+    first = ORIGINAL["most_confident"](conf, torch.ones_like(hidden), 1)
+    return (conf >= sampler.log_threshold(threshold)).scatter(1, first, True) & hidden
+
+
+def threshold_of_logs(threshold):
+    return threshold - 1
+
+
+def strictly_above(conf, hidden, threshold):
+    return ORIGINAL["confident"](conf - 1e-6, hidden, threshold)
+
+
+def confidence_at_sampling_t(logits, temperature, u, with_confidence):
+    proposal = ORIGINAL["propose"](logits, temperature, u, with_confidence)
+    return replace(proposal, confidence=proposal.logp.float())
+
+
+def step_of_the_batch(trace, settings, step, rows):
+    return step
+
+
+def one_step_late(trace, settings, step, rows):
+    return trace.unmask_step[rows].amax(1) + 2
+
+
+def steps_of_the_first_row(trace, settings, step, rows):
+    return ORIGINAL["own_step"](trace, settings, step, rows[:1]).expand(len(rows))
+
+
+def dropped_too_early(trace, rows, block, settings):
+    return ORIGINAL["still_open"](trace, rows, block, settings)[1:]
+
+
+def never_dropped(trace, rows, block, settings):
+    return rows
+
+
+def of_the_first_block(trace, rows, block, settings):
+    return ORIGINAL["still_open"](trace, rows, 0, settings)
+
+
+def noise_of_the_own_step(model, settings, trace, noise, step, rows, cache):
+    own = ORIGINAL["own_step"](trace, settings, step, rows)
+    uniform = noise.uniform.clone()
+    uniform[step, rows] = noise.uniform[own.sum() % settings.num_steps, rows]
+    ORIGINAL["reveal"](model, settings, trace, replace(noise, uniform=uniform), step, rows, cache)
+
+
+def asked_at_every_step(trace, settings, step, rows):
+    own = ORIGINAL["own_step"](trace, settings, step, rows)
+    assert int(own.amax()) >= 0
+    return own
+
+
+exact = partial(law_exact_law_of_the_trajectory, tau=0.6)
+MUTANTS = [
+    ("confident", only_above, exact),
+    ("confident", without_the_first, exact),
+    ("confident", below, exact),
+    ("confident", what_is_shown_too, exact),
+    ("confident", first_of_all, exact),
+    ("confident", strictly_above, partial(law_exact_law_of_the_trajectory, tau=0.5, scale=0.0)),
+    ("log_threshold", threshold_of_logs, exact),
+    ("propose", confidence_at_sampling_t, exact),
+    ("confident", what_is_shown_too, law_drawn_from_it),
+    ("own_step", step_of_the_batch, partial(exact, block_length=2)),
+    ("own_step", step_of_the_batch, law_scores_replay),
+    ("own_step", one_step_late, exact),
+    ("own_step", steps_of_the_first_row, partial(law_scores_replay, eos=None)),
+    ("own_step", asked_at_every_step, law_host_is_asked_every_few_steps),
+    ("still_open", dropped_too_early, law_same_whatever_the_cost),
+    ("still_open", never_dropped, law_same_whatever_the_cost),
+    ("still_open", of_the_first_block, law_same_whatever_the_cost),
+    ("reveal", noise_of_the_own_step, law_rows_are_independent),
+    ("confident", only_above, law_the_rule),
+    ("confident", without_the_first, law_the_rule),
+]
+
+
+@pytest.mark.parametrize("attribute, mutant, law", MUTANTS, ids=[mutant.__name__ for _, mutant, _ in MUTANTS])
+def test_mutant_is_killed(attribute, mutant, law, monkeypatch):
+    law(sampler.generate)
+    monkeypatch.setattr(sampler, attribute, mutant)
+    with pytest.raises(AssertionError):
+        law(sampler.generate)
