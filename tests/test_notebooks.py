@@ -27,7 +27,7 @@ ALLOWED_OUTPUTS = {"text/plain", "text/markdown", "text/latex", "image/png"}
 FORBIDDEN_TAGS = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception", "raises-exception"}
 MAX_CELL_LINES = 30
 # Columns of a line of code, in the notebooks that keep to it: a cell of 88 needs no scrolling beside its output.
-WIDTHS = {"00a_build_a_model.ipynb": 88}
+WIDTHS = {"00a_build_a_model.ipynb": 88, "00b_build_its_policy_gradient.ipynb": 88}
 
 
 def text_of(value: str | list[str]) -> str:
