@@ -163,7 +163,7 @@ def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("model", nargs="?", help="a folder, or the name of a model on the Hub")
     text = "default: that of the config; python -m minidrl tasks lists them"
     sub.add_argument("--task", help=text)
-    text = f"where difficulty and sampler are read from (default {SHIPPED})"
+    text = f"where task and sampler are read from (default: the model's run, else {SHIPPED})"
     sub.add_argument("--config", help=text)
     sub.add_argument("--n", default="512")
     sub.add_argument("--temperature", default="1.0")
@@ -353,7 +353,7 @@ def _evaluated(arguments, overrides, config, length: int | None):
     """The settings of an evaluation: a config's, of whose task another name leaves nothing."""
     from minidrl.tasks import DEFAULT
 
-    path, chosen = Path(arguments.config or _shipped_config()), {}
+    path, chosen = Path(arguments.config or _config_of(arguments.model)), {}
     data = config.read(path)
     own, task = data.get("sampler"), data.get("task", {})
     if arguments.task and (
@@ -382,9 +382,20 @@ def _print_scores(found, arguments, temperature: float, several: bool) -> None:
     _print(f"{at}{said}, on {result['n']} held-out problems")
 
 
-def _shipped_config() -> Path:
-    # Here, or in the repository that this package stands in, wherever the user is.
-    return SHIPPED if SHIPPED.is_file() else Path(__file__).parents[1] / SHIPPED
+def _config_of(model: str) -> Path:
+    """What a model was trained by, or is to be trained by: of its run, else a shipped config."""
+    from minidrl import config
+
+    folder = Path(model)
+    shipped = SHIPPED if SHIPPED.is_file() else Path(__file__).parents[1] / SHIPPED
+    for path in (folder / "config.yaml", folder.parent / "config.yaml"):
+        if path.is_file() and "model" in config.read(path):
+            return path
+    for path in sorted(shipped.parent.glob("*.yaml")):
+        base = path.parent / str(config.read(path).get("model", ""))
+        if base.resolve() == folder.resolve():
+            return path
+    return shipped
 
 
 def _compare(arguments, overrides) -> None:

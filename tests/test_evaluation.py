@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import tiny
+from minidrl import __main__ as cli
 from minidrl import evaluation, files, intervals, sampler, trainer
 from minidrl.__main__ import main
 from minidrl.tasks.countdown import tokenizer
@@ -398,3 +399,18 @@ def test_a_known_answer_that_cannot_be_read_is_named(own, capfd):
 def test_the_tasks_are_listed_and_one_is_named(capfd):
     assert main(["tasks", "math500"]) == 0
     assert capfd.readouterr().out.startswith("math500     500 problems of MATH")
+
+
+@pytest.mark.parametrize("base", ["countdown20", "countdown", "countdown_block", "sudoku"])
+def test_a_shipped_base_is_asked_by_the_first_config_that_trains_it(base):
+    folder = tiny.ROOT / "tiny_models" / f"{base}_base"
+    assert cli._config_of(str(folder)).name == f"{base}_cpu.yaml"
+
+
+def test_what_a_run_has_made_is_asked_by_the_settings_of_the_run(tmp_path):
+    own = tmp_path / "run" / "config.yaml"
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    own.write_text("model: elsewhere\n")
+    assert cli._config_of(str(tmp_path / "run")) == own == cli._config_of(str(tmp_path / "run" / "checkpoint-3"))
+    own.write_text("network: {}\n")  # of pretrain, which has no evaluation of its own
+    assert cli._config_of(str(tmp_path / "run")).name == "countdown_cpu.yaml" == cli._config_of("who/knows").name
