@@ -234,7 +234,7 @@ def half_learner(patch, method: str = "grpo", **changes) -> trainer.Learner:
     return learner
 
 
-def in_bfloat16(folder: Path, row: str, half: bool = True, spoil: Callable = lambda patch, learner: None) -> dict:
+def in_bfloat16(folder: Path, row: str, spoil: Callable = lambda patch, learner: None, half: bool = True) -> dict:
     """Features of both passes, and gradients; not ``half``: all in float32."""
     with patched() as (patch, _):
         rollout = tiny.experience(learner_of(patch, row, "float32")).rollout
@@ -420,7 +420,7 @@ MUTANTS = {
     "own features": ("given grpo float64", own_features),
     "double fill": ("few 3 reinforce", double_fill),
     "no policy": ("bfloat16 grpo", another_policy(lambda module: True)),
-    "a head in float32": ("bfloat16 grpo", another_policy(lambda module: isinstance(module, torch.nn.Linear))),
+    "a head in float32": ("bfloat16 grpo", another_policy(lambda m: isinstance(m, torch.nn.Linear), param_dtype=torch.float32)),
     "sums in bfloat16": ("bfloat16 grpo", another_policy(lambda module: True, param_dtype=torch.bfloat16)),
 }
 
