@@ -197,6 +197,11 @@ class Train:
     and values that are out of date; the metric ``rollout_kl`` says how far that takes it, in nats a
     token).
 
+    ``compute_dtype`` bfloat16, for several processes that train all weights in float32: forwards
+    and backwards, rollouts included, are of bfloat16 copies of the weights, made for one layer at a
+    time. The weights, the sum of their gradients and the moments stay float32. weights: the
+    arithmetic is in the dtype of the weights.
+
     Memory (``python -m minidrl memory CONFIG`` adds it up): ``dtype`` of the network, float32,
     bfloat16 or as stored; ``quantize``: the weights of the linear layers in 4 bits, below adapters
     only (QLoRA); ``gradient_checkpointing``: the activations of a layer are computed again in the
@@ -209,6 +214,7 @@ class Train:
 
     model: str = ""
     dtype: str = "stored"
+    compute_dtype: str = "weights"
     quantize: bool = False
     lora: Lora = field(default_factory=Lora)
     gradient_checkpointing: bool = False
@@ -245,6 +251,8 @@ class Train:
         _check_machine(self.device, self.threads)
         _one_of("rollout_dtype", self.rollout_dtype, "float32", "bfloat16")
         _one_of("dtype", self.dtype, "stored", "float32", "bfloat16")
+        _one_of("compute_dtype", self.compute_dtype, "weights", "bfloat16")
+        self._check_compute_dtype()
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
         check_length(self.task, self.sampler.length)
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
@@ -258,6 +266,19 @@ class Train:
         if self.filter_groups and self.num_generations == 1:
             allowed = "from 2 (a group of one would always go)"
             raise ValueError(f"filter_groups: got True with num_generations 1; allowed {allowed}")
+
+    def _check_compute_dtype(self) -> None:
+        if self.compute_dtype == "weights":
+            return
+        needed = {"dtype": self.dtype, "rollout_dtype": self.rollout_dtype}
+        for key, value in needed.items():
+            if value != "float32":
+                got = f"{self.compute_dtype!r} with {key} {value}"
+                raise ValueError(f"compute_dtype: got {got}; allowed weights, or {key} float32")
+        if self.lora.rank:
+            got = f"{self.compute_dtype!r} with lora.rank {self.lora.rank}"
+            allowed = "weights: the dtype of the base is that of the arithmetic"
+            raise ValueError(f"compute_dtype: got {got}; allowed {allowed}")
 
 
 def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) -> Any:

@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minidrl import sampler
@@ -97,6 +98,14 @@ def check_settings(settings: Any) -> None:
         if getattr(settings, key) and count > 1:
             got = f"True with {count} processes"
             raise ValueError(f"{key}: got {got}; allowed False, or one process")
+    check_compute_dtype(settings, count)
+
+
+def check_compute_dtype(settings: Any, count: int) -> None:
+    """ValueError for a ``compute_dtype`` of its own in one process, which gathers no weights."""
+    if settings.compute_dtype != "weights" and count == 1:
+        got = f"{settings.compute_dtype!r} with one process"
+        raise ValueError(f"compute_dtype: got {got}; allowed weights, or several processes")
 
 
 def collectively(call: Callable[[], Any]) -> Any:
@@ -239,18 +248,31 @@ def gather_rows(value: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------- sharded weights
-def shard(*denoisers: Denoiser | None) -> None:
+# How torch gathers what is trained: whole, on the CPU of process 0 and nowhere else, one tensor at
+# a time. What is loaded does not go through torch's counterpart: it would need all moments, whole,
+# in main memory, and a second share of the weights beside the first.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+
+
+def shard(*denoisers: Denoiser | None, compute_dtype: str = "weights") -> None:
     """In place, each process keeps a share of each weight (FSDP2); None is passed over.
 
     So are networks that are others' twins. What is gathered for one forward or backward at a time:
     a layer, the rest of the body, or the head. Gradients are summed.
+
+    ``compute_dtype`` bfloat16: what is gathered is rounded to it, by torch's own policy of mixed
+    precision. The function is that of ``denoiser.rounded``; each backward's gradient is rounded as
+    its is, then summed over backwards and processes in float32, for the weights in float32.
     """
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != "weights":
+        policy = MixedPrecisionPolicy(getattr(torch, compute_dtype), reduce_dtype=torch.float32)
     for denoiser in denoisers if num_processes() > 1 else ():
         if denoiser is not None and not isinstance(denoiser.model.model, FSDPModule):
-            _shard(denoiser)
+            _shard(denoiser, policy)
 
 
-def _shard(denoiser: Denoiser) -> None:
+def _shard(denoiser: Denoiser, policy: MixedPrecisionPolicy) -> None:
     network = denoiser.model
     if network.config.tie_word_embeddings:
         got = f"tied embeddings with {num_processes()} processes"
@@ -259,7 +281,7 @@ def _shard(denoiser: Denoiser) -> None:
     plain = with_parameters(denoiser, empty)
     mesh = init_device_mesh(denoiser.device.type, (num_processes(),))
     for module in (*network.model.layers, network.model, network.lm_head):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the default is a mean over the processes
@@ -279,14 +301,6 @@ def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def gather_to_main(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sharded tensors, whole and on the CPU of process 0, one at a time; nothing elsewhere."""
-    if num_processes() == 1:
-        return tensors
-    pairs = ((name, full_tensor(value)) for name, value in tensors.items())
-    return {name: value.cpu() for name, value in pairs if is_main()}
-
-
 def unsharded_copy(denoiser: Denoiser) -> Denoiser:
     """A plain copy of a sharded network, for ``checkpoints.save``.
 
@@ -294,9 +308,9 @@ def unsharded_copy(denoiser: Denoiser) -> Denoiser:
     """
     if num_processes() == 1:
         return denoiser
-    trained = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
     values = dict(denoiser.plain.named_parameters())
-    return with_parameters(denoiser.plain, values | gather_to_main(trained))
+    trained = get_model_state_dict(denoiser, options=WHOLE)
+    return with_parameters(denoiser.plain, values | trained)
 
 
 def empty_copy(denoiser: Denoiser) -> Denoiser:

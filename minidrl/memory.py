@@ -12,8 +12,9 @@ are trained (adapters only, where there are any):
     rollout_weights  n, only for a sampler of its own dtype
 
 Transient. N tokens are a micro-batch of sequences, or all that there are where that is less; D, A,
-F, V the widths of hidden state, attention, MLP and vocabulary; e the element size. The parts below
-are sums of the tensors that transformers' layers keep for a backward pass:
+F, V the widths of hidden state, attention, MLP and vocabulary; e the element size of the
+arithmetic: of ``compute_dtype``, or of the weights. The parts below are sums of the tensors that
+transformers' layers keep for a backward pass:
 
     activations      what autograd keeps of the body. A layer keeps N times
                          norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the
@@ -27,7 +28,8 @@ are sums of the tensors that transformers' layers keep for a backward pass:
                      keeps its input, e D, instead
     layer            one layer on its way back: two gradients of width F, and with checkpointing
                      what it had not kept; over 4 bits, D F unpacked weights. Or a layer of the
-                     reference on its way there, with an exact penalty
+                     reference on its way there, with an exact penalty. Several GPUs: what is
+                     gathered for it, see ``_gathered``
     logits           float32 arrays of R x V, R the rows to which the head is applied at a time:
                      logits, log-probabilities, a gradient; more for more features. The hidden
                      states of all rows of the micro-batch and their gradient. Where the head is
@@ -108,9 +110,12 @@ def predict(
     with torch.device("meta"):
         network = family.network(shape)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
+    own = settings.compute_dtype != "weights"
+    compute = getattr(torch, settings.compute_dtype) if own else dtype
     plan = draw(method, rollout, torch.Generator().manual_seed(settings.seed))
     parts = _resident(settings, method, network, dtype, gpus)
-    parts |= _transient(settings, method, rollout, plan, network, dtype, gpus)
+    sizes = compute.itemsize, dtype.itemsize
+    parts |= _transient(settings, method, rollout, plan, network, sizes, gpus)
     grown, copied = parts["optimizer"] // 2, torch.device(settings.device).type == "cuda"
     several = _share(plan.network_calls, gpus) > settings.micro_batch
     return parts | {"gradients": grown, "earlier": grown * several, "step": grown * copied}
@@ -211,10 +216,11 @@ def _transient(
     rollout: Rollout,
     plan: Plan,
     network: nn.Module,
-    dtype: torch.dtype,
+    sizes: tuple[int, int],
     gpus: int,
 ) -> dict[str, int]:
-    shape, lora, size = network.config, settings.lora, dtype.itemsize
+    # ``sizes``: bytes of a number in the arithmetic, and of a weight.
+    shape, lora, size = network.config, settings.lora, sizes[0]
     asked = settings.task.prompt_length + settings.sampler.length  # tokens of a sequence
     width = asked if plan.block_length is None else asked + settings.sampler.length
     tokens = min(settings.micro_batch, _share(plan.network_calls, gpus)) * width
@@ -230,15 +236,15 @@ def _transient(
         aside = forward
 
     unpacked = settings.quantize * size * shape.hidden_size * shape.intermediate_size
-    weights = _gathered(network, size, gpus) + unpacked
+    there, returning = _gathered(network, *sizes, trained=not lora.rank) if gpus > 1 else (0, 0)
     body = drawn * asked * forward
     drawing = drawn * _candidates(settings, method) * DRAW * shape.vocab_size
     cache = drawn * asked * _cache(settings, shape, size)
     return {
         "activations": tokens * (shape.num_hidden_layers * kept + _norm(shape, size, lora)),
-        "layer": tokens * max(back, aside) + weights,
-        "logits": _logits(settings, method, plan, shape, size, gpus),
-        "rollout": max(body, drawing) + weights + cache,
+        "layer": tokens * max(back, aside) + returning + unpacked,
+        "logits": _logits(settings, method, plan, shape, sizes, gpus),
+        "rollout": max(body, drawing) + there + unpacked + cache,
     }
 
 
@@ -288,10 +294,23 @@ def _cache(settings: config.Train, shape: PreTrainedConfig, size: int) -> int:
     return 0 if settings.sampler.cache == "none" else 2 * size * shape.num_hidden_layers * width
 
 
-def _gathered(network: nn.Module, size: int, gpus: int) -> int:
-    # A layer, the next one, the gradient of the first; the embedding or the head.
+def _gathered(network: nn.Module, size: int, weight: int, *, trained: bool) -> tuple[int, int]:
+    """Bytes of whole tensors on each GPU, the most on the way there and on the way back.
+
+    There: a layer, the next one, the embedding (or the head, which is as large); or the embedding
+    and what it is copied from. Back: the first three, the layer's gradient and that of the layer
+    before, on its way to the sum, ``weight`` bytes a number. At the end the embedding, its gradient
+    and that of a layer; then only its own gradient, twice. All the while the gradient of the head,
+    on its way to the sum, which FSDP2 keeps until the backward has ended.
+    """
+    layer = _count(network.model.layers[0])
     embedding = network.config.vocab_size * network.config.hidden_size
-    return size * (3 * _count(network.model.layers[0]) + embedding) if gpus > 1 else 0
+    there = size * (max(2 * layer, embedding) + embedding)
+    if not trained:
+        return there, there
+    middle = (3 * size + weight) * layer + size * embedding
+    end = max(2 * size * embedding + weight * layer, (size + weight) * embedding)
+    return there, max(there, middle, end) + weight * embedding
 
 
 def _candidates(settings: config.Train, method: Method) -> int:
@@ -337,11 +356,13 @@ def _logits(
     method: Method,
     plan: Plan,
     shape: PreTrainedConfig,
-    size: int,
+    sizes: tuple[int, int],
     gpus: int,
 ) -> int:
     # Of the micro-batch that needs the most: what the head makes of its rows, and its gradient
-    # where it is trained.
+    # where it is trained; between several GPUs that is summed in the dtype of the weights, when the
+    # head that was gathered has gone.
+    size, weight = sizes
     array, head = FLOAT * shape.vocab_size, size * shape.vocab_size * shape.hidden_size
     calls, gradient = _calls(settings, method, plan), 0 if settings.lora.rank else head
     most = 0
@@ -362,13 +383,15 @@ def _logits(
         added = at_once[: 1 if parts[-1] == 1 else None]
         adding = array * max(added) + gradient * (ADDED if sum(parts) > 1 else 1)
         hidden = sum(rows) * 2 * size * shape.hidden_size
-        most = max(most, math.ceil(max(reading, adding)) + hidden)
+        summing = gradient // size * weight * (gpus > 1)
+        most = max(most, math.ceil(max(reading, adding, summing)) + hidden)
     return most + head * (gpus > 1)
 
 
 # ----------------------------------------------------------------------------------------- of a run
 def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     """Bytes by part that the run will need on each GPU."""
+    distributed.check_compute_dtype(settings, gpus)
     method = method_of(settings)
     made = blank_rollout(method, settings, settings.num_prompts)
     return predict(settings, method, made, gpus)

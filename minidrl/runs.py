@@ -20,6 +20,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl import checkpoints, config, distributed, files, untrusted
 from minidrl.denoiser import has_adapters, trained
@@ -53,10 +54,10 @@ def save_checkpoint(
     Network, tokenizer, optimiser (safetensors), counters; and settings and log of the run so far,
     from the folder above.
     """
-    names = [name for name, _ in trained(model)]
-    slots = optimizer.state_dict()["state"].items()
-    tensors = {f"{names[i]}/{key}": value for i, slot in slots for key, value in slot.items()}
-    tensors, model = distributed.gather_to_main(tensors), distributed.unsharded_copy(model)
+    gathered = get_optimizer_state_dict(model, optimizer, options=distributed.WHOLE)
+    slots = gathered.get("state", {}).items()  # nothing but in process 0
+    tensors = {f"{name}/{key}": value for name, slot in slots for key, value in slot.items()}
+    model = distributed.unsharded_copy(model)
     distributed.on_main(lambda: _write_checkpoint(folder, model, tok, tensors, state))
 
 

@@ -318,7 +318,8 @@ class Learner:
         if settings.rollout_dtype != "float32":
             rounded = denoiser.rounded(self.model, getattr(torch, settings.rollout_dtype))
             self.actor = self._compiled(rounded)
-        distributed.shard(self.model, self.reference, self.actor)
+        networks = (self.model, self.reference, self.actor)
+        distributed.shard(*networks, compute_dtype=settings.compute_dtype)
         self.optimizer = make_optimizer(self.model, settings.optimizer)
         self.updates = 0
 

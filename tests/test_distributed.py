@@ -6,6 +6,7 @@ what the same scenario finds here, in a single process.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ import shutil
 import socket
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,17 +23,19 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import config, denoiser, distributed, gradient, sampler, trainer
+from minidrl import checkpoints, config, denoiser, distributed, gradient, memory, sampler, trainer
 from minidrl import features as feat
 from minidrl.__main__ import _report, main
 from minidrl.launch import LocalError, RunError
 from minidrl.tasks.countdown import Countdown
+from test_memory import PeakBytes, saved
 
-WORLD, PATIENCE = 2, 150
+WORLD, PATIENCE = 2, 400
 DTYPES = {"float32": (torch.float32, 1e-6), "float64": (torch.float64, 1e-12)}
 EXACT_KL = {"kl.form": "exact", "kl.beta": 0.1}
 ADAPTERS = {"lora": config.Lora(rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"]), "gradient_checkpointing": True}
@@ -51,6 +55,7 @@ ROWS = {
     "adapters": {"method": "diffu-grpo", **ADAPTERS},
     "adapters, in parts": {"method": "diffu-grpo", **ADAPTERS},
     "order, in parts": {"method": "egspo-exact"},
+    "layers recomputed": {"method": "grpo", "gradient_checkpointing": True},
 }
 
 
@@ -72,11 +77,11 @@ def patched():
         yield patch, calls
 
 
-def learner_of(patch, row: str, dtype: str, **changes) -> trainer.Learner:
+def learner_of(patch, row: str, stored: str, /, **changes) -> trainer.Learner:
     words = {"method": row, "num_prompts": 4, **ROWS[row], **changes}
     if "in parts" in row:
         patch.setattr(feat, "HEAD_NUMBERS", 100)
-    return tiny.learner_on(patch, tiny.network(DTYPES[dtype][0]), **words)
+    return tiny.learner_on(patch, tiny.network(DTYPES[stored][0]), **words)
 
 
 def gradient_of(model: torch.nn.Module) -> torch.Tensor:
@@ -202,6 +207,155 @@ def rounded_sampler(folder: Path) -> dict:
         return {"same": torch.equal(weights(learner.actor), weights(learner.model).bfloat16().double())}
 
 
+# ------------------------------------------------------------------------------- bfloat16, below weights in float32
+
+HALF = {"dtype": "float32", "compute_dtype": "bfloat16"}
+
+
+def alone_in_bfloat16(learner: trainer.Learner) -> None:
+    """In one process: the network is a bfloat16 copy; what a backward leaves in its gradients is added up in float32."""
+    learner.network = learner.actor = denoiser.rounded(learner.model, torch.bfloat16).requires_grad_(True)
+
+    def add(master: torch.nn.Parameter, p: torch.nn.Parameter) -> None:
+        master.grad = p.grad.float() if master.grad is None else master.grad + p.grad.float()
+        p.grad = None
+
+    for master, p in zip(learner.model.parameters(), learner.network.parameters(), strict=True):
+        p.register_post_accumulate_grad_hook(functools.partial(add, master))
+
+
+def half_learner(patch, method: str = "grpo", **changes) -> trainer.Learner:
+    """Sequences go through the network one at a time: what is rounded then depends on no number of processes."""
+    several = distributed.num_processes() > 1
+    words = {"micro_batch": 1, "dtype": "float32", **(HALF if several else {}), **changes}
+    learner = learner_of(patch, method, "float32", **words)
+    if not several:
+        alone_in_bfloat16(learner)
+    return learner
+
+
+def in_bfloat16(folder: Path, row: str, spoil: Callable = lambda patch, learner: None, half: bool = True) -> dict:
+    """Features of both passes, and gradients; not ``half``: all in float32."""
+    with patched() as (patch, _):
+        rollout = tiny.experience(learner_of(patch, row, "float32")).rollout
+        spoil(patch, None)
+        learner = half_learner(patch, row) if half else learner_of(patch, row, "float32", micro_batch=1)
+        plan = learner.method.plan(rollout, torch.Generator().manual_seed(5))
+        feature = learner.score(rollout, plan, trainer.Clock())
+        noise = torch.Generator().manual_seed(6)
+        cotangent = {name: torch.randn(value.shape, generator=noise) * (value != 0) for name, value in feature.items()}
+        seen, _ = gradient.second_pass(learner.network, rollout, plan, cotangent, temperature=1.0, size=1)
+        parameters = list(learner.model.parameters())
+        dtypes = {str(value.dtype) for p in parameters for value in (p, p.grad)} | {str(v.dtype) for v in feature.values()}
+        return {"feature": feature, "seen": seen, "gradients": gradient_of(learner.model), "dtypes": sorted(dtypes)}
+
+
+def bfloat16_rollout(folder: Path) -> dict:
+    """What the sampler of a run records, and the same log-probabilities scored by the network that is trained."""
+    with patched() as (patch, _):
+        learner = half_learner(patch)
+        experience = learner.collect(0, trainer.Clock())
+        rollout = experience.rollout
+        states = {"num_states": rollout.sampler.num_steps, "min_entropy": 0.0}
+        plan = alg.replay_plan(rollout, torch.Generator().manual_seed(5), **states)
+        scored = learner.score(rollout, plan, trainer.Clock())["logp"]
+        again = (scored * plan.scored).sum(0)
+        found = {"logp": rollout.logp * rollout.keep, "again": again * rollout.keep}
+        return found | {"response": rollout.response, "updates": experience.updates}
+
+
+def small_updates(folder: Path) -> dict:
+    """Shares of the weights that an update of 1e-6 of their size changes: in float32, and rounded to bfloat16."""
+    with patched() as (patch, _):
+        optimizer = config.Optimizer(learning_rate=1e-6, weight_decay=1.0, warmup=1, max_grad_norm=1e-20)
+        learner = half_learner(patch, num_iterations=1, optimizer=optimizer)
+        experience = tiny.experience(learner)
+        patch.setattr(learner, "collect", lambda *_: experience)
+        before = weights(learner.model)
+        learner.step(0)
+        after = weights(learner.model)
+        changed = ((after / before - 1).abs() > 5e-7).double().mean()
+        coarse = (after.bfloat16() != before.bfloat16()).double().mean()
+        return {"share": float(changed), "coarse": float(coarse), "weights": after}
+
+
+def half_run(folder: Path) -> dict:
+    """Two steps in bfloat16, with a checkpoint after each; the second step again, from the first checkpoint."""
+    out, again = folder / "half", folder / "half-resumed"
+    settings = settings_of(folder, "stabledrl", **HALF)
+    whole = run(out, settings)
+    distributed.on_main(lambda: halfway(out, again))
+    return {"whole": whole, "resumed": run(again, settings, resume=True)}
+
+
+def half_checkpoint(folder: Path) -> dict:
+    """A saved checkpoint, and what its network says: two processes in bfloat16, or a rounded copy of what one of them loads."""
+    with patched() as (patch, _):
+        if distributed.num_processes() > 1:
+            learner = half_learner(patch)
+            with torch.no_grad():
+                for p in learner.model.parameters():
+                    p.mul_(1 + 2**-12)  # nothing that bfloat16 could hold
+            model = learner.model
+            learner.save(folder / "half-saved-0", {"step": 0})
+            saved = weights(model)
+        else:
+            loaded, _ = checkpoints.load(folder / "half-saved-0")
+            model, saved = denoiser.rounded(loaded, torch.bfloat16), weights(loaded)
+        tokens = torch.arange(3, 11).view(2, 4)
+        with torch.no_grad():
+            logits = model.head(model.encode(tokens, None)[:, 2:])
+        return {"weights": saved, "logits": logits.nan_to_num(neginf=0.0)}
+
+
+class ShardedBytes(PeakBytes):
+    """``PeakBytes`` with storages whose size changes while they are alive, as those of gathered weights do."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations on local tensors come here after it
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        sizes = [storage.nbytes() for held in list(self.held.values()) if (storage := held()) is not None]
+        self.peak = max(self.peak, sum(sizes))
+        return out
+
+    def see(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        key = storage._cdata
+        if key not in self.held and key not in given:
+            self.held[key] = weakref.ref(storage)
+            weakref.finalize(storage, self.held.pop, key, None)
+
+
+# Most bytes are of layers, or of embedding and head.
+SHAPES = {
+    "layers": {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 30, "num_hidden_layers": 4},
+    "vocabulary": {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 3000, "num_hidden_layers": 2},
+}
+
+
+def needed_memory(folder: Path, shape: str, compute_dtype: str) -> dict:
+    """The peak of a process's step, counted and predicted; its share of weights and moments."""
+    base = distributed.on_main(lambda: str(saved(folder / shape, **SHAPES[shape])))
+    words = {"dtype": "float32", "compute_dtype": compute_dtype, "gradient_checkpointing": True, "method": "stabledrl-elbo"}
+    words |= {"num_prompts": 2, "num_generations": 2, "micro_batch": 2, "num_iterations": 1}
+    settings = tiny.settings(base, **words, method_options={})
+    with patched() as (patch, _):
+        rewards = lambda texts: torch.arange(len(texts)).double() / len(texts)  # noqa: E731
+        patch.setattr(trainer.Learner, "judge", lambda self, problems, texts: (rewards(texts), rewards(texts) == 1))
+        learner = trainer.Learner(settings)
+        tensors = [*learner.model.parameters(), *(x for slot in learner.optimizer.state.values() for x in slot.values())]
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+        with ShardedBytes() as meter:
+            learner.step(0)
+    parts = memory.predicted_memory(settings, WORLD)
+    resident = sum(x.numel() * x.element_size() for x in local)
+    return {"counted": resident + meter.peak, "predicted": memory.peak(parts), "resident": resident}
+
+
 def refused(folder: Path, *arguments: str) -> dict:
     """What the command line says."""
     said = io.StringIO()
@@ -248,11 +402,26 @@ def double_fill(patch, learner) -> None:
     patch.setattr(distributed, "keep_own", lambda values, own: values)
 
 
+def another_policy(where: Callable, **policy) -> Callable:
+    """Another policy of mixed precision, in the modules of which ``where`` is true."""
+
+    def spoil(patch, learner) -> None:
+        def sharded(module, *, mp_policy, **words):
+            return fully_shard(module, mp_policy=MixedPrecisionPolicy(**policy) if where(module) else mp_policy, **words)
+
+        patch.setattr(distributed, "fully_shard", sharded)
+
+    return spoil
+
+
 # A wrong version, and the scenario that must notice it.
 MUTANTS = {
     "mean gradient": ("given grpo float64", mean_gradient),
     "own features": ("given grpo float64", own_features),
     "double fill": ("few 3 reinforce", double_fill),
+    "no policy": ("bfloat16 grpo", another_policy(lambda module: True)),
+    "a head in float32": ("bfloat16 grpo", another_policy(lambda m: isinstance(m, torch.nn.Linear), param_dtype=torch.float32)),
+    "sums in bfloat16": ("bfloat16 grpo", another_policy(lambda module: True, param_dtype=torch.bfloat16)),
 }
 
 
@@ -261,18 +430,25 @@ MUTANTS = {
 RUNS = ("stabledrl", "adapters")
 BEFORE = {f"run {row}": (whole_run, row) for row in RUNS}  # in one process first: their checkpoints are continued by two
 # Adapters are float32 whatever their base is.
-GIVEN = [(row, "float64") for row in ROWS if "adapters" not in row]
+GIVEN = [(row, "float64") for row in ROWS if "adapters" not in row and row != "layers recomputed"]
 GIVEN += [(row, "float32") for row in ("reinforce", "stabledrl", "adapters", "adapters, in parts")]
 SCENARIOS = {f"given {row} {dtype}": (given_rollouts, row, dtype) for row, dtype in GIVEN}
 SCENARIOS |= {f"few {n} {m}": (few_forwards, n, m) for n in (1, 3) for m in ("reinforce", "trace-block")}
 SCENARIOS |= {f"rollouts {name}": (rollouts, name) for name in SAMPLERS}
 SCENARIOS |= {"rounded": (rounded_sampler,), "failing": (failing,)}
+HALVES = ("grpo", "order, in parts", "layers recomputed")
+SCENARIOS |= {f"bfloat16 {row}": (in_bfloat16, row) for row in HALVES}
+SCENARIOS |= {"bfloat16 rollout": (bfloat16_rollout,), "small updates": (small_updates,)}
 PAIRED = {f"resumed {row}": (resumed, row) for row in RUNS}
+PAIRED |= {"half run": (half_run,), "half checkpoint": (half_checkpoint,)}
+NEEDED = [(shape, dtype) for shape in SHAPES for dtype in ("weights", "bfloat16")]
+PAIRED |= {f"memory {shape} {dtype}": (needed_memory, shape, dtype) for shape, dtype in NEEDED}
 PAIRED |= {f"mutant {name}": (*SCENARIOS[scenario], spoil) for name, (scenario, spoil) in MUTANTS.items()}
 COMMANDS = {
     "groups": ("train", "FOLDER/config.yaml", "--num_prompts", "3", "--out", "FOLDER/refused"),
     "twice": ("train", "FOLDER/config.yaml", "--out", "FOLDER/stabledrl-1"),
     "compile": ("train", "FOLDER/config.yaml", "--out", "FOLDER/refused", "--compile", "true"),
+    "compute": ("train", "FOLDER/config.yaml", "--out", "FOLDER/refused", "--compute_dtype", "bfloat16"),
     "evaluate": ("evaluate", "FOLDER/base"),
 }
 
@@ -450,6 +626,64 @@ def test_the_sampler_of_another_dtype_gets_the_present_weights(pair, single):
     assert single["rounded"]["same"] and all(found["rounded"]["same"] for found in pair)
 
 
+@pytest.mark.parametrize("row", HALVES)
+def test_bfloat16_in_two_processes_is_a_rounded_copy_in_one_whose_gradients_are_added_up_in_float32(row, pair, single):
+    name = f"bfloat16 {row}"
+    assert_same(pair, single, name, 1e-6)
+    for found in (pair[0][name], single[name]):
+        assert found["dtypes"] == ["torch.float32"], "weights, gradients, features"
+        assert differences(found["seen"], found["feature"], 0) == [], "both passes compute one function"
+        assert found["gradients"].abs().max() > 1e-3
+
+
+def test_bfloat16_is_as_near_to_float32_as_bfloat16_is(pair, folder):
+    """2**-9 is the error of one rounding; the bound is 16 of them, of the largest number of a tensor."""
+    exact, found = in_bfloat16(folder, "grpo", half=False), pair[0]["bfloat16 grpo"]
+    for name in ("feature", "gradients"):
+        assert differences(found[name], exact[name], 16 * 2**-9) == []
+        assert differences(found[name], exact[name], 2**-14), "and no nearer"
+
+
+def test_a_rollout_in_bfloat16_records_what_is_scored_in_bfloat16(pair, single):
+    assert_same(pair, single, "bfloat16 rollout", 1e-6)
+    found = pair[0]["bfloat16 rollout"]
+    assert found["updates"] == 0 and differences(found["again"], found["logp"].float(), 1e-6) == []
+
+
+def test_an_update_that_bfloat16_would_round_away_changes_the_weights(pair, single):
+    assert_same(pair, single, "small updates", 1e-7)
+    found = pair[0]["small updates"]
+    assert found["share"] > 0.99 and found["coarse"] < 0.01
+
+
+@pytest.mark.parametrize("shape, compute_dtype", NEEDED)
+def test_a_process_of_two_needs_what_was_predicted(shape, compute_dtype, pair):
+    found = pair[0][f"memory {shape} {compute_dtype}"]
+    assert found["predicted"] == pytest.approx(found["counted"], rel=0.1)
+    assert found["counted"] > 1.5 * found["resident"], "gathered weights and gradients are much of it"
+
+
+def test_bfloat16_halves_what_is_gathered_and_nothing_that_is_kept(pair):
+    for shape in SHAPES:
+        single, half = (pair[0][f"memory {shape} {dtype}"] for dtype in ("weights", "bfloat16"))
+        assert single["resident"] == half["resident"] and half["counted"] < 0.9 * single["counted"]
+
+
+def test_a_run_in_bfloat16_that_is_resumed_is_the_uninterrupted_one(pair, folder):
+    for found in (found["half run"] for found in pair):
+        assert found["resumed"] == found["whole"]
+    for file in (folder / "half" / "checkpoint-2").rglob("*.safetensors"):
+        ours, theirs = load_file(folder / "half-resumed" / "checkpoint-2" / file.name), load_file(file)
+        assert differences(ours, theirs, 0) == [] and {value.dtype for value in theirs.values()} == {torch.float32}
+
+
+def test_a_checkpoint_of_a_run_in_bfloat16_is_float32_and_loads_in_one_process(pair, folder):
+    expected = half_checkpoint(folder)
+    for found in pair:
+        assert differences(found["half checkpoint"], expected, 0) == []
+    assert not torch.equal(expected["weights"].bfloat16().double(), expected["weights"])
+
+
 def test_a_failure_in_one_process_stops_all_and_leaves_a_dump(pair, single):
     assert_same(pair, single, "failing", 0)
     assert single["failing"]["error"].startswith("step 0: logits: the model returned NaN")
@@ -460,6 +694,7 @@ def test_a_failure_in_one_process_stops_all_and_leaves_a_dump(pair, single):
     ("groups", "num_prompts: got 3; allowed multiples of the 2 processes"),
     ("twice", "which already holds a run"),
     ("compile", "compile: got True with 2 processes"),
+    ("compute", "compute_dtype: got 'bfloat16' with dtype stored; allowed weights, or dtype float32"),
     ("evaluate", "evaluate: got 2 processes; allowed 1"),
 ])  # fmt: skip
 def test_what_two_processes_cannot_do_is_one_line_and_status_2(name, line, pair, folder):
