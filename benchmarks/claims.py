@@ -235,12 +235,38 @@ def spread_over_times(seed: int) -> float:
 
 
 def pairs_over_singles(seed: int) -> float:
-    """Two calls: variance of a mask with its complement, (2.4), over that of two independent masks, (2.3)."""
-    everyone, s = frozenset(range(LENGTH)), sums(seed)
-    chance = torch.tensor([1 / (LENGTH + 1) / math.comb(LENGTH, len(m)) for m in s], dtype=torch.float64)
-    z = {m: (LENGTH + 1) / len(m) * s[m] if m else 0.0 for m in s}
-    pair = torch.tensor([(z[m] + z[everyone - m]) / 2 for m in s], dtype=torch.float64)
+    """Two calls: variance of a mask with its complement, (2.4), over that of two independent masks of the same law."""
+    chance, z = espo_masks(seed)
+    everyone = frozenset(range(LENGTH))
+    pair = torch.tensor([(z[m] + z[everyone - m]) / 2 for m in z], dtype=torch.float64)
+    single = torch.tensor(list(z.values()), dtype=torch.float64)
+    return variance(chance, pair) / (variance(chance, single) / 2)
+
+
+def pairs_over_the_count_form(seed: int) -> float:
+    """The same pair over two independent masks of (2.3), which never hides nothing."""
+    chance, z = espo_masks(seed)
+    everyone = frozenset(range(LENGTH))
+    pair = torch.tensor([(z[m] + z[everyone - m]) / 2 for m in z], dtype=torch.float64)
     return variance(chance, pair) / (sum(time_and_mask(seed)) / 2)
+
+
+def espo_masks(seed: int) -> tuple[torch.Tensor, dict[frozenset, float]]:
+    """(chance, estimate) of each mask where the count is uniform on 0..L, as in ESPO's code."""
+    s = sums(seed)
+    chance = torch.tensor([1 / (LENGTH + 1) / math.comb(LENGTH, len(m)) for m in s], dtype=torch.float64)
+    return chance, {m: (LENGTH + 1) / len(m) * s[m] if m else 0.0 for m in s}
+
+
+def pairs_in_the_solved_model(length: int) -> float:
+    """`pairs_over_the_count_form` of the solved model, by (20.13)."""
+    a = [0.0, *solved(length)]
+    h = [(length + 1) * x for x in a]
+    level = statistics.pvariance([(x + y) / 2 for x, y in zip(h, reversed(h), strict=True)])
+    gaps = {n: a[n] / n - a[length - n] / (length - n) for n in range(1, length)}
+    masks = sum(n * (length - n) * gap**2 for n, gap in gaps.items())
+    pair = level + (length + 1) / (4 * (length - 1)) * masks
+    return pair / (sum(time_and_mask_solved(length)) / 2)
 
 
 # ======================================================================================================= d1 / diffu-GRPO
@@ -527,12 +553,12 @@ def smallest_weight(name: str) -> Found:
     return cases([weights(name, *tokens_on_a_grid()).min()])
 
 
-def settle(name: str, mu: float, sign: float, rate: float = 0.05, momentum: float = 0.9) -> float:
-    """Distance from mu + sign 0.15 after 400 steps on one sample: a softmax of 20 tokens, momentum."""
+def settle(name: str, mu: float, sign: float, rate: float = 0.05, momentum: float = 0.9, steps: int = 400) -> float:
+    """Distance from mu + sign 0.15 after some steps on one sample: a softmax of 20 tokens, momentum."""
     z = torch.full((20,), (1 - mu) / 19, dtype=torch.float64)
     z[0] = mu
     z, velocity, start = z.log(), torch.zeros(20, dtype=torch.float64), math.log(mu)
-    for _ in range(400):
+    for _ in range(steps):
         z.requires_grad_()
         ll = z.log_softmax(0)[0]
         loss = methods.METHODS[name].objective(ll, torch.tensor(start).double(), torch.tensor(sign).double(), 1).loss
@@ -541,9 +567,13 @@ def settle(name: str, mu: float, sign: float, rate: float = 0.05, momentum: floa
     return abs(float(z.softmax(0)[0]) - (mu + sign * 0.15))
 
 
-def settled(name: str) -> Found:
-    """Four tokens: a rare good one, a likely good one, two likely bad ones."""
-    return cases(settle(name, mu, sign) for mu, sign in ((0.02, 1.0), (0.5, 1.0), (0.5, -1.0), (0.95, -1.0)))
+def settled(name: str, tokens: tuple[tuple[float, float], ...]) -> Found:
+    """Tokens (mu, sign of the advantage)."""
+    return cases(settle(name, mu, sign) for mu, sign in tokens)
+
+
+COMMON = ((0.02, 1.0), (0.5, 1.0), (0.5, -1.0), (0.95, -1.0))  # one good and rarer, one good and likely, two bad and likely
+RARE = ((0.003, 1.0), (0.002, 1.0), (0.001, 1.0))
 
 
 def regression_on_policy() -> Found:
@@ -681,9 +711,15 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("With two calls, one mask at each of two times has no more variance than two masks at one time.",
             "arXiv 2505.19223, Prop. 1", "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
             "variance, one time over two", lambda: over_tables(spread_over_times), ">= 1"),
-        Claim("A mask and its complement have less variance than two independent masks, for the sum over a response.",
+        Claim("A mask and its complement have less variance than two independent masks of the same law.",
             "practice of arXiv 2512.03759 (code)", "`law_complementary_variance`, notebook 02 (20.7)", TABLE_SEEDS,
             "variance, pair over two masks", lambda: over_tables(pairs_over_singles), "< 1"),
+        Claim("A mask and its complement have less variance than two masks of the count form: 6 positions.",
+            "practice of arXiv 2512.03759 (code)", "`law_complementary_variance`, notebook 02 (20.7)", TABLE_SEEDS,
+            "variance, pair over two masks", lambda: over_tables(pairs_over_the_count_form), "< 1"),
+        Claim("A mask and its complement have less variance than two masks of the count form: solved model.",
+            "practice of arXiv 2512.03759 (code)", "notebook 02 (20.13)", "exact, solved models, L = 6, 64, 256",
+            "variance, pair over two masks", lambda: cases([pairs_in_the_solved_model(n) for n in (6, 64, 256)]), "< 1"),
     ],
     "d1 / diffu-GRPO": [
         Claim("The ratio of two one-step mean-field likelihoods follows the ratio of the likelihoods it stands for.",
@@ -812,12 +848,18 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("DRPO turns back exactly the tokens that DPPO stops, at delta = 0.15.",
             "arXiv 2606.09821, as its code quotes it", "`law_drpo_turns_back_where_dppo_stops`, notebook 09 (8.13)", GRID,
             "share that differs", boundaries_that_differ, "<= 0"),
-        Claim("Under momentum DRPO's tokens settle on the boundary mu +- delta.",
+        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: probabilities from 0.02 on.",
             "minidrl, on arXiv 2606.09821", "notebook 09 (90.11)", "exact, 4 tokens",
-            "distance after 400 steps", lambda: settled("drpo"), "<= 0.01"),
-        Claim("Under momentum DPPO's tokens stop at the boundary mu +- delta.",
+            "distance after 400 steps", lambda: settled("drpo", COMMON), "<= 0.01"),
+        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: probabilities 0.001 to 0.003.",
+            "minidrl, on arXiv 2606.09821", "`benchmarks/claims.py`", "exact, 3 tokens",
+            "distance after 400 steps", lambda: settled("drpo", RARE), "<= 0.01"),
+        Claim("At steps of 0.05 with momentum 0.9 DPPO's tokens stop at the boundary.",
             "minidrl, on arXiv 2602.04879", "notebook 09 (90.11)", "exact, 4 tokens",
-            "distance after 400 steps", lambda: settled("dppo-tv"), "<= 0.01"),
+            "distance after 400 steps", lambda: settled("dppo-tv", COMMON), "<= 0.01"),
+        Claim("At steps of 0.0005 with momentum 0.9 DPPO's tokens stop at the boundary: a good token of 0.5.",
+            "minidrl, on arXiv 2602.04879", "`benchmarks/claims.py`", "exact, 1 token",
+            "distance after 20,000 steps", lambda: cases([settle("dppo-tv", 0.5, 1.0, rate=0.0005, steps=20_000)]), "<= 0.01"),
         Claim("At delta = 12.5, the released recipe's, a token beyond its boundary is turned back.",
             "arXiv 2606.09821, as its code quotes it", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.9)", GRID,
             "smallest weight", lambda: smallest_weight("drpo-released"), "< 0"),

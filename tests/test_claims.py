@@ -299,9 +299,13 @@ def test_variances_are_those_of_the_shipped_plans():
 
     noise = torch.Generator().manual_seed(0)
     count = {k: std(alg.elbo_count_plan(rollout, noise, num_states=k, domain="keep", strata=False)) for k in (2, 3)}
-    pair = std(alg.complementary_plan(rollout, noise, num_states=2, domain="keep"))
+    pairs = alg.complementary_plan(rollout, noise, num_states=2, domain="keep")
+    pair = std(pairs)
+    logp = feat.features(model, rollout, pairs, temperature=1.0, size=1 << 16)["logp"]
+    single = float((2 * pairs.weight[..., None] * logp)[0].sum(-1).std())  # the first of each pair, whose weight is a half
     words = {"num_nodes": 3, "masks_per_node": 1, "counts": "bernoulli", "domain": "keep"}
-    assert claims.pairs_over_singles(1) == pytest.approx((pair / count[2]) ** 2, rel=0.05)
+    assert claims.pairs_over_the_count_form(1) == pytest.approx((pair / count[2]) ** 2, rel=0.05)
+    assert claims.pairs_over_singles(1) == pytest.approx(2 * (pair / single) ** 2, rel=0.05)
     assert claims.quadrature_error(1) == pytest.approx(std(alg.quadrature_plan(rollout, noise, **words)) / count[3], rel=0.05)
 
 
