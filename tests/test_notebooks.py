@@ -657,6 +657,25 @@ def test_alike_checks_form_a_table_of_values(capsys):
     ]
 
 
+def test_a_table_of_equations_and_bounds_prints_the_signs(capsys):
+    rows = {("2.3", "mean"): (-0.5, -0.5), ("2.4", "bias"): (0.1, "<=", torch.tensor(13000.12)), ("2.4", "slack"): (1, "<=", 1)}
+    nbtools.check_rows("left = right", rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "              left       right",
+        "(2.3)  mean   -0.5  =     -0.5  ok",
+        "(2.4)  bias    0.1  <=  13,000  ok",
+        "(2.4)  slack     1  <=       1  ok",
+    ]
+
+
+def test_a_bound_in_a_table_is_judged(capsys):
+    with pytest.raises(AssertionError, match=r"\(2\.4, second\) fails: max \(a-b\) = 1\.000e"):
+        nbtools.check_rows("a = b", {("2.3", "first"): (1.0, 1.0), ("2.4", "second"): (2.0, "<=", 1.0)})
+    with pytest.raises(ValueError, match=r"\(2\.4\), second: got the sign '<'; allowed = and <="):
+        nbtools.check_rows("a = b", {("2.4", "second"): (1.0, "<", 2.0)})
+    assert capsys.readouterr().out == ""
+
+
 def test_a_table_with_a_false_row_prints_nothing(capsys):
     with pytest.raises(AssertionError, match=r"\(2\.4, second\) fails: max \|a-b\| = 1\.000e"):
         nbtools.check_rows("a = b", {("2.3", "first"): (1.0, 1.0), ("2.4", "second"): (1.0, 2.0)})
