@@ -1,4 +1,4 @@
-"""What every notebook uses: `check` and `check_le` judge an equation, `show` prints shipped source, `draw_plan` pictures a
+"""What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `show` prints shipped source, `draw_plan` pictures a
 plan, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
@@ -53,29 +53,33 @@ def check_le(tag: str, a: Any, b: Any, atol: float = 0.0, *, names: str) -> None
     Raises:  AssertionError with the largest excess; ValueError for unequal shapes, no elements, a bad atol, or names that
              are not two.
     """
-    a, b = _pair(tag, a, b, atol)
-    if not bool((a <= b + atol).all()):
-        raise AssertionError(f"({tag}) fails: max (a-b) = {(a - b).max().item():.3e} > {atol:g}")
+    a, b = _ordered(tag, a, b, atol)
     print(_line(tag, names, a, b, atol, "<="))
 
 
-def check_rows(names: str, rows: Mapping[tuple[str, str], tuple[Any, Any]], atol: float = 1e-10) -> None:
-    """Alike equations as one table of values: {(tag, case): (a, b)}, each a number; the columns are named as in "E[Z] = B".
+def check_rows(names: str, rows: Mapping[tuple[str, str], tuple], atol: float = 1e-10) -> None:
+    """Alike statements as one table of values: {(tag, case): (a, b)}, each a number; the columns are named as in "E[Z] = B".
 
-    Raises: AssertionError with tag, case and residual, before anything is printed; ValueError as `check` does.
+    A row (a, "<=", b) states a <= b + atol, as `check_le` does; a table with such a row prints the sign of each row.
+
+    Raises: AssertionError with tag, case and residual, before anything is printed; ValueError as `check` does, and for a
+            sign that is neither "=" nor "<=".
     """
-    left, right = _two_names(names, "=")
-    lines = []
-    for (tag, case), (a, b) in rows.items():
-        a, b = _agreeing(f"{tag}, {case}", a, b, atol)
+    lines, signs = [("", "", *_two_names(names, "="), "")], [""]
+    for (tag, case), sides in rows.items():
+        a, sign, b = sides if len(sides) == 3 else (sides[0], "=", sides[1])
+        if sign not in ("=", "<="):
+            raise ValueError(f"({tag}), {case}: got the sign {sign!r}; allowed = and <=")
+        a, b = (_agreeing if sign == "=" else _ordered)(f"{tag}, {case}", a, b, atol)
         if a.numel() != 1:
             raise ValueError(f"({tag}), {case}: got {a.numel()} numbers a side; allowed 1")
-        size = max(a.abs().max().item(), b.abs().max().item())
-        lines.append((f"({tag})", case, _digits(a.item(), size, atol), _digits(b.item(), size, atol), "ok"))
-    lines.insert(0, ("", "", left, right, ""))
+        sizes = zip((a, b), _sizes(a, b, sign), strict=True)
+        lines.append((f"({tag})", case, *(_digits(side.item(), size, atol) for side, size in sizes), "ok"))
+        signs.append(sign)
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    for tag, case, a, b, ok in lines:
-        cells = f"{tag:{widths[0]}}  {case:{widths[1]}}  {a:>{widths[2]}}  {b:>{widths[3]}}  {ok}"
+    for (tag, case, a, b, ok), sign in zip(lines, signs, strict=True):
+        between = f"  {sign:2}  " if "<=" in signs else "  "
+        cells = f"{tag:{widths[0]}}  {case:{widths[1]}}  {a:>{widths[2]}}{between}{b:>{widths[3]}}  {ok}"
         print(cells.rstrip())
 
 
@@ -250,14 +254,26 @@ def _agreeing(tag: str, a: Any, b: Any, atol: float) -> tuple[torch.Tensor, torc
     return a, b
 
 
+def _ordered(tag: str, a: Any, b: Any, atol: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sides, if the left is at most the right."""
+    a, b = _pair(tag, a, b, atol)
+    if not bool((a <= b + atol).all()):
+        raise AssertionError(f"({tag}) fails: max (a-b) = {(a - b).max().item():.3e} > {atol:g}")
+    return a, b
+
+
 def _line(tag: str, names: str, a: torch.Tensor, b: torch.Tensor, atol: float, sign: str) -> str:
-    """Both sides with their names: digits of the larger side where they are equal, of each its own where they are not."""
-    sizes = [max((abs(x) for x in side.flatten().tolist() if math.isfinite(x)), default=0.0) for side in (a, b)]
-    if sign == "=":
-        sizes = [max(sizes)] * 2
+    """Both sides with their names."""
+    sizes = _sizes(a, b, sign)
     left, right = _two_names(names, sign)
     between = "   " if sign == "=" else f"   {sign}   "
     return f"({tag})  {left} {_values(a, sizes[0], atol)}{between}{right} {_values(b, sizes[1], atol)}   ok"
+
+
+def _sizes(a: torch.Tensor, b: torch.Tensor, sign: str) -> list[float]:
+    """What the digits of both sides go by: the larger side where they are equal, each its own where they are not."""
+    sizes = [max((abs(x) for x in side.flatten().tolist() if math.isfinite(x)), default=0.0) for side in (a, b)]
+    return [max(sizes)] * 2 if sign == "=" else sizes
 
 
 def _two_names(names: str, sign: str) -> list[str]:

@@ -31,8 +31,6 @@ ALLOWED_OUTPUTS = {"text/plain", "text/markdown", "text/latex", "image/png"}
 FORBIDDEN_TAGS = {"nbval-ignore-output", "nbval-skip", "nbval-raises-exception", "raises-exception"}
 MAX_CELL_LINES, MAX_CHECKS = 30, 15
 WIDTH = 88  # columns of a line of code: a cell needs no scrolling beside its output
-# Notebooks that do not keep one of the rules yet.
-NOT_YET = {f"0{n}": {"few_checks"} for n in range(6, 10)}
 
 
 def text_of(value: str | list[str]) -> str:
@@ -255,9 +253,7 @@ CASES = {"example": (example(), SHIPPED_IN_EXAMPLE)} | {
 @pytest.mark.parametrize("name", CASES)
 def test_notebook_keeps_rule(name: str, rule: str):
     notebook, shipped = CASES[name]
-    late = rule in NOT_YET.get(name[:2], ()) and name[2] == "_"
-    found = RULES[rule](notebook, shipped)
-    assert found if late else found == [], "NOT_YET names a rule that is kept" if late else ""
+    assert RULES[rule](notebook, shipped) == []
 
 
 def changed(path: tuple, value: object) -> dict:
@@ -655,6 +651,25 @@ def test_alike_checks_form_a_table_of_values(capsys):
         "(2.3)    Bernoulli  -8.3127  -8.3127  ok",
         "(20.14)  strata           2        2  ok",
     ]
+
+
+def test_a_table_of_equations_and_bounds_prints_the_signs(capsys):
+    rows = {("2.3", "mean"): (-0.5, -0.5), ("2.4", "bias"): (0.1, "<=", torch.tensor(13000.12)), ("2.4", "slack"): (1, "<=", 1)}
+    nbtools.check_rows("left = right", rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "              left       right",
+        "(2.3)  mean   -0.5  =     -0.5  ok",
+        "(2.4)  bias    0.1  <=  13,000  ok",
+        "(2.4)  slack     1  <=       1  ok",
+    ]
+
+
+def test_a_bound_in_a_table_is_judged(capsys):
+    with pytest.raises(AssertionError, match=r"\(2\.4, second\) fails: max \(a-b\) = 1\.000e"):
+        nbtools.check_rows("a = b", {("2.3", "first"): (1.0, 1.0), ("2.4", "second"): (2.0, "<=", 1.0)})
+    with pytest.raises(ValueError, match=r"\(2\.4\), second: got the sign '<'; allowed = and <="):
+        nbtools.check_rows("a = b", {("2.4", "second"): (1.0, "<", 2.0)})
+    assert capsys.readouterr().out == ""
 
 
 def test_a_table_with_a_false_row_prints_nothing(capsys):
