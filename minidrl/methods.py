@@ -462,7 +462,7 @@ row("mdpo", "MDPO (arXiv 2508.13148), autonomousvision/mdpo", "every intermediat
   credit=P(progress_advantage, num_states=4, eps=0.0001),
   objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
 row("gdsd", "GDSD (arXiv 2605.29398), GaryBall/GDSD", "regression of log-ratios on the advantage",
-  differs="ELBO weights (TLC); no logit centring, which changes no gradient; no KL",
+  differs="ELBO weights (TLC); logits uncentred, same gradient; clip 0.2, 0.28, not 0.0004; no KL",
   plan=P(complementary_plan, num_states=4, domain="all"),
   anchor="old", reduction="pair",
   credit=P(leave_one_out), extra=P(response_length),
