@@ -161,8 +161,9 @@ SETTINGS = {"Sampler", "Method", "Network", "Optimizer", "Evaluation", "Lora", "
 
 def test_records_and_settings_cannot_be_changed_and_settings_are_given_by_name():
     modules = [importlib.import_module(name) for name in SOURCES]
-    found = {value for module in modules for value in vars(module).values() if dataclasses.is_dataclass(value)}
-    classes = {kind.__name__: kind for kind in found if isinstance(kind, type) and kind.__module__.startswith(PACKAGE)}
+    kinds = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    found = [kind for kind in kinds if dataclasses.is_dataclass(kind) and kind.__module__.startswith(PACKAGE)]
+    classes = {kind.__name__: kind for kind in found}
     assert {name for name, kind in classes.items() if not kind.__dataclass_params__.frozen} == WORKING
     by_name = {name for name, kind in classes.items() if all(field.kw_only for field in dataclasses.fields(kind))}
     assert by_name == SETTINGS
