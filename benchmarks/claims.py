@@ -605,7 +605,7 @@ def reward_gained(name: str, scale: str = "sequence") -> Found:
 
 
 def below_the_peak(name: str, scale: str) -> Found:
-    """The highest mean reward of ten updates less that of the last hundred."""
+    """The highest mean reward of a hundred updates in a row less that of the last hundred."""
     return runs([study.fallen(run) for run in of_line(name, scale)])
 
 
@@ -778,6 +778,9 @@ LEDGER: dict[str, list[Claim]] = {
             "arXiv 2603.06743, abstract", "(60.12)", FRESH, "reward gained: < 0"),
         of_runs("GRPO with noisy ratios rises, then falls back: it ends more than 0.03 below its peak",
             "arXiv 2603.06743, abstract", RACE.format("(60.13)"), FRESH, "token mean", below_the_peak, "peak less end: > 0.03"),
+        of_runs("StableDRL rises, then falls back: it ends more than 0.03 below its peak",
+            "minidrl, on arXiv 2603.06743", RACE.format("(60.12)"), "stabledrl",
+            "sequence", below_the_peak, "peak less end: > 0.03"),
         of_runs("The noise of GRPO's ratios grows while it trains: the loop",
             "arXiv 2603.06743, abstract", RACE.format("(60.13)"), FRESH,
             "token mean", growth_of_spread, "spread, end less start: > 0"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from dataclasses import replace
 from functools import partial
@@ -225,8 +226,14 @@ def gained(run: dict) -> float:
 
 
 def fallen(run: dict) -> float:
-    """How far the reward ends below its peak; the peak is of means over ten updates."""
-    return max(run["reward"]) - run["final_reward"]
+    """Highest mean reward of a hundred updates in a row less that of the last hundred: never negative.
+
+    Both means have the same length: a highest mean of fewer updates would be noisier, and the highest of noise is too high.
+    """
+    curve = run["reward"]
+    count = min(100 // run["every"], len(curve))
+    means = [statistics.mean(curve[i : i + count]) for i in range(len(curve) - count + 1)]
+    return max(means) - means[-1]
 
 
 def missing(done: list[dict], names: list[str], scales: list[str], seeds: int) -> list[tuple[str, str, int]]:

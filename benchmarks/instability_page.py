@@ -341,7 +341,8 @@ had a mean reward of 0.441, and have 0.447.
 - **no ratio**: SPG's choice.
 - **gained**: mean reward of the last hundred updates less that of the first ten. In brackets Student's 95 % interval
   over seeds.
-- **below the peak**: how far, on average, a run ends below its highest mean of ten updates.
+- **below the peak**: the highest mean reward of a hundred updates in a row less that of the last hundred, on average over
+  seeds.
 - **p**: Student's paired test over common seeds; Holm's correction is over the pairs of a scale.
 
 ![Spread of the log-ratio, bypass, gradient norm and reward over the updates](instability.png)

@@ -167,9 +167,10 @@ def page():
 
 
 def a_run(name: str, seed: int, reward: list[float], scale: str = "token mean", norm: tuple = (1.0, 5.0, 2.0)) -> dict:
-    """A run of thirty updates whose rewards are given, three means of ten."""
-    curves = {key: [0.5] * 3 for key in ("spread", "bypass", "ess")} | {"reward": reward, "norm": list(norm)}
-    facts = {"method": name, "scale": scale, "seed": seed, "updates": 30, "stopped": None, "every": 10}
+    """A run of a hundred updates at each of three given rewards, every reward ten times: a mean of ten updates each."""
+    curves = {key: [0.5] * 30 for key in ("spread", "bypass", "ess")}
+    curves |= {"reward": [x for x in reward for _ in range(10)], "norm": [x for x in norm for _ in range(10)]}
+    facts = {"method": name, "scale": scale, "seed": seed, "updates": 300, "stopped": None, "every": 10}
     return facts | {"final_reward": reward[-1], "norm_max": max(norm)} | curves
 
 
@@ -181,6 +182,17 @@ def test_a_line_of_the_table_by_hand(page):
     assert row["gained"].startswith("0.150 [") and row["runs that end below their start"] == "1 of 2"
     assert row["below the peak"] == "0.150" and row["largest gradient norm"] == "7 at update 0"
     assert page.table_row("clip-only", [])["seeds"] == "not run"
+
+
+def test_a_peak_is_as_long_as_the_end():
+    """By hand: ten updates at 1.0 among 0.5 lift the mean of a hundred by 0.05; a hundred at 0.9 are a peak of 0.9."""
+    run = a_run("stabledrl", 0, [0.5, 0.5, 0.5])
+    assert study.fallen(run) == 0.0
+    run["reward"][12] = 1.0
+    assert study.fallen(run) == pytest.approx(0.05)
+    assert study.fallen(a_run("stabledrl", 0, [0.4, 0.9, 0.7])) == pytest.approx(0.2)
+    assert study.fallen(a_run("stabledrl", 0, [0.4, 0.6, 0.9])) == 0.0
+    assert study.fallen(run | {"reward": [0.2, 0.6]}) == 0.0  # stopped after twenty updates: all of it is the end
 
 
 @pytest.mark.parametrize(
