@@ -146,7 +146,7 @@ WRONG |= {
     "\x1b[2J": r"invalid choice: '\x1b[2J'",
     "methods \x1b[31m": r"methods: got '\x1b[31m'",
     "where \x1b[31m": r"where: got '\x1b[31m'",
-    "tasks 5": "task.name: got '5'; allowed countdown, sudoku, gsm8k, math500",
+    "tasks 5": "task.name: got '5'; allowed countdown, sudoku, code, gsm8k, math500",
     "tasks gsm8k 5": "argument '5': allowed --key value",
     "tasks --json=yes": "--json: unknown option",
     "tasks sudoku --check run.yaml": "tasks: got --check with sudoku, whose problems are generated",

@@ -363,7 +363,7 @@ def test_the_example_is_a_puzzle_with_one_solution():
 
 
 def test_a_config_chooses_the_task_by_its_name():
-    assert set(TASKS) == {"countdown", "sudoku"}
+    assert {"countdown", "sudoku"} <= set(TASKS)
     words = {"sampler": LAYOUT, "task": {"name": "sudoku", "min_clues": 5, "max_clues": 7}}
     settings = config.from_dict(config.Train, words)
     assert settings.task == Sudoku(min_clues=5, max_clues=7) and config.to_dict(settings)["task"]["name"] == "sudoku"
