@@ -36,11 +36,12 @@ train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
 
 # Tests: one thread a process; two that share two cores with two threads each are many times slower than one.
-# Notebooks: one process with all threads; nbval's cells of one notebook share a kernel and must run in order.
+# Notebooks: one to a process (loadfile), whose cells share a kernel and run in order.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -n $(JOBS) --maxprocesses 8 --dist worksteal tests
 	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; \
-	$(PY) -m pytest -p no:xdist -p no:python --nbval --nbval-current-env --nbval-cell-timeout=240 "$$@"; fi
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile -p no:python \
+		--nbval --nbval-current-env --nbval-cell-timeout=240 "$$@"; fi
 
 # What one example needs, and its test, which is skipped without it.
 extras: $(STAMP)
