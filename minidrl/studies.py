@@ -144,8 +144,9 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """A hash of all settings that could change its numbers."""
-        plain = config.to_dict(self.settings)
+        """A hash of all settings that could change its numbers, without those at their defaults:
+        a line of the ledger stays valid when a later version adds a setting."""
+        plain = config.without_defaults(self.settings)
         kept = {key: value for key, value in plain.items() if key not in (*_FREE, "model")}
         return _short_hash(json.dumps([kept, self.imitates], sort_keys=True).encode())
 

@@ -16,6 +16,7 @@ from minidrl.launch import Interrupted, RunError
 from minidrl.tasks.countdown import Countdown
 from minidrl.tasks.text import encode_prompts
 
+LEDGER = Path("results/ledger.csv")
 FEW = {"steps": 2, "num_prompts": 2, "num_generations": 2, "evaluate.n": 4, "evaluate.every": 1}
 
 
@@ -111,6 +112,27 @@ def test_labels_differ_in_what_they_say(folder):
     assert a.settings.method_options == {"objective.delta": 0.3} and a.label == "a" and a.settings.method == "drpo"
     assert plain.settings.method_options == {} and not plain.imitates and a.key != plain.key
     assert imitation.imitates and imitation.settings.method == "reinforce" and imitation.settings.method_options == {}
+
+
+def test_a_setting_that_a_later_version_adds_leaves_the_ledger_valid(folder):
+    """At its default it changes no number, so no key; with any other value it does."""
+    cell = studies.Grid("trial", study(folder)).choices()[0]
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Later(type(cell.settings)):
+        added: str = "off"
+
+    later = {name: Later(**vars(cell.settings), added=name) for name in ("off", "on")}
+    keys = {name: dataclasses.replace(cell, settings=settings).key for name, settings in later.items()}
+    assert keys["off"] == cell.key != keys["on"]
+
+
+@pytest.mark.parametrize("name", sorted({row["study"] for row in csv.DictReader(LEDGER.read_text().splitlines())}))
+def test_the_shipped_ledger_can_be_gone_on_with(name):
+    """A line of other settings than its study has now would be refused after a user's first command."""
+    path, ledger = Path("studies") / f"{name}.yaml", ledgers.Ledger(LEDGER)
+    grid = studies.Grid(name, studies.study_of(path, config.read(path), {}))
+    assert studies._done(ledger, [*grid.choices(), *grid.cells(studies.REPORT, ledger)], grid.bed())
 
 
 def test_equal_calls(folder):
