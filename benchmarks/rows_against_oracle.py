@@ -572,6 +572,7 @@ def lines(results: Results) -> list[dict]:
 def groups() -> dict[str, list[str]]:
     """Rows of one kind, by what they look at: not those of an order, or of blocks."""
     masks = (
+        alg.arc_plan,
         alg.elbo_count_plan,
         alg.quadrature_plan,
         alg.block_plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ ESTIMATORS: dict[str, Callable[..., alg.Plan]] = {
     "ELBO, time": partial(alg.elbo_time_plan, domain="keep", min_t=1e-3),
     "ELBO, count": partial(alg.elbo_count_plan, domain="keep", strata=False),
     "ELBO, count, strata": partial(alg.elbo_count_plan, domain="keep", strata=True),
+    "ELBO, arcs": partial(alg.arc_plan, domain="keep"),
     "ELBO, complementary": partial(alg.complementary_plan, domain="keep"),
     "block ELBO": partial(alg.block_elbo_plan, domain="keep", strata=False),
     "SDMC": partial(_sdmc, counts="bernoulli"),
@@ -79,16 +81,39 @@ def _time_law(scores: Scores, calls: int, *, min_t: float) -> list[Draw]:
     return [draw] * calls
 
 
+def _stratum(n: int, low: float, high: float) -> dict[int, float]:
+    """Count -> probability, for a time uniform from ``low`` to ``high``."""
+    share = {l: min(high, l / n) - max(low, (l - 1) / n) for l in range(1, n + 1)}
+    return {l: part / (high - low) for l, part in share.items() if part > 0}
+
+
 def _count_law(scores: Scores, calls: int, *, strata: bool) -> list[Draw]:
     n, law = max(map(len, scores)), []
     for k in range(calls):
         low, high = (k / calls, (k + 1) / calls) if strata else (0.0, 1.0)
         draw = []
-        for count in range(1, n + 1):
-            share = max(0.0, min(high, count / n) - max(low, (count - 1) / n)) / (high - low)
+        for count, share in _stratum(n, low, high).items():
             draw += [(share * p, value) for p, value in _fixed(scores, count, n / calls / count)]
         law.append(draw)
     return law
+
+
+def _arc_law(scores: Scores, calls: int) -> list[Draw]:
+    # The states share a circle: one draw of all of them.
+    everything = max(scores, key=len)
+    n, draw = len(everything), []
+    strata = [_stratum(n, k / calls, (k + 1) / calls) for k in range(calls)]
+    circles = list(itertools.permutations(everything))
+    for counts in itertools.product(*strata):
+        share = math.prod(law[count] for law, count in zip(strata, counts, strict=True))
+        starts = [sum(counts[:k]) for k in range(calls)]
+        for circle in circles:
+            value = 0.0
+            for start, count in zip(starts, counts, strict=True):
+                arc = frozenset(circle[(start + i) % n] for i in range(count))
+                value += n / calls / count * scores[arc]
+            draw.append((share / len(circles), value))
+    return [draw]
 
 
 def _pair_law(scores: Scores, calls: int) -> list[Draw]:
@@ -119,6 +144,7 @@ LAWS: dict[str, Callable[..., list[Draw]]] = {
     "ELBO, time": partial(_time_law, min_t=1e-3),
     "ELBO, count": partial(_count_law, strata=False),
     "ELBO, count, strata": partial(_count_law, strata=True),
+    "ELBO, arcs": _arc_law,
     "ELBO, complementary": _pair_law,
     "block ELBO": partial(_count_law, strata=False),  # of each block
     "SDMC": partial(_sdmc_law, counts="bernoulli"),

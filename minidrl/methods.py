@@ -36,6 +36,7 @@ from minidrl.algorithms import (
     Plan,
     Rollout,
     Surrogate,
+    arc_plan,
     block_elbo_plan,
     block_plan,
     block_replay_plan,
@@ -260,6 +261,12 @@ row("gdpo-released", "GDPO's code (KevinRojas1499/GDPO)", "SDMC ELBO, one ratio 
   anchor="old", refresh="independent", reduction="sequence", normalizer="padded_length",
   credit=P(group_mean),
   objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean")
+row("gdpo-arcs", "this project; the rest: GDPO (arXiv 2510.08554)", "ELBO from arcs of one circle",
+  differs="unbiased at any length; three calls, as gdpo; less noise where measured (elbo_error.md)",
+  plan=P(arc_plan, num_states=3, domain="keep"),
+  anchor="old", reduction="sequence",
+  credit=P(group_mean),
+  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean")
 
 # Weights instead of ratios. The published code draws new masks for every update and keeps the
 # old value of its own masks (``refresh`` independent), so that the weights are noise on the

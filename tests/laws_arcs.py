@@ -5,15 +5,18 @@ import math
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from laws import (
     KEEPS,
     MODEL,
     RESPONSE,
+    Formula,
     all_orders,
     close,
     double,
     elbo_on,
+    formula,
     frequencies_agree,
     judges,
     ll_of,
@@ -115,3 +118,14 @@ def law_arcs_do_not_raise_the_variance_of_positions(alg: ModuleType) -> None:
             apart += spread
         close(arcs.mean(), sum(means), "mean")
         assert variance(arcs) < apart - 1e-6, f"arcs {variance(arcs)}, strata {apart}"
+
+
+@formula("gdpo-arcs")
+def gdpo_arcs(f: Formula) -> Tensor:
+    """The loss of GDPO's eq. 5 and 6 at its three calls, with the count form of the ELBO."""
+    assert len(f.states) == 3
+    total = 0.0
+    for b in f.rows:
+        ratio = (f.elbo(f.new, b) - f.elbo(f.old, b).detach()).exp()
+        total = total + f.clipped(ratio, f.centred(b), 0.5, 0.5) / f.length[b]
+    return total / 8

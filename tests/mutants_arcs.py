@@ -2,6 +2,8 @@
 
 from mutant import Mutant
 
+GDPO = 'aggregation="sequence_mean_token_mean"'
+
 MUTANTS: list[Mutant] = [
     Mutant("2.11", "count.cumsum(0) - count", "count.cumsum(0)", "law_arc_plan_states"),
     Mutant("2.11", "count.cumsum(0) - count", "0 * count", "law_arc_plan_states"),
@@ -15,4 +17,7 @@ MUTANTS: list[Mutant] = [
     Mutant("2.11", "u = (torch.arange(num_states", "u = (0 * torch.arange(num_states", "law_arc_plan_frequencies"),
     Mutant("2.11", "_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])", "law_arc_plan_frequencies"),
     Mutant("2.11", '_check_count("plan.num_states", num_states)', "", "law_arc_plan_states"),
+    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_methods", where="row.gdpo-arcs"),
+    Mutant("10.1", "P(arc_plan, num_states=3", "P(arc_plan, num_states=2", "law_methods", where="row.gdpo-arcs"),
+    Mutant("10.1", 'domain="keep"', 'domain="all"', "law_methods", where="row.gdpo-arcs"),
 ]
