@@ -27,8 +27,8 @@ from torch import Tensor
 from weight_signal import mask_variances, solved
 
 from minidrl import algorithms as alg
+from minidrl import estimators, intervals, methods, oracle, sampler, tables
 from minidrl import features as feat
-from minidrl import intervals, methods, oracle, sampler, tables
 from minidrl.ledger import Group, groups, read_ledger
 
 ROOT = Path(__file__).parents[1]
@@ -302,6 +302,12 @@ def quadrature_error(seed: int) -> float:
         chance = torch.tensor([t ** len(m) * (1 - t) ** (LENGTH - len(m)) for m in sums(seed)], dtype=torch.float64)
         total += w**2 * variance(chance, torch.tensor(list(sums(seed).values()), dtype=torch.float64) / t)
     return math.sqrt(total / (sum(time_and_mask(seed)) / 3))
+
+
+def quadrature_over_double_monte_carlo(seed: int) -> float:
+    """Three calls: standard deviation of quadrature over that of three random times from 0.001 on, a mask at each."""
+    both = (estimators.exact_moments(name, table(seed), text_of(seed), 3)[1] for name in ("SDMC", "ELBO, time"))
+    return operator.truediv(*both)
 
 
 def quadrature_error_solved(length: int) -> float:
@@ -649,22 +655,40 @@ def of_study(study: str) -> dict[tuple[str, int], Group]:
     return {(group.method, group.updates): group for group in groups(rows, study)} if rows else {}
 
 
-def by_seed(study: str, method: str, measure: Callable[[dict], float]) -> dict[int, float]:
-    """A number of each run of the report that ended, in points."""
-    found = of_study(study).get((method, 1))
+def by_seed(study: str, line: tuple[str, int], measure: Callable[[dict], float]) -> dict[int, float]:
+    """A number of each run of the report that ended, in points. line: method, updates a rollout."""
+    found = of_study(study).get(line)
     return {seed: 100 * measure(row) for seed, row in found.ended.items()} if found else {}
 
 
-def in_study(text: str, study: str, methods: tuple[str, ...], words: str, measure: Callable[[dict], float]) -> Claim:
+def in_study(
+    text: str,
+    study: str,
+    methods: tuple[str, ...],
+    words: str,
+    measure: Callable[[dict], float],
+    source: str = "minidrl",
+    updates: int = 1,
+) -> Claim:
     """A claim about a method's runs of a study, or about those of two, paired by seed. words: what is measured: criterion."""
-    runs_of = [by_seed(study, method, measure) for method in methods]
+    runs_of = [by_seed(study, (method, updates), measure) for method in methods]
     seeds = sorted(set.intersection(*map(set, runs_of)))
     command = f"python -m minidrl compare studies/{study}.yaml"
     if len(seeds) < 2:
-        return not_run(text, "minidrl", f"needs two seeds of `{command}`")
+        return not_run(text, source, f"needs two seeds of `{command}`")
     values = [runs_of[0][seed] - (runs_of[1][seed] if runs_of[1:] else 0.0) for seed in seeds]
     number, _, criterion = words.partition(": ")
-    return Claim(text, "minidrl", f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", number, lambda: runs(values), criterion)
+    return Claim(text, source, f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", number, lambda: runs(values), criterion)
+
+
+def after(run: dict) -> float:
+    """Solved at the end, a share."""
+    return run["after"]
+
+
+def gained(run: dict) -> float:
+    """Of it, what the base had not."""
+    return run["after"] - run["before"]
 
 
 def best(name: str) -> float:
@@ -722,12 +746,14 @@ LEDGER: dict[str, list[Claim]] = {
             "variance, pair over two masks", lambda: cases([pairs_in_the_solved_model(n) for n in (6, 64, 256)]), "< 1"),
     ],
     "d1 / diffu-GRPO": [
-        Claim("The ratio of two one-step mean-field likelihoods follows the ratio of the likelihoods it stands for.",
-            "practice of arXiv 2504.12216, eq. 4", "notebook 04 (40.3)", "exact, 4 responses",
+        Claim("On two bits that agree, then differ, the ratio of one-step mean fields follows that of the likelihoods.",
+            "minidrl, on arXiv 2504.12216, eq. 4: made to fail", "notebook 04 (40.3)", "exact, 4 responses",
             "error of the log-ratio, nats", mean_field_misses_the_ratio, "<= 0.1"),
-        Claim("diffu-GRPO raises the share of Countdown puzzles that are solved.",
+        Claim("diffu-GRPO raises the share of Countdown puzzles that are solved: right to left.",
             "arXiv 2504.12216", COMPARE, ONE_RUN,
-            "points above the base, better of two rates", lambda: points("diffu-grpo"), "> 0"),
+            "points above the base, the rate chosen on the same puzzles", lambda: points("diffu-grpo"), "> 0"),
+        in_study("The same: random order, the rate chosen on other puzzles.",
+            "likelihoods", ("diffu-grpo",), "points above the base: > 0", gained, "arXiv 2504.12216"),
     ],
     "GDPO": [
         Claim("Nearly all variance of an ELBO estimate is that of the time: responses of 6 positions.",
@@ -742,24 +768,35 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("Quadrature has no bias from half as many nodes as positions on.",
             "minidrl, on arXiv 2510.08554", "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)", TABLE_SEEDS,
             "bias of 3 nodes at 6 positions, nats", lambda: over_tables(bias_of_three_nodes), "<= 1e-8"),
-        Claim("At three calls quadrature has a smaller error than independent draws: responses of 6 positions.",
-            "accounts of arXiv 2510.08554", "`law_quadrature_variance`, notebook 05 (50.7)", TABLE_SEEDS,
-            "error, quadrature over draws", lambda: over_tables(quadrature_error), "< 1"),
-        Claim("At three calls quadrature has a smaller error than independent draws: responses of 16 to 256 positions.",
-            "accounts of arXiv 2510.08554", "notebook 05 (50.15)", "exact, solved models, L = 16, 64, 256",
-            "error, quadrature over draws", lambda: cases(quadrature_error_solved(n) for n in (16, 64, 256)), "< 1"),
-        Claim("floor(t L) hidden tokens with the weight 1/t keep the scale of a log-likelihood to 2 %, at any length.",
-            "code of arXiv 2510.08554", "`law_constant_models_show_the_scale`, notebook 05 (50.9)", "exact, L = 8, 16, 256",
-            "lost share", lambda: cases(lost_by_floor_counts(n) for n in (8, 16, 256)), "<= 0.02"),
-        Claim("GDPO solves more Countdown puzzles than diffu-GRPO.",
-            "accounts of arXiv 2510.08554", COMPARE, ONE_RUN,
-            "points, each at its better rate", lambda: points("gdpo", "diffu-grpo"), "> 0"),
+        Claim("At three calls SDMC has less variance than double Monte Carlo, a random time and a random mask a call.",
+            "arXiv 2510.08554, abstract", "`benchmarks/claims.py`, notebook 05 (50.16)", TABLE_SEEDS,
+            "standard deviation, SDMC over the time form", lambda: over_tables(quadrature_over_double_monte_carlo), "< 1"),
+        Claim("It also has a smaller error than three draws of the count form, not the paper's baseline: 6 positions.",
+            "minidrl, on arXiv 2510.08554", "`law_quadrature_variance`, notebook 05 (50.7)", TABLE_SEEDS,
+            "error, SDMC over the count form", lambda: over_tables(quadrature_error), "< 1"),
+        Claim("It also has a smaller error than three draws of the count form, not the paper's baseline: 16 to 256 positions.",
+            "minidrl, on arXiv 2510.08554", "notebook 05 (50.15)", "exact, solved models, L = 16, 64, 256",
+            "error, SDMC over the count form", lambda: cases(quadrature_error_solved(n) for n in (16, 64, 256)), "< 1"),
+        Claim("Floor counts with weight 1/t keep the scale of a log-likelihood to 2 %: 256 positions, as the code has.",
+            "minidrl, on the code of arXiv 2510.08554", "`law_constant_models_show_the_scale`, notebook 05 (50.9)", "exact",
+            "lost share", lambda: cases([lost_by_floor_counts(256)]), "<= 0.02"),
+        Claim("The same at 8 and 16 positions, which the code was not written for.",
+            "minidrl, on the code of arXiv 2510.08554", "`law_constant_models_show_the_scale`, notebook 05 (50.9)",
+            "exact, L = 8, 16",
+            "lost share", lambda: cases(lost_by_floor_counts(n) for n in (8, 16)), "<= 0.02"),
+        Claim("GDPO solves more Countdown puzzles than diffu-GRPO: right to left, one update a rollout.",
+            "arXiv 2510.08554, abstract", COMPARE, ONE_RUN,
+            "points, each rate chosen on the same puzzles", lambda: points("gdpo", "diffu-grpo"), "> 0"),
+        in_study("The same: random order, equal network calls, each rate chosen on other puzzles.",
+            "likelihoods", ("gdpo", "diffu-grpo"), "points: > 0", after, "arXiv 2510.08554, abstract"),
+        in_study("Arcs (2.11) instead of SDMC make GDPO solve more: random order, equal network calls.",
+            "likelihoods", ("gdpo-arcs", "gdpo"), "points: > 0", after),
     ],
     "StableDRL": [
-        Claim("With fresh masks for old and new, the ratio of equal weights has mean 1, to 1 %.",
-            "practice of arXiv 2603.06743, 2510.08554 (code)", "`law_fresh_masks_inflate_the_ratio`, notebook 06 (60.1)",
+        Claim("Masks of their own for old and new are noise in the ratio: of equal weights its mean is above 1.01.",
+            "arXiv 2603.06743, abstract (the noise)", "`law_fresh_masks_inflate_the_ratio`, notebook 06 (60.1)",
             "exact, 27 responses",
-            "mean ratio", mean_ratio_of_fresh_masks, "<= 1.01"),
+            "mean ratio", mean_ratio_of_fresh_masks, "> 1.01"),
         Claim("With fresh masks at 256 positions, weights of sequence ratios keep a tenth of what 1 nat should do to them.",
             "minidrl, on arXiv 2603.06743", "notebook 06 (60.15)", "solved model, 20,000 groups",
             "gain of the mean weight, over that without noise", weight_of_one_nat, ">= 0.1"),
@@ -800,7 +837,7 @@ LEDGER: dict[str, list[Claim]] = {
             "arXiv 2603.06743, abstract", "needs 8B weights"),
     ],
     "SPG and block diffusion": [
-        Claim("The evidence upper bound is an upper bound of the log-likelihood, at the released beta = 1.5.",
+        Claim("SPG's evidence upper bound as it is computed, without its constant, lies above the log-likelihood (beta = 1.5).",
             "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.11)",
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
@@ -849,7 +886,7 @@ LEDGER: dict[str, list[Claim]] = {
             "arXiv 2602.04879", "`law_dppo_examples`, notebook 09 (90.2)", "exact, 2 tokens",
             "weights as stated, of 4", two_tokens, ">= 4"),
         Claim("DRPO turns back exactly the tokens that DPPO stops, at delta = 0.15.",
-            "arXiv 2606.09821, as its code quotes it", "`law_drpo_turns_back_where_dppo_stops`, notebook 09 (8.13)", GRID,
+            "code of arXiv 2606.09821, quoting it", "`law_drpo_turns_back_where_dppo_stops`, notebook 09 (8.13)", GRID,
             "share that differs", boundaries_that_differ, "<= 0"),
         Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: probabilities from 0.02 on.",
             "minidrl, on arXiv 2606.09821", "notebook 09 (90.11)", "exact, 4 tokens",
@@ -864,14 +901,19 @@ LEDGER: dict[str, list[Claim]] = {
             "minidrl, on arXiv 2602.04879", "`benchmarks/claims.py`", "exact, 1 token",
             "distance after 20,000 steps", lambda: cases([settle("dppo-tv", 0.5, 1.0, rate=0.0005, steps=20_000)]), "<= 0.01"),
         Claim("At delta = 12.5, the released recipe's, a token beyond its boundary is turned back.",
-            "arXiv 2606.09821, as its code quotes it", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.9)", GRID,
+            "code of arXiv 2606.09821, quoting it", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.9)", GRID,
             "smallest weight", lambda: smallest_weight("drpo-released"), "< 0"),
         Claim("On the first update GDSD's regression is REINFORCE, times 2 psi / L.",
             "minidrl, on the code of arXiv 2605.29398", "`law_regression`, notebook 10 (100.8)", "exact, 4 advantages",
             "relative error", regression_on_policy, "<= 1e-8"),
-        Claim("With one update a rollout DRPO solves more Countdown puzzles than REINFORCE.",
-            "minidrl, on arXiv 2606.09821", COMPARE, ONE_RUN,
-            "points", lambda: points("drpo", "reinforce"), "> 0"),
+        in_study("With one update a rollout DRPO solves more Countdown puzzles than REINFORCE.",
+            "reuse_confidence", ("drpo", "reinforce"), "points: > 0", after, "minidrl, on arXiv 2606.09821"),
+        in_study("With 8 updates a rollout PPO solves more Countdown puzzles than REINFORCE, which has no trust region.",
+            "reuse_confidence", ("ppo", "reinforce"), "points: > 0", after, "arXiv 1707.06347", updates=8),
+        in_study("With 8 updates a rollout DPPO solves more Countdown puzzles than PPO.",
+            "reuse_confidence", ("dppo-tv", "ppo"), "points: > 0", after, "accounts of arXiv 2602.04879", updates=8),
+        in_study("With 8 updates a rollout DRPO solves more Countdown puzzles than DPPO.",
+            "reuse_confidence", ("drpo", "dppo-tv"), "points: > 0", after, "accounts of arXiv 2606.09821", updates=8),
         not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
             "arXiv 2602.04879", "needs long runs with reuse and low precision"),
     ],
@@ -881,7 +923,7 @@ LEDGER: dict[str, list[Claim]] = {
             "minidrl", "docs/results.md (command 1)", "3 seeds, 512 puzzles",
             "points", rl_less_self_training, "> 0"),
         in_study("The same, each at its own best rate: numbers to 20, confidence order, from a base that has met none of them.",
-            "main_job", ("reinforce", "self-training"), "points: > 0", lambda run: run["after"]),
+            "main_job", ("reinforce", "self-training"), "points: > 0", after),
         in_study("There RL ends 20 points above the best decoder of its base, any order and temperature (29.5 %).",
             "main_job", ("reinforce",), "points: >= 20", lambda run: run["after"] - BEST_DECODER),
         in_study("There rollouts of the last tenth of training and held-out puzzles end within 5 points: no memorising.",
@@ -927,6 +969,27 @@ def recorded(words: dict) -> str:
     return f"{words['where']}: `{words['command']}`{words['also']} (`{words['config']}`, seeds {seeds}, {puzzles})"
 
 
+# Where a claim comes from, by how its source begins.
+ORIGINS = {
+    "stated in a paper or its abstract": ("arXiv",),
+    "known from accounts of one": ("accounts",),
+    "practice, code or names": ("practice", "code", "name"),
+    "this project's own": ("minidrl",),
+}
+
+
+def origins(results: Results) -> str:
+    """Verdicts by where the claims come from, as a table."""
+    verdicts, lines = (HOLDS, FAILS, UNDECIDED, NOT_RUN), []
+    pairs = [pair for rows in results.values() for pair in rows]
+    for origin, starts in ORIGINS.items():
+        own = [verdict(found, claim.criterion) for claim, found in pairs if claim.source.startswith(starts)]
+        lines.append({"claims": origin} | {name: own.count(name) for name in verdicts})
+    if sum(sum(line[name] for name in verdicts) for line in lines) != len(pairs):
+        raise ValueError(f"source: got one of another beginning; allowed {', '.join(itertools.chain(*ORIGINS.values()))}")
+    return tables.markdown_table(lines, ("claims", *verdicts))
+
+
 def document(results: Results) -> str:
     """CLAIMS.md."""
     every = [verdict(found, claim.criterion) for rows in results.values() for claim, found in rows]
@@ -934,7 +997,7 @@ def document(results: Results) -> str:
     count = ", ".join(f"{every.count(name)} {word}" for name, word in words.items())
     found = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
     commands = "\n".join(f"{i}. {recorded(words)}" for i, words in enumerate(RECORDED.values(), 1))
-    head = INTRODUCTION.format(total=len(every), count=count, commands=commands)
+    head = INTRODUCTION.format(total=len(every), count=count, commands=commands, origins=origins(results))
     return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in found.items())]) + "\n"
 
 
@@ -946,6 +1009,8 @@ What papers state or take for granted, as far as a tiny model can test it, and w
 Generated by `python benchmarks/claims.py` (`--check`: is this file current?). No verdict is typed in: it follows from the
 number, its interval and the criterion of its row. A verdict is about that number, on models of this size; it says nothing about
 eight billion weights.
+
+{origins}
 
 - **stated in**: an arXiv number alone means that the statement was read in the paper or its abstract; "accounts of" that it is
   known second hand; "code of" and "practice of" speak of what is done; "minidrl" marks a statement of this project.
