@@ -187,7 +187,7 @@ class Pretrain:
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations
-    updates on it.
+    inner updates on it.
 
     ``filter_groups`` leaves out the prompts whose responses all earned the same (zero-variance
     groups, zero advantage), so that means are over the others: the filter of DAPO's dynamic

@@ -39,6 +39,7 @@ ROOMS = (
 )
 PARTS = ("plan", "credit", "objective", "extra")  # of a row: functions of algorithms.py
 MOST = 12  # hits that are shown
+NEAR = 12  # words among which those of a term stand, where they do not stand in a row
 TAG = re.compile(r"\((\d+\.\d+)\) ")
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -234,13 +235,19 @@ class _Text:
                 return self._lines(self.at[first], self.at[end - 1])
         return None
 
-    def all(self, query: list[str]) -> Paragraph | None:
-        """The first line that holds one of the words, if all are in the paragraph."""
-        wanted = [word for word in query if word not in _SMALL] or query
-        if not set(wanted) <= set(self.words):
-            return None
-        first = self.at[min(self.words.index(word) for word in wanted)]
-        return self._lines(first, first)
+    def near(self, query: list[str]) -> Paragraph | None:
+        """The line where the shortest passage begins that holds all the words, if it has at most
+        NEAR words."""
+        wanted = {word for word in query if word not in _SMALL} or {*query}
+        last, passages = {}, []
+        for end, word in enumerate(self.words):
+            if word in wanted:
+                last[word] = end
+            if len(last) == len(wanted):
+                begin = min(last.values())
+                passages.append((end - begin, begin))
+        length, begin = min(passages, default=(NEAR, 0))
+        return self._lines(self.at[begin], self.at[begin]) if length < NEAR else None
 
     def _lines(self, first: int, last: int) -> Paragraph:
         paragraph = self.paragraph
@@ -254,7 +261,7 @@ class Hit(NamedTuple):
     """An entry that answers, and the lines of it that do.
 
     rank    0: it was asked for by name or tag; 1: it holds the phrase; 2: but for endings; 3: all
-            the words in one paragraph; 4: all the words
+            the words near each other, which tells nothing of a module
     late    0: in its first lines; 1: later; 2 and 3: the same, but cut into words elsewhere (k - 1
             for k1)
     """
@@ -274,7 +281,9 @@ def where(query: str, known: list[Entry] | None = None) -> list[Hit]:
     hits = _tagged(query, known) or _cited(query, known) or _found(query, known)
     hits = hits or _begun(query, known)
     if not hits:
-        raise ValueError(f"where: got {query!r}, which no docstring holds; {_near(query, known)}")
+        raise ValueError(
+            f"where: got {query!r}, which no docstring holds; {_nearest(query, known)}"
+        )
     return hits[:MOST]
 
 
@@ -339,19 +348,19 @@ def _hit(asked: list[str], entry: Entry) -> Hit | None:
     stems = [stem(word) for word in asked]
     if not _may_hold(stems, entry):
         return None
-    for how, wanted, kind, rank in (
+    ways = (
         (plain, query, _Text.phrase, 1),
         (stem, stems, _Text.phrase, 2),
-        (stem, stems, _Text.all, 3),
-    ):
+        (stem, stems, _Text.near, 3),
+    )
+    for how, wanted, kind, rank in ways[:2] if entry.kind == "module" else ways:
         for number, text in enumerate(texts):
             if matched := kind(_Text(text, how), wanted):
                 late = (number > 1 or matched.line > text.line + 1) + 2 * (
                     kind is _Text.phrase and not _cut_alike(query, matched)
                 )
                 return Hit(rank, entry, None if number == 0 else matched, late)
-    whole = Paragraph(entry.line, tuple(line for text in texts for line in text.lines))
-    return Hit(4, entry, None, 1) if _Text(whole, stem).all(stems) else None
+    return None
 
 
 def _has_a_name(entry: Entry) -> bool:
@@ -377,15 +386,30 @@ def _may_hold(stems: list[str], entry: Entry) -> bool:
     )
 
 
-def _near(query: str, known: list[Entry]) -> str:
-    """What to try instead: for each word that nothing holds, the words most like it."""
+def _nearest(query: str, known: list[Entry]) -> str:
+    """What to try instead: for each word that nothing holds, the words most like it; if there is
+    none, the longest parts of the query that are found."""
     seen = {word for entry in known for word in tokens(_said(entry))}
     folded = {stem(word) for word in seen}
     lost = [word for word in tokens(query) if stem(word) not in folded and word not in _SMALL]
     if not lost:
-        return "each of its words stands somewhere, but not all in one place"
+        parts = ", ".join(repr(part) for part in _parts(tokens(query), known))
+        return "its words are not all in one place" + (f"; near: {parts}" if parts else "")
     near = [w for word in lost for w in difflib.get_close_matches(word, sorted(seen), 3, 0.7)]
     return f"near: {', '.join(dict.fromkeys(near))}" if near else "nothing is near"
+
+
+def _parts(words: list[str], known: list[Entry]) -> list[str]:
+    """The longest runs of two words or more that some docstring holds, all of one length."""
+    for size in range(len(words) - 1, 1, -1):
+        runs = [words[first : first + size] for first in range(len(words) - size + 1)]
+        runs = [run for run in runs if run[0] not in _SMALL and run[-1] not in _SMALL]
+        texts = (_Text(text, stem) for entry in known for text in entry.prose)
+        stems = [[stem(word) for word in run] for run in runs]
+        held = {n for text in texts for n, run in enumerate(stems) if text.phrase(run)}
+        if held:
+            return [" ".join(runs[n]) for n in sorted(held)]
+    return []
 
 
 def _said(entry: Entry) -> str:
@@ -396,9 +420,7 @@ def answer(query: str) -> str:
     """``where`` in lines: place, name, first sentence; below it the line that matched."""
     known = entries()
     hits = where(query, known)
-    lines = (
-        ["no docstring has these words together; it has all of them:"] if hits[0].rank > 2 else []
-    )
+    lines = ["no docstring has these words in a row; near each other:"] if hits[0].rank == 3 else []
     for hit in hits:
         entry = hit.entry
         lines.append(f"{entry.place}  {entry.name}  {entry.title}".rstrip())
