@@ -353,12 +353,12 @@ def elbo_time_plan(
 
     The evidence lower bound (ELBO) whose negative is the pre-training loss of masked
     (absorbing-state) diffusion, a weighted cross-entropy. Each state is a draw of the
-    forward process; t, the timestep, is the mask ratio (linear noise schedule). Times
-    and masks are both drawn: double Monte Carlo. Source: LLaDA (arXiv 2502.09992) and
-    its pre-training code, which uses min_t = 1e-3. Bias: min_t (B - g(0)) to first
-    order, g(0) = n times the mean logp of a single hidden token; unbiased at min_t = 0,
-    where the variance is infinite: a lone hidden token at t -> 0 gets the weight 1/t.
-    Prefer (2.3).
+    forward process; t, the timestep, is the mask ratio (linear noise schedule). Double
+    Monte Carlo: timestep sampling, and mask sampling at each. Source: LLaDA (arXiv
+    2502.09992) and its pre-training code, which uses min_t = 1e-3. Bias: min_t (B -
+    g(0)) to first order, g(0) = n times the mean logp of a single hidden token;
+    unbiased at min_t = 0, where the variance is infinite: a lone hidden token at t -> 0
+    gets the weight 1/t. Prefer (2.3).
     """
     _check_count("plan.num_states", num_states)
     if not 0 <= min_t < 1:
@@ -1133,8 +1133,8 @@ def position_logp(
 def block_causal(
     block: Int[Tensor, "#N T"], attention_mask: Bool[Tensor, "N T"] | None
 ) -> Bool[Tensor, "#N 1 T T"]:
-    """Block-causal attention. [n, 0, q, k] True: q sees k, a real token of q's own block
-    or of an earlier one; ``block`` numbers the tokens' blocks."""
+    """Block-causal attention. [n, 0, q, k] True: q sees k, a real token of q's own
+    block or of an earlier one; ``block`` numbers the tokens' blocks."""
     visible = block[:, None, :] <= block[:, :, None]
     if attention_mask is not None:
         visible = visible & attention_mask[:, None, :]
@@ -1153,11 +1153,11 @@ def staircase_mask(
         noisy q,  noisy k     b_k == b_q
         clean q,  noisy k     never
 
-    The prompt sees itself from both sides, and nothing else; all of the response sees
-    it. Padding of the prompt is seen by no one; the rows of padding are of no use, and
-    finite. Rows without padding have P^2 + 2 L P + L (L + block_length) pairs (clean
-    "block"). What the clean stream sees has to be what it saw when the sampler computed
-    its cache.
+    A dual-stream input. The prompt sees itself from both sides, and nothing else; all
+    of the response sees it. Padding of the prompt is seen by no one; the rows of
+    padding are of no use, and finite. Rows without padding have P^2 + 2 L P + L (L +
+    block_length) pairs (clean "block"). What the clean stream sees has to be what it
+    saw when the sampler computed its cache.
 
     Source: BD3-LM, arXiv 2503.09573 ([noisy; clean] there; the order is immaterial
     where positions are right) and the code of TraceRL, arXiv 2509.06949, which cuts the
@@ -1394,12 +1394,12 @@ def softmax_contrast(
 ) -> Float[Tensor, " B"]:
     """(6.6) adv = softmax(psi A) - softmax(-psi A) over the group, A = reward - mean.
 
-    The weights of wd1: what the best KL-regularised policy would give the samples, less
-    what the worst would, which pushes negative samples down. The loss is a weighted
-    log-likelihood, ratio-free. They sum to 0 in each group; for small A they are 2 psi
-    A / N, and saturate for large A. Source: wd1, weighted policy optimization (arXiv
-    2507.08838), read in its code, which has psi = 1. Loss with (8.1): a sum over the
-    group, "group_sum".
+    The weights of wd1, exponential in the advantage: what the best KL-regularised
+    policy would give the samples, less what the worst would, which pushes negative
+    samples down. The loss is a weighted log-likelihood, ratio-free. They sum to 0 in
+    each group; for small A they are 2 psi A / N, and saturate for large A. Source: wd1,
+    weighted policy optimization (arXiv 2507.08838), read in its code, which has psi =
+    1. Loss with (8.1): a sum over the group, "group_sum".
     """
     group = _groups(reward, num_generations)
     logits = psi * (group - group.mean(1, keepdim=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -39,6 +40,7 @@ ROOMS = (
 )
 PARTS = ("plan", "credit", "objective", "extra")  # of a row: functions of algorithms.py
 MOST = 12  # hits that are shown
+MOST_WORDS = 5  # of a query without an answer: so many are tried together
 NEAR = 12  # words among which those of a term stand, where they do not stand in a row
 TAG = re.compile(r"\((\d+\.\d+)\) ")
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
@@ -387,28 +389,30 @@ def _may_hold(stems: list[str], entry: Entry) -> bool:
 
 
 def _nearest(query: str, known: list[Entry]) -> str:
-    """What to try instead: for each word that nothing holds, the words most like it; if there is
-    none, the longest parts of the query that are found."""
+    """What to try instead: the words most like those that nothing holds, and where most of the
+    others stand together."""
     seen = {word for entry in known for word in tokens(_said(entry))}
     folded = {stem(word) for word in seen}
-    lost = [word for word in tokens(query) if stem(word) not in folded and word not in _SMALL]
-    if not lost:
-        parts = ", ".join(repr(part) for part in _parts(tokens(query), known))
-        return "its words are not all in one place" + (f"; near: {parts}" if parts else "")
-    near = [w for word in lost for w in difflib.get_close_matches(word, sorted(seen), 3, 0.7)]
-    return f"near: {', '.join(dict.fromkeys(near))}" if near else "nothing is near"
+    asked = [word for word in dict.fromkeys(tokens(query)) if word not in _SMALL]
+    held = [word for word in asked if stem(word) in folded]
+    lost = [word for word in asked if word not in held]
+    like = [w for word in lost for w in difflib.get_close_matches(word, sorted(seen), 3, 0.7)]
+    near = [*dict.fromkeys(like), *_parts(held, len(held) - (not lost), known)]
+    told = f"near: {', '.join(near)}" if near else "nothing is near"
+    return told if lost else f"its words are not all in one place; {told}"
 
 
-def _parts(words: list[str], known: list[Entry]) -> list[str]:
-    """The longest runs of two words or more that some docstring holds, all of one length."""
-    for size in range(len(words) - 1, 1, -1):
-        runs = [words[first : first + size] for first in range(len(words) - size + 1)]
-        runs = [run for run in runs if run[0] not in _SMALL and run[-1] not in _SMALL]
-        texts = (_Text(text, stem) for entry in known for text in entry.prose)
-        stems = [[stem(word) for word in run] for run in runs]
-        held = {n for text in texts for n, run in enumerate(stems) if text.phrase(run)}
-        if held:
-            return [" ".join(runs[n]) for n in sorted(held)]
+def _parts(words: list[str], size: int, known: list[Entry]) -> list[str]:
+    """The most words of these, ``size`` or fewer, that have an answer, and the first answer: two
+    choices, those with the fewest answers."""
+    for many in range(min(size, MOST_WORDS), 0, -1):
+        choices = itertools.combinations(words[:MOST_WORDS], many)
+        found = [(part, hits) for part in choices if (hits := _found(" ".join(part), known))]
+        rare = [(part, hits) for part, hits in found if many > 1 or len(hits) <= MOST]
+        if rare:
+            rare.sort(key=lambda one: len(one[1]))
+            first = [(part, hits[0].entry) for part, hits in rare[:2]]
+            return [f"{' '.join(part)!r} in {e.name} ({e.place})" for part, e in first]
     return []
 
 

@@ -61,7 +61,7 @@ class Sampler:
     tokens_per_step  tokens revealed per network call, n (parallel decoding); divides
                      ``block_length``.
     temperature      T of softmax(z / T); 0 is greedy decoding (argmax, lowest token id on ties).
-    order            which n hidden positions of the block a step reveals:
+    order            the unmasking order, which n hidden positions of the block a step reveals:
         "random"          the next n of a uniformly random permutation of the block;
         "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it
                           is said the other way round: propose a token at every hidden position of
@@ -522,9 +522,10 @@ def encode_block(
 ) -> Float[Tensor, "R W D"]:
     """Hidden states of the W positions from ``start``, the current block of a block-causal model.
 
-    The exact KV cache of block diffusion: ``cache`` holds a past of ``rows`` that does not change
-    any more: the prompt, and the finished blocks but the last, which is computed, and stays, with
-    the first step of the block after it. The current block is taken out again: it goes on changing.
+    The exact, block-level KV cache of block diffusion: ``cache`` holds a past of ``rows`` that does
+    not change any more: the prompt, and the finished blocks but the last, which is computed, and
+    stays, with the first step of the block after it. The current block is taken out again: it goes
+    on changing.
     """
     width = settings.block_length
     end = trace.tokens.shape[1] - settings.length + start + width

@@ -160,7 +160,7 @@ def test_the_line_that_matched_is_printed(capsys):
         (["xyzzyx"], "nothing is near"),
         (["coupled", "staircase"], "not all in one place"),
         (["diffusion", "value", "model"], "not all in one place"),
-        (["low-confidence", "trust", "region"], "near: 'low confidence', 'trust region'"),
+        (["low-confidence", "trust", "region"], "near: 'trust region' in trust_mask (minidrl/algorithms.py:"),
         (["--", "?"], "holds"),
     ],
 )
