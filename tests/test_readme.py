@@ -38,7 +38,7 @@ def test_the_tables_are_current(readme):
     for name, table in parts.items():
         page = readme.page_of(name, readme.pages())
         assert readme.between(page.read_text(), name) == table, (
-            f"{page.name}: the table {name!r} is out of date: run `make pages`"
+            f"{page.name}: table {name!r} is out of date: run `make pages`"
         )
 
 
