@@ -37,9 +37,7 @@ def test_the_tables_are_current(readme):
     parts = readme.parts()
     for name, table in parts.items():
         page = readme.page_of(name, readme.pages())
-        assert readme.between(page.read_text(), name) == table, (
-            f"{page.name}: table {name!r} is out of date: run `make pages`"
-        )
+        assert readme.between(page.read_text(), name) == table, f"{page.name}: table {name!r} is out of date: run `make pages`"
 
 
 def test_a_stale_table_is_seen_and_mended(readme):
