@@ -7,7 +7,7 @@
 #   make extras       what one of the examples needs beside requirements.txt
 #   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
-#   make pages        what is generated from the table of methods: docs/, and the map of notebook 10
+#   make pages        what is generated from the sources: tables of docs/, links to lines, the map of notebook 10
 #
 # PYTHON=python3.12        the interpreter that .venv is made from (3.11 or newer)
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
@@ -68,6 +68,7 @@ lint: $(STAMP)
 
 pages: $(STAMP)
 	$(PY) benchmarks/readme.py
+	$(PY) -m minidrl.index
 	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb
 
 $(STAMP): requirements.txt

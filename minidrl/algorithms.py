@@ -324,11 +324,11 @@ def mean_field_plan(
     hidden).
 
     Source: diffu-GRPO (d1, arXiv 2504.12216, section 3.1 and code): the mean-field
-    approximation by one-step unmasking, one network call. Random prompt masking: prompt
-    tokens are hidden with probability ``p_mask_prompt`` so that several updates on one
-    rollout see different inputs. Bias: with p_mask_prompt = 0 this is the ELBO's
-    integrand at t = 1, no bound on log p in general; it ignores every dependence
-    between the response's tokens.
+    approximation by one-step unmasking, one network call; a likelihood proxy. Random
+    prompt masking: prompt tokens are hidden with probability ``p_mask_prompt`` so that
+    several updates on one rollout see different inputs. Bias: with p_mask_prompt = 0
+    this is the ELBO's integrand at t = 1, no bound on log p in general; it ignores
+    every dependence between the response's tokens.
     """
     if not 0 <= p_mask_prompt < 1:
         raise _refused("plan.p_mask_prompt", p_mask_prompt, "0 up to, not including, 1")
@@ -352,11 +352,13 @@ def elbo_time_plan(
     probability t, weight 1/t.
 
     The evidence lower bound (ELBO) whose negative is the pre-training loss of masked
-    (absorbing-state) diffusion, a weighted cross-entropy; t, the timestep, is the mask
-    ratio (linear noise schedule). Source: LLaDA (arXiv 2502.09992) and its pre-training
-    code, which uses min_t = 1e-3. Bias: min_t (B - g(0)) to first order, g(0) = n times
-    the mean logp of a single hidden token; unbiased at min_t = 0, where the variance is
-    infinite: a lone hidden token at t -> 0 gets the weight 1/t. Prefer (2.3).
+    (absorbing-state) diffusion, a weighted cross-entropy. Each state is a draw of the
+    forward process; t, the timestep, is the mask ratio (linear noise schedule). Double
+    Monte Carlo: timestep sampling, and mask sampling at each. Source: LLaDA (arXiv
+    2502.09992) and its pre-training code, which uses min_t = 1e-3. Bias: min_t (B -
+    g(0)) to first order, g(0) = n times the mean logp of a single hidden token;
+    unbiased at min_t = 0, where the variance is infinite: a lone hidden token at t -> 0
+    gets the weight 1/t. Prefer (2.3).
     """
     _check_count("plan.num_states", num_states)
     if not 0 <= min_t < 1:
@@ -388,8 +390,9 @@ def elbo_count_plan(
     stratified sampling: the K counts of a sequence come from K equal strata of (0, 1],
     one uniform draw in each (floor arithmetic on float64, no rounding to even). Still
     unbiased, because the strata's mixture is uniform; never a larger variance. Bias:
-    none, for every K. It is the ELBO of the any-order sampler, and equals the exact
-    log-likelihood when the model's conditionals come from one joint distribution.
+    none, for every K. It is the ELBO of the any-order autoregressive sampler, and
+    equals the exact log-likelihood when the model's conditionals come from one joint
+    distribution.
     """
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
@@ -409,13 +412,14 @@ def complementary_plan(
     """(2.4) ELBO from pairs (mask, complement): l ~ U{0..n}, weights (n+1)/l and
     (n+1)/(n-l), each pair averaged.
 
-    Source: ESPO (arXiv 2512.03759, code); the pairing is coupled sampling of DiffuCoder
-    (coupled-GRPO, arXiv 2506.20639): two complementary masks, an antithetic pair. Every
-    token is scored exactly once in a pair. The count must include 0 so that l and n - l
-    have the same law; the weight n+1 repairs the mean. Bias: none. Variance: per token
-    never larger than that of two independent masks; for the sequence's sum there is no
-    such guarantee: it gains where the mean logp moves steadily with the count, and
-    loses on short irregular models.
+    Source: ESPO (ELBO-based sequence-level policy optimization, arXiv 2512.03759,
+    code); the pairing is coupled sampling of DiffuCoder (coupled-GRPO, arXiv
+    2506.20639): two complementary masks, a case of antithetic sampling. Every token is
+    scored exactly once in a pair. The count must include 0 so that l and n - l have the
+    same law; the weight n+1 repairs the mean. Bias: none. Variance: per token never
+    larger than that of two independent masks; for the sequence's sum there is no such
+    guarantee: it gains where the mean logp moves steadily with the count, and loses on
+    short irregular models.
     """
     _check_count("plan.num_states", num_states, 2)
     if num_states % 2:
@@ -478,7 +482,7 @@ def arc_plan(
 
 
 def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """(2.5) Nodes t and weights w of the Gauss-Legendre rule on (0, 1): sum_n w_n
+    """(2.5) Nodes t and weights w of Gauss-Legendre quadrature on (0, 1): sum_n w_n
     g(t_n) = integral of g.
 
     Exact for polynomials of degree 2N - 1. The ELBO's integrand g(t) is one of degree n
@@ -512,11 +516,13 @@ def quadrature_plan(
     floor        k = floor(t n) positions, weight 1/t: the released code; a node with
                  k = 0 is lost
 
-    Source: GDPO (arXiv 2510.08554): SDMC is Monte Carlo over masks, quadrature over
-    times. Variance: sum of w_n^2 Var(.|t_n) / masks: of the two parts of the law of
-    total variance, that of the time is gone. Bias: for bernoulli the quadrature error
-    alone (2.5); with floor a constant logp is estimated as sum_n w_n floor(t_n n) /
-    (t_n n) of it, 0.72 at n = 8 and three nodes.
+    Source: GDPO (group diffusion policy optimization, arXiv 2510.08554). The ELBO is a
+    double integral, over times and masks; SDMC is deterministic integration
+    (quadrature) over times, Monte Carlo over masks. Variance: sum of w_n^2 Var(.|t_n) /
+    masks: of the two parts of the variance decomposition, the law of total variance,
+    that of the time is gone. Bias: for bernoulli the quadrature error alone (2.5); with
+    floor a constant logp is estimated as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72
+    at n = 8 and three nodes.
     """
     _check_count("plan.masks_per_node", masks_per_node)
     if counts not in COUNTS:
@@ -869,9 +875,10 @@ def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> 
 
     A segment's tokens are all scored in the state before its first step. merge = 1 is
     (3.1), merge = T the mean field (2.1) of the revealed tokens. Not a replay: the
-    sampler drew the later tokens of a segment knowing the earlier ones. Source: TraceRL
-    (trajectory-aware RL, arXiv 2509.06949, its shrinkage), d2 (arXiv 2509.21474,
-    StepMerge).
+    sampler drew the later tokens of a segment knowing the earlier ones. An estimate of
+    the trajectory's likelihood between mean field and exact. Source: TraceRL
+    (trajectory-aware RL, arXiv 2509.06949: ``merge`` is the shrinkage parameter), d2
+    (arXiv 2509.21474, StepMerge).
     """
     _check_count("plan.merge", merge)
     steps = torch.div(rollout.unmask_step, merge, rounding_mode="floor")
@@ -1126,8 +1133,8 @@ def position_logp(
 def block_causal(
     block: Int[Tensor, "#N T"], attention_mask: Bool[Tensor, "N T"] | None
 ) -> Bool[Tensor, "#N 1 T T"]:
-    """[n, 0, q, k] True: q sees k, a real token of q's own block or of an earlier one;
-    ``block`` numbers the tokens' blocks."""
+    """Block-causal attention. [n, 0, q, k] True: q sees k, a real token of q's own
+    block or of an earlier one; ``block`` numbers the tokens' blocks."""
     visible = block[:, None, :] <= block[:, :, None]
     if attention_mask is not None:
         visible = visible & attention_mask[:, None, :]
@@ -1146,11 +1153,11 @@ def staircase_mask(
         noisy q,  noisy k     b_k == b_q
         clean q,  noisy k     never
 
-    The prompt sees itself from both sides, and nothing else; all of the response sees
-    it. Padding of the prompt is seen by no one; the rows of padding are of no use, and
-    finite. Rows without padding have P^2 + 2 L P + L (L + block_length) pairs (clean
-    "block"). What the clean stream sees has to be what it saw when the sampler computed
-    its cache.
+    A dual-stream input. The prompt sees itself from both sides, and nothing else; all
+    of the response sees it. Padding of the prompt is seen by no one; the rows of
+    padding are of no use, and finite. Rows without padding have P^2 + 2 L P + L (L +
+    block_length) pairs (clean "block"). What the clean stream sees has to be what it
+    saw when the sampler computed its cache.
 
     Source: BD3-LM, arXiv 2503.09573 ([noisy; clean] there; the order is immaterial
     where positions are right) and the code of TraceRL, arXiv 2509.06949, which cuts the
@@ -1222,7 +1229,8 @@ def reduce_logp(
                            2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
 
-    This is what makes a token-level, step-level or sequence-level importance ratio.
+    This is what makes a token-level, step-level or sequence-level importance ratio: at
+    "sequence" the whole response is one sequence-level action, as in ESPO.
     ``normalizer`` (B,) or (K, B) divides ll, length normalisation: None for the
     log-likelihood itself, the length for the geometric mean per token that GSPO-style
     ratios use. It changes a ratio by the power 1/length, so it is never implied.
@@ -1274,10 +1282,10 @@ def eubo(
     the h positions hidden in some state.
 
     Source: SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as in the
-    plans of section 2. Bias: it is no upper bound. The inequality behind it, from a
-    Renyi divergence, holds up to a constant, and a mean of K states inside the
-    logarithm is biased down (Jensen): it may lie below the ELBO of the same states. A
-    surrogate that pushes rare tokens of bad answers harder.
+    plans of section 2. Bias: it is no upper bound. The inequality behind it, the Renyi
+    variational bound (from a Renyi divergence), holds up to a constant, and a mean of K
+    states inside the logarithm is biased down (Jensen): it may lie below the ELBO of
+    the same states. A surrogate that pushes rare tokens of bad answers harder.
     """
     seen = plan.scored.any(0)
     terms = beta * logp + plan.weight[..., None].log()
@@ -1304,9 +1312,9 @@ def sandwich(
     the gradient flows through.
 
     A lower bound is safe to raise and, so the argument goes, an upper bound is what to
-    lower (but see (5.2)). The EUBO gets ll's normaliser. Source: SPG, sandwiched policy
-    gradient; the code of StableDRL, which keeps its ELBO in the ratio. omega = 0: the
-    ELBO for all.
+    lower for negative samples, those with adv < 0 (but see (5.2)). The EUBO gets ll's
+    normaliser. Source: SPG, sandwiched policy gradient; the code of StableDRL, which
+    keeps its ELBO in the ratio. omega = 0: the ELBO for all.
     """
     upper = eubo(feature["logp"], plan, beta=eubo_beta) / normalizer[:, None]
     return {"score": torch.where(adv > 0, ll, omega * upper + (1 - omega) * ll)}
@@ -1350,10 +1358,11 @@ def group_z_score(
     """(6.2) adv = (reward - group mean) / (group std + eps), std with N - ddof in the
     denominator.
 
-    Source: the group-relative advantage of GRPO (arXiv 2402.03300), reward
-    normalisation by the standard deviation. A group of equal rewards has advantage 0.
-    Papers and code disagree on ``ddof`` (torch's default is 1) and ``eps``: both are
-    required. A group of one has no std: ddof must be below N.
+    Source: the group-relative advantage of GRPO (group relative policy optimization,
+    arXiv 2402.03300): reward normalisation by the standard deviation, ``scale_rewards``
+    of TRL. A group of equal rewards has advantage 0. Papers and code disagree on
+    ``ddof`` (torch's default is 1) and ``eps``: both are required. A group of one has
+    no std: ddof must be below N.
     """
     group = _groups(reward, num_generations)
     if not 0 <= ddof < num_generations:
@@ -1385,11 +1394,12 @@ def softmax_contrast(
 ) -> Float[Tensor, " B"]:
     """(6.6) adv = softmax(psi A) - softmax(-psi A) over the group, A = reward - mean.
 
-    The weights of wd1: what the best KL-regularised policy would give the samples, less
-    what the worst would, so that a likelihood weighted with them needs no ratio. They
-    sum to 0 in each group; for small A they are 2 psi A / N, and saturate for large A.
-    Source: wd1, weighted policy optimization (arXiv 2507.08838), read in its code,
-    which has psi = 1. Loss with (8.1): a sum over the group, "group_sum".
+    The weights of wd1, exponential in the advantage: what the best KL-regularised
+    policy would give the samples, less what the worst would, which pushes negative
+    samples down. The loss is a weighted log-likelihood, ratio-free. They sum to 0 in
+    each group; for small A they are 2 psi A / N, and saturate for large A. Source: wd1,
+    weighted policy optimization (arXiv 2507.08838), read in its code, which has psi =
+    1. Loss with (8.1): a sum over the group, "group_sum".
     """
     group = _groups(reward, num_generations)
     logits = psi * (group - group.mean(1, keepdim=True))
@@ -1626,11 +1636,12 @@ def ppo_clip(
 
     Gradient: -adv ratio grad ll, and 0 where adv > 0 and ratio > 1 + epsilon_high, or
     adv < 0 and ratio < 1 - epsilon_low. Conditional clipping: with adv < 0 a large
-    ratio passes, and its coefficient is unbounded. Source: PPO's clipped surrogate
-    (arXiv 1707.06347); GRPO (arXiv 2402.03300); unequal sides, asymmetric clipping:
-    clip-higher, decoupled clip of DAPO (arXiv 2503.14476). Equals ``reinforce`` in
-    gradient at ratio 1. With sequence reduction and normalizer = length it is GSPO
-    (arXiv 2507.18071).
+    ratio passes, and its coefficient is unbounded. Source: the clipped surrogate
+    objective of PPO (proximal policy optimization, arXiv 1707.06347); GRPO (arXiv
+    2402.03300); unequal sides, asymmetric clipping: clip-higher, decoupled clip of DAPO
+    (arXiv 2503.14476). Equals ``reinforce`` in gradient at ratio 1. With sequence
+    reduction and normalizer = length it is GSPO (group sequence policy optimization,
+    arXiv 2507.18071).
     """
     ratio = log_ratio(ll, anchor).exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
@@ -1668,9 +1679,9 @@ def self_normalized_clip(
 ) -> Surrogate:
     """(8.4) loss = -w adv score, w the detached weights (8.3), score = ll or (5.3).
 
-    To be summed over a group, not averaged. Gradient: -w adv grad score: inside the
-    convex hull of the group's adv grad score, so bounded by max |adv| |grad score|
-    whatever the ratios. Clipped samples still learn (PPO gives them 0). No gradient
+    To be summed over a group, not averaged. Gradient: -w adv grad score, over the group
+    a convex combination, so bounded by max |adv| |grad score| whatever the ratios: they
+    make no gradient spikes. Clipped samples still learn (PPO gives them 0). No gradient
     flows through ratio or normaliser. Source: as (8.3), unconditional clipping: by
     accounts of the paper to [1 - eps, 1 + eps] with eps = 5, which is the cap 6, as a
     ratio is positive; the released code caps at 5. cap = inf: self-normalised
@@ -1819,9 +1830,10 @@ def trust_mask(
     """(8.9) False where the policy is outside its trust region and would move further
     away.
 
-    That is adv > 0 with ratio > 1, or adv < 0 with ratio < 1; the way back is never
-    barred. With ``outside`` from (8.7) it is DPPO's Binary-TV mask or Binary-KL mask,
-    from (8.8) its Top-K mask. PPO's clip is the case outside = |ratio - 1| > epsilon.
+    That is adv > 0 with ratio > 1, or adv < 0 with ratio < 1: an asymmetric mask, the
+    way back is never barred. With ``outside`` from (8.7) it is DPPO's Binary-TV mask or
+    Binary-KL mask, from (8.8) its Top-K mask. PPO's clip is the case outside = |ratio -
+    1| > epsilon.
     """
     return ~(outside & (torch.sign(adv) * log_ratios > 0))
 
@@ -1841,9 +1853,10 @@ def dppo(
     delta.
 
     Gradient: -adv ratio M grad ll. The divergence is (8.7) of this form; or (8.8) where
-    the row supplies it, and form is then None. With form tv it has PPO's gradient with
-    epsilon = delta / mu for each token. Source: DPPO, Divergence PPO (arXiv 2602.04879,
-    eq. 12): the trust region as a mask.
+    the row supplies it, and form is then None. With form tv, a total variation trust
+    region, it has PPO's gradient with epsilon = delta / mu for each token. Source:
+    DPPO, divergence proximal policy optimization (divergence PPO, arXiv 2602.04879, eq.
+    12): the trust region as a mask.
     """
     _check_above("delta", delta, 0)
     if divergence is None:
@@ -1987,11 +2000,13 @@ def tangent(
     """(8.16) PPO's dual clip (8.6) of a bound on adv ratio that is a mean over masks.
 
     d = ll - anchor of one mask. In the place of the ratio: 1 + d where adv > 0 (the
-    tangent of exp), exp(d) elsewhere (Jensen): so that the mean over the masks, taken
-    outside, lies below adv exp(mean d), and each mask can be back-propagated by itself,
-    at constant memory. Value and gradient are those of the ratio on policy. Source:
-    BGPO, boundary-guided policy optimization (arXiv 2510.11683); clip and dual clip as
-    in a re-implementation (DARE), its own code was not read. Levels "state", "pair".
+    tangent of exp, its first-order Taylor expansion), exp(d) elsewhere (Jensen's
+    inequality). The mean over the masks, taken outside, is a linear lower bound of adv
+    exp(mean d): each term has one mask and can be back-propagated by itself, at
+    constant memory (memory-efficient). Value and gradient are those of the ratio on
+    policy. Source: BGPO, boundary-guided policy optimization (arXiv 2510.11683); clip
+    and dual clip as in a re-implementation (DARE), its own code was not read. Levels
+    "state", "pair".
     """
     _check_above("bound", bound, 1)
     d = log_ratio(ll, anchor)
@@ -2037,9 +2052,9 @@ def aggregate(
     group_sum                  sum_b S_b / G               weights sum to 1 in a group
     entry_mean                 sum_b S_b / number of entries
 
-    token_mean is DAPO's token-level policy gradient loss, the token-mean loss. Every
-    normaliser is that of the global batch: it never depends on how the batch was split
-    for memory.
+    token_mean is DAPO's token-level policy gradient loss, the token-mean loss; TRL's
+    ``loss_type`` makes the same choice. Every normaliser is that of the global batch:
+    it never depends on how the batch was split for memory.
     """
     present, weight = entries(plan, level)
     total = (loss * weight * present).sum((0, 2))

@@ -173,7 +173,8 @@ class Pretrain:
 
     def __post_init__(self):
         if not hasattr(self.task, "demonstrations"):
-            raise ValueError(f"task.name: got {self.task.name!r}, which has no demonstrations")
+            got = f"{self.task.name!r}, which has no demonstrations"
+            raise ValueError(f"task.name: got {got}; allowed a task that has (minidrl/tasks)")
         _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0)
         if self.stop_after > self.steps:
             allowed = f"up to steps ({self.steps}), or 0 for all of them"
@@ -187,7 +188,7 @@ class Pretrain:
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """One RL run. A step is a rollout of num_prompts x num_generations responses and num_iterations
-    updates on it.
+    inner updates on it.
 
     ``filter_groups`` leaves out the prompts whose responses all earned the same (zero-variance
     groups, zero advantage), so that means are over the others: the filter of DAPO's dynamic

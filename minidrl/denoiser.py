@@ -180,7 +180,10 @@ class Denoiser(nn.Module):
         return (position - position[:, -1:] - 1).div(self.block_length, rounding_mode="floor")
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        """Logits, float32 at least. [MASK] has -inf: no denoiser answers with the question."""
+        """Logits, float32 at least. [MASK] has -inf: no denoiser answers with the question.
+
+        The zero masking probabilities of MDLM's SUBS parameterization (arXiv 2406.07524).
+        """
         logits = self.model.lm_head(h)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -39,6 +40,8 @@ ROOMS = (
 )
 PARTS = ("plan", "credit", "objective", "extra")  # of a row: functions of algorithms.py
 MOST = 12  # hits that are shown
+MOST_WORDS = 5  # of a query without an answer: so many are tried together
+NEAR = 12  # words among which those of a term stand, where they do not stand in a row
 TAG = re.compile(r"\((\d+\.\d+)\) ")
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -234,13 +237,19 @@ class _Text:
                 return self._lines(self.at[first], self.at[end - 1])
         return None
 
-    def all(self, query: list[str]) -> Paragraph | None:
-        """The first line that holds one of the words, if all are in the paragraph."""
-        wanted = [word for word in query if word not in _SMALL] or query
-        if not set(wanted) <= set(self.words):
-            return None
-        first = self.at[min(self.words.index(word) for word in wanted)]
-        return self._lines(first, first)
+    def near(self, query: list[str]) -> Paragraph | None:
+        """The line where the shortest passage begins that holds all the words, if it has at most
+        NEAR words."""
+        wanted = {word for word in query if word not in _SMALL} or {*query}
+        last, passages = {}, []
+        for end, word in enumerate(self.words):
+            if word in wanted:
+                last[word] = end
+            if len(last) == len(wanted):
+                begin = min(last.values())
+                passages.append((end - begin, begin))
+        length, begin = min(passages, default=(NEAR, 0))
+        return self._lines(self.at[begin], self.at[begin]) if length < NEAR else None
 
     def _lines(self, first: int, last: int) -> Paragraph:
         paragraph = self.paragraph
@@ -254,7 +263,7 @@ class Hit(NamedTuple):
     """An entry that answers, and the lines of it that do.
 
     rank    0: it was asked for by name or tag; 1: it holds the phrase; 2: but for endings; 3: all
-            the words in one paragraph; 4: all the words
+            the words near each other, which tells nothing of a module
     late    0: in its first lines; 1: later; 2 and 3: the same, but cut into words elsewhere (k - 1
             for k1)
     """
@@ -274,7 +283,9 @@ def where(query: str, known: list[Entry] | None = None) -> list[Hit]:
     hits = _tagged(query, known) or _cited(query, known) or _found(query, known)
     hits = hits or _begun(query, known)
     if not hits:
-        raise ValueError(f"where: got {query!r}, which no docstring holds; {_near(query, known)}")
+        raise ValueError(
+            f"where: got {query!r}, which no docstring holds; {_nearest(query, known)}"
+        )
     return hits[:MOST]
 
 
@@ -339,19 +350,19 @@ def _hit(asked: list[str], entry: Entry) -> Hit | None:
     stems = [stem(word) for word in asked]
     if not _may_hold(stems, entry):
         return None
-    for how, wanted, kind, rank in (
+    ways = (
         (plain, query, _Text.phrase, 1),
         (stem, stems, _Text.phrase, 2),
-        (stem, stems, _Text.all, 3),
-    ):
+        (stem, stems, _Text.near, 3),
+    )
+    for how, wanted, kind, rank in ways[:2] if entry.kind == "module" else ways:
         for number, text in enumerate(texts):
             if matched := kind(_Text(text, how), wanted):
                 late = (number > 1 or matched.line > text.line + 1) + 2 * (
                     kind is _Text.phrase and not _cut_alike(query, matched)
                 )
                 return Hit(rank, entry, None if number == 0 else matched, late)
-    whole = Paragraph(entry.line, tuple(line for text in texts for line in text.lines))
-    return Hit(4, entry, None, 1) if _Text(whole, stem).all(stems) else None
+    return None
 
 
 def _has_a_name(entry: Entry) -> bool:
@@ -377,15 +388,32 @@ def _may_hold(stems: list[str], entry: Entry) -> bool:
     )
 
 
-def _near(query: str, known: list[Entry]) -> str:
-    """What to try instead: for each word that nothing holds, the words most like it."""
+def _nearest(query: str, known: list[Entry]) -> str:
+    """What to try instead: the words most like those that nothing holds, and where most of the
+    others stand together."""
     seen = {word for entry in known for word in tokens(_said(entry))}
     folded = {stem(word) for word in seen}
-    lost = [word for word in tokens(query) if stem(word) not in folded and word not in _SMALL]
-    if not lost:
-        return "each of its words stands somewhere, but not all in one place"
-    near = [w for word in lost for w in difflib.get_close_matches(word, sorted(seen), 3, 0.7)]
-    return f"near: {', '.join(dict.fromkeys(near))}" if near else "nothing is near"
+    asked = [word for word in dict.fromkeys(tokens(query)) if word not in _SMALL]
+    held = [word for word in asked if stem(word) in folded]
+    lost = [word for word in asked if word not in held]
+    like = [w for word in lost for w in difflib.get_close_matches(word, sorted(seen), 3, 0.7)]
+    near = [*dict.fromkeys(like), *_parts(held, len(held) - (not lost), known)]
+    told = f"near: {', '.join(near)}" if near else "nothing is near"
+    return told if lost else f"its words are not all in one place; {told}"
+
+
+def _parts(words: list[str], size: int, known: list[Entry]) -> list[str]:
+    """The most words of these, ``size`` or fewer, that have an answer, and the first answer: two
+    choices, those with the fewest answers."""
+    for many in range(min(size, MOST_WORDS), 0, -1):
+        choices = itertools.combinations(words[:MOST_WORDS], many)
+        found = [(part, hits) for part in choices if (hits := _found(" ".join(part), known))]
+        rare = [(part, hits) for part, hits in found if many > 1 or len(hits) <= MOST]
+        if rare:
+            rare.sort(key=lambda one: len(one[1]))
+            first = [(part, hits[0].entry) for part, hits in rare[:2]]
+            return [f"{' '.join(part)!r} in {e.name} ({e.place})" for part, e in first]
+    return []
 
 
 def _said(entry: Entry) -> str:
@@ -396,9 +424,7 @@ def answer(query: str) -> str:
     """``where`` in lines: place, name, first sentence; below it the line that matched."""
     known = entries()
     hits = where(query, known)
-    lines = (
-        ["no docstring has these words together; it has all of them:"] if hits[0].rank > 2 else []
-    )
+    lines = ["no docstring has these words in a row; near each other:"] if hits[0].rank == 3 else []
     for hit in hits:
         entry = hit.entry
         lines.append(f"{entry.place}  {entry.name}  {entry.title}".rstrip())

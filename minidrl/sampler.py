@@ -61,7 +61,7 @@ class Sampler:
     tokens_per_step  tokens revealed per network call, n (parallel decoding); divides
                      ``block_length``.
     temperature      T of softmax(z / T); 0 is greedy decoding (argmax, lowest token id on ties).
-    order            which n hidden positions of the block a step reveals:
+    order            the unmasking order, which n hidden positions of the block a step reveals:
         "random"          the next n of a uniformly random permutation of the block;
         "low_confidence"  LLaDA's rule, called ``remasking="low_confidence"`` in the field, where it
                           is said the other way round: propose a token at every hidden position of
@@ -186,7 +186,7 @@ def generate(
 ) -> Rollout:
     """Draw ``num_generations`` responses per prompt; B = G * num_generations rows, prompt-major.
 
-    Source: the semi-autoregressive sampler of LLaDA (block by block, ``remasking`` random or
+    Source: the semi-autoregressive decoding of LLaDA (block by block, ``remasking`` random or
     low_confidence).
 
     model         in eval mode. It always sees the full length P + L; ``head`` is applied only where
@@ -522,9 +522,10 @@ def encode_block(
 ) -> Float[Tensor, "R W D"]:
     """Hidden states of the W positions from ``start``, the current block of a block-causal model.
 
-    The exact KV cache of block diffusion: ``cache`` holds a past of ``rows`` that does not change
-    any more: the prompt, and the finished blocks but the last, which is computed, and stays, with
-    the first step of the block after it. The current block is taken out again: it goes on changing.
+    The exact, block-level KV cache of block diffusion: ``cache`` holds a past of ``rows`` that does
+    not change any more: the prompt, and the finished blocks but the last, which is computed, and
+    stays, with the first step of the block after it. The current block is taken out again: it goes
+    on changing.
     """
     width = settings.block_length
     end = trace.tokens.shape[1] - settings.length + start + width
@@ -631,7 +632,10 @@ def propose(
     u: Float[Tensor, "R C"] | None,
     with_confidence: bool,
 ) -> Proposal:
-    """token ~ softmax(logits / temperature), in float32 at least; the argmax at temperature 0."""
+    """token ~ softmax(logits / temperature), in float32 at least; the argmax at temperature 0.
+
+    The distribution of LLaDA's Gumbel-max sampling, drawn through the inverse CDF instead.
+    """
     z = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
         best, token = z.max(-1)
@@ -674,10 +678,10 @@ def most_confident(
 def confident(
     conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], threshold: float
 ) -> Bool[Tensor, "R C"]:
-    """Threshold decoding: the hidden candidates of confidence tau or more, at least the first.
+    """Confidence threshold decoding: the hidden candidates of tau or more, at least the first.
 
-    Source: Fast-dLLM (arXiv 2505.22618), whose code drops those below tau: one that is equal stays.
-    A row with nothing hidden has none.
+    Source: confidence-aware parallel decoding of Fast-dLLM (arXiv 2505.22618), whose code drops
+    those below tau: one that is equal stays. A row with nothing hidden has none.
     """
     first = most_confident(conf, hidden, 1)
     return (conf >= log_threshold(threshold)).scatter(1, first, True) & hidden
@@ -734,7 +738,10 @@ def write(
     positions: Int[Tensor, "R n"],
     proposal: Proposal,
 ) -> None:
-    """Put the revealed tokens, their step and their log-probs into the trace."""
+    """Put the revealed tokens, their step and their log-probs into the trace.
+
+    What is revealed stays as it is in all later states: MDLM's carry-over unmasking.
+    """
     where, start = (rows[:, None], positions), trace.tokens.shape[1] - settings.length
 
     def put(into: Tensor, at: tuple[Tensor, Tensor], value: Tensor | int) -> None:

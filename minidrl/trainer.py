@@ -341,7 +341,11 @@ class Learner:
         return keyed_generator(self.settings.seed, step, purpose)
 
     def step(self, step: int) -> dict:
-        """One rollout, ``num_iterations`` updates; returns the metrics row."""
+        """One rollout, ``num_iterations`` updates; returns the metrics row.
+
+        With ``filter_groups`` zero-variance groups are left out of the updates: the filter of
+        dynamic sampling (DAPO), without sampling anew.
+        """
         s, clock = self.settings, Clock()
         collected = experience = self.collect(step, clock)
         if s.filter_groups:

@@ -73,6 +73,15 @@ FOUND = {
     "gdpo": ("gdpo", "quadrature_plan"),
     "quadrature_plan": ("quadrature_plan", "quadrature_plan"),
     "two pass backward": ("two_pass_backward", "two_pass_backward"),
+    "Gauss-Legendre quadrature": ("gauss_legendre", "gauss_legendre"),
+    "total variation trust region": ("dppo", "dppo"),
+    "group sequence policy optimization": ("ppo_clip", "ppo_clip"),
+    "weighted log-likelihood": ("softmax_contrast", "softmax_contrast"),
+    "linear lower bound": ("tangent", "tangent"),
+    "dynamic sampling": ("Learner.step", "Train"),
+    "SUBS parameterization": ("Denoiser.head", "Denoiser.head"),
+    "trajectory shrinkage": ("merged_plan", "merged_plan"),
+    "step selection by entropy": ("entropy_plan", "entropy_plan"),
 }
 
 
@@ -114,6 +123,25 @@ def test_a_word_does_not_match_inside_others():
     assert text.phrase(["tis"]) is None and text.phrase(["k1"]) is not None and text.phrase(["thatis"]) is not None
 
 
+def test_words_that_stand_apart_are_no_answer():
+    """Every word of a term stands somewhere in a long docstring: only a short passage that holds them all is a hit."""
+    apart = " ".join(["clip", *["word"] * (index.NEAR - 2), "of", "ratio"])
+    text = index._Text(index.Paragraph(1, (f"ratio {apart}",)), index.stem)
+    assert text.near(["ratio", "clip"]).line == 1 and text.near(["clip", "of", "ratio"]).line == 1
+    assert index._Text(index.Paragraph(1, (apart,)), index.stem).near(["ratio", "clip"]) is None
+    closer = apart.replace("word ", "", 1)  # NEAR words from the first to the last
+    assert index._Text(index.Paragraph(1, (closer,)), index.stem).near(["ratio", "clip"]).line == 1
+    found = index._Text(index.Paragraph(7, (apart, "the ratio that", "a clip cuts")), index.stem).near(["clip", "ratio"])
+    assert (found.line, found.lines) == (8, ("the ratio that",))
+
+
+def test_a_module_is_no_answer_for_words_near_each_other():
+    line = index.Paragraph(1, ("What stands here is near there.",))
+    known = [index.Entry("a.py", 1, "a", "module", prose=(line,)), index.Entry("b.py", 1, "b", "function", prose=(line,))]
+    assert [hit.entry.name for hit in index.where("near here", known)] == ["b"]
+    assert [hit.entry.name for hit in index.where("stands here", known)] == ["b", "a"]
+
+
 def test_the_line_that_matched_is_printed(capsys):
     assert main(["where", "coupled", "sampling"]) == 0
     first, second = capsys.readouterr().out.splitlines()[:2]
@@ -131,6 +159,8 @@ def test_the_line_that_matched_is_printed(capsys):
         (["stratfied", "sampling"], "near: stratified"),
         (["xyzzyx"], "nothing is near"),
         (["coupled", "staircase"], "not all in one place"),
+        (["diffusion", "value", "model"], "not all in one place"),
+        (["low-confidence", "trust", "region"], "near: 'trust region' in trust_mask (minidrl/algorithms.py:"),
         (["--", "?"], "holds"),
     ],
 )

@@ -194,7 +194,7 @@ def shipped_names() -> set[str]:
 @pytest.mark.parametrize("path", index.linked(), ids=lambda path: path.name)
 def test_links_to_the_source_show_the_line(path: Path):
     text = path.read_text(encoding="utf-8")
-    assert index.relinked(text, index.entries()) == text, "python -m minidrl.index"
+    assert index.relinked(text, index.entries()) == text, "the lines of its links have moved: run `make pages`"
 
 
 def test_a_link_follows_its_name():

@@ -36,7 +36,8 @@ def test_the_tables_are_current(readme):
     """Both to the letter: the estimators' values are exact."""
     parts = readme.parts()
     for name, table in parts.items():
-        assert readme.between(readme.page_of(name, readme.pages()).read_text(), name) == table, name
+        page = readme.page_of(name, readme.pages())
+        assert readme.between(page.read_text(), name) == table, f"{page.name}: table {name!r} is out of date: run `make pages`"
 
 
 def test_a_stale_table_is_seen_and_mended(readme):

@@ -41,7 +41,7 @@ class Problem(Protocol):
 
 
 class Verdict(NamedTuple):
-    """What a task says of a response.
+    """What a task's verifier says of a response: verifiable rewards, which no model judges.
 
     reward   what reinforcement learning maximises
     solved   whether the problem is solved, whatever the reward pays for
