@@ -25,7 +25,8 @@ from matplotlib.patches import Patch
 from minidrl.algorithms import Plan
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", "#666666"
-CLAIM_COLUMNS = ("claim", "stated in", "result", "verdict")
+# All seven fit in 1,300 pixels; the column that a narrower page cuts is the one with the widest words.
+CLAIM_COLUMNS = ("claim", "stated in", "seeds", "result", "holds if", "verdict", "decided by")
 MOST = 4  # elements of a tensor that a check prints
 CELLS = {"visible": "white", "hidden only": "#cccccc", "hidden and scored": BLUE}  # of a plan's picture
 
@@ -189,7 +190,7 @@ def _defined(node: ast.stmt) -> set[str]:
 
 
 def claims(section: str) -> None:
-    """Display the rows of a section of CLAIMS.md: what is stated, how that is known, what was found here."""
+    """Display the rows of a section of CLAIMS.md: what is stated, what was found, the criterion, and where it is decided."""
     text = (Path(__file__).parents[1] / "CLAIMS.md").read_text(encoding="utf-8")
     heads, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
     found = dict(zip(parts[::2], parts[1::2], strict=True))

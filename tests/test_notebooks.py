@@ -726,9 +726,13 @@ def test_claims_are_those_of_the_ledger(monkeypatch):
     shown = []
     monkeypatch.setattr(nbtools, "display", shown.append)
     nbtools.claims("GDPO")
-    rows = [line.strip("| ").split(" | ") for line in shown[0].data.splitlines()]
-    assert rows[0] == ["claim", "stated in", "result", "verdict"] and len(rows) == 10
-    assert [row[3] for row in rows[2:]].count("holds") == 3
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in shown[0].data.splitlines()]
+    assert rows[0] == ["claim", "stated in", "seeds", "result", "holds if", "verdict", "decided by"]
+    assert len(rows) == 14 and {len(row) for row in rows} == {7}
+    found = {row[0]: row for row in rows[2:]}
+    bias = found["Quadrature has no bias from half as many nodes as positions on."]
+    assert bias[2] == "exact, 20 tables" and bias[4:6] == ["<= 1e-8", "holds"]
+    assert bias[6] == "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)"
     with pytest.raises(ValueError, match="section: got 'PPO'; allowed The ELBO"):
         nbtools.claims("PPO")
 
