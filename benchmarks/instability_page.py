@@ -324,11 +324,11 @@ Reading:
 ## The runs
 
 `python benchmarks/instability.py` trains a network of 50,000 weights to write {length} letters: {updates} updates,
-{reuse} on each rollout of {batch} responses. Two settings are not those of StableDRL's released code: one masked state a
-response, where the code and the row `stabledrl` have two, and no clip of the gradient norm, where the code has 0.2. One
-state has more noise than two, and without the clip a long gradient reaches the optimiser as it is. The setting was searched
-for, and the trials were not recorded: the comparison is made where plain GRPO with fresh masks fails, and says nothing about
-how often it does. The same command runs what is not run yet.
+{reuse} on each rollout of {batch} responses. Three settings make noise matter more than in StableDRL's released code: one
+masked state a response, where the code and the row `stabledrl` have two; no clip of the gradient norm, where the code has
+0.2; {reuse} updates on a rollout, where the code has two. The setting was searched for, and the trials were not recorded: the
+comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. The same command runs
+what is not run yet.
 
 Seeds 0 to 2 of the lines that had results first (`grpo, fresh masks` and `stabledrl` at both scales, `grpo, shared masks`,
 `clip-only`, `self-norm-only` and `no ratio` on the sequence) were run earlier, by an earlier state of the
