@@ -191,7 +191,8 @@ def figure(results: list[dict], path: Path) -> None:
         column[-1].set_xlabel("updates (4 on each rollout)")
     for axis, label in zip(axes[:, 0], PANELS.values(), strict=True):
         axis.set_ylabel(label)
-    axes[0, 0].legend(frameon=False, loc="upper left")
+    for axis in axes[0]:  # the scales may have different numbers of runs
+        axis.legend(frameon=False, loc="upper left", fontsize=9)
     FigureCanvasAgg(fig).print_png(path)
 
 

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from minidrl import intervals
@@ -36,10 +37,13 @@ def draw() -> Figure:
     training = {step: fmean(values) for step, values in training.items() if values}
     axes.plot(list(training), list(training.values()), ":", color=BLUE, label=f"{LINES['reinforce'][0]}, training rollouts")
     axes.axhline(BEST_DECODER, color=INK, lw=1, ls="--", label=f"best decoder of the base, {100 * BEST_DECODER:.1f} %")
-    axes.set(xlabel="steps of 256 rollouts", ylabel="puzzles solved", ylim=(0, None))
+    axes.set(xlabel="steps of 256 responses", ylabel="puzzles solved", ylim=(0, None))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    seeds = {len(group.cells) for group in (found[method] for method in LINES)}
+    (count,) = seeds  # the bands of both lines are over as many runs
+    band = Patch(color=INK, alpha=0.15, lw=0, label=f"bands: 95 % intervals of the mean, {count} seeds")
+    axes.legend(handles=[*axes.get_legend_handles_labels()[0], band], frameon=False, fontsize=8, loc="lower right")
     return figure
 
 

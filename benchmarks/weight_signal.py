@@ -36,7 +36,7 @@ LENGTHS, STATES = (6, 12, 24, 64, 128, 256), (1, 2, 4, 8)
 SCALES, MASKS = ("token mean", "sequence"), ("fresh", "shared")
 DRIFTS = {"1 nat a response": lambda length: 1.0, "0.1 nat a token": lambda length: 0.1 * length}  # d, nats of the response
 GROUP, CAP, NOTHING = 16, 6.0, 0.01  # responses; of stabledrl (epsilon = 5); a weight below this share of 1 / GROUP is nothing
-GROUPS = 1 << 14
+GROUPS = 1 << 16
 PHI = NormalDist().cdf
 
 
@@ -94,23 +94,26 @@ def beyond(mean: float, spread: float, edge: float) -> float:
 
 
 def weights(normal: Tensor, delta: float, own: float, others: float, divisor: float) -> Tensor:
-    """Weight of the first response of each group (its log-ratio is delta; that of the others 0), with this noise.
+    """(groups, GROUP): the weight of each response where its log-ratio is delta and that of the others 0, with this noise.
 
     normal (groups, GROUP); own, others: deviations of the log-ratios in nats of the response; divisor: 1 or the length.
+    Each response is in turn the one that moved: one that did not move has the mean weight 1 / GROUP exactly, whatever the
+    draw, and sixteen weights of a group have less error than one.
     """
-    spread = torch.full_like(normal[:1], others)
-    spread[:, 0] = own
-    mean = torch.zeros_like(spread)
-    mean[:, 0] = delta
-    return ((mean + spread * normal) / divisor).clamp(max=math.log(CAP)).softmax(1)[:, 0]
+    edge = math.log(CAP)
+    rest = (others * normal / divisor).clamp(max=edge)
+    largest = rest.amax(1, keepdim=True)
+    still = (rest - largest).exp()
+    moved = (((delta + own * normal) / divisor).clamp(max=edge) - largest).exp()
+    return moved / (still.sum(1, keepdim=True) - still + moved)
 
 
 def signal(length: int, states: int, scale: str, masks: str, drift: str, normal: Tensor) -> dict:
     """What a weight says: one line of the result."""
     d, divisor = DRIFTS[drift](length), float(length) if scale == "token mean" else 1.0
     edge, own, rest = math.log(CAP) * divisor, deviation(length, states, masks, d), deviation(length, states, masks, 0.0)
-    mean = {sign: float(weights(normal, sign * d, own if sign else rest, rest, divisor).mean()) for sign in (-1, 0, 1)}
-    still = weights(normal, 0.0, rest, rest, divisor)
+    found = {sign: weights(normal, sign * d, own if sign else rest, rest, divisor) for sign in (-1, 0, 1)}
+    mean = {sign: float(w.mean()) for sign, w in found.items()}
     return {
         "length": length,
         "states": states,
@@ -120,9 +123,10 @@ def signal(length: int, states: int, scale: str, masks: str, drift: str, normal:
         "deviation": own / divisor,  # of the log-ratio of a response with delta = d or -d
         "auc": auc(d, own, edge),
         "mean_weight": [mean[-1], mean[0], mean[1]],
-        "exact_weight": [float(weights(torch.zeros_like(normal[:1]), x * d, 0.0, 0.0, divisor)[0]) for x in (-1, 0, 1)],
+        "mean_weight_error": max(float(found[sign].mean(1).std()) for sign in (-1, 1)) / math.sqrt(len(normal)),  # standard
+        "exact_weight": [float(weights(torch.zeros_like(normal[:1]), x * d, 0.0, 0.0, divisor)[0, 0]) for x in (-1, 0, 1)],
         "at_cap": beyond(0.0, rest, edge),
-        "nothing": float((still * GROUP < NOTHING).double().mean()),
+        "nothing": float((found[0] * GROUP < NOTHING).double().mean()),
         "effective_size": effective_size(normal, rest / divisor),
     }
 

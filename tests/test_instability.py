@@ -63,8 +63,23 @@ def test_weights_without_noise_are_those_of_the_objective():
     logs = torch.tensor([2.5] + [0.0] * (signal.GROUP - 1), dtype=torch.float64)
     right = alg.self_normalized_weights(logs[None, :, None], signal.GROUP, log_cap=math.log(signal.CAP))[0, 0, 0]
     still = torch.zeros(1, signal.GROUP, dtype=torch.float64)
-    assert float(signal.weights(still, 2.5, 0.0, 0.0, 1.0)) == pytest.approx(float(right))
-    assert float(signal.weights(still, 5.0, 0.0, 0.0, 2.0)) == pytest.approx(float(right))
+    for delta, divisor in ((2.5, 1.0), (5.0, 2.0)):
+        found = signal.weights(still, delta, 0.0, 0.0, divisor)  # each response in turn the one that moved
+        assert found.tolist() == [pytest.approx([float(right)] * signal.GROUP)]
+
+
+@pytest.mark.parametrize("own, others, divisor", [(0.7, 0.3, 1.0), (90.0, 60.0, 1.0), (90.0, 60.0, 256.0)])
+def test_each_response_is_in_turn_the_one_that_moved(own, others, divisor):
+    """Against (8.3), one response at a time; where nothing moved, the mean weight is that of equals, whatever the noise."""
+    normal = torch.randn(5, signal.GROUP, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    found = signal.weights(normal, 1.5, own, others, divisor)
+    for j in range(signal.GROUP):
+        logs = others * normal
+        logs[:, j] = 1.5 + own * normal[:, j]
+        given = (logs / divisor).flatten()[None, :, None], signal.GROUP
+        right = alg.self_normalized_weights(*given, log_cap=math.log(signal.CAP)).unflatten(1, normal.shape)[0, :, j, 0]
+        assert found[:, j].tolist() == pytest.approx(right.tolist(), abs=1e-12)
+    assert float(signal.weights(normal, 0.0, others, others, divisor).mean()) == pytest.approx(1 / signal.GROUP, abs=1e-12)
 
 
 def test_shared_masks_are_silent_where_nothing_changed():
