@@ -505,18 +505,18 @@ def quadrature_plan(
     """(2.6) Semi-deterministic Monte Carlo ELBO: times t_n from (2.5), only the masks
     are random. K = nodes x masks.
 
-    bernoulli    each position hidden with probability t, weight 1/t: GDPO (accounts)
+    bernoulli    each position hidden with probability t, weight 1/t: GDPO, by accounts
     rounded      k = round(1 + t (n-1)) positions, weight n/k: the count that a hidden
                  position sees on average
     stochastic   k rounded up or down at random, so that its mean is 1 + t (n-1); n/k
     floor        k = floor(t n) positions, weight 1/t: the released code; a node with
                  k = 0 is lost
 
-    Source: accounts of GDPO (arXiv 2510.08554), of its eq. 5; its code: Monte Carlo
-    over masks, quadrature over times. Variance: sum of w_n^2 Var(.|t_n) / masks: of the
-    two parts of the law of total variance, that of the time is gone. Bias: for
-    bernoulli the quadrature error alone (2.5); with floor a constant logp is estimated
-    as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72 at n = 8 and three nodes.
+    Source: accounts and code of GDPO (arXiv 2510.08554): SDMC is Monte Carlo over
+    masks, quadrature over times. Variance: sum of w_n^2 Var(.|t_n) / masks: of the two
+    parts of the law of total variance, that of the time is gone. Bias: for bernoulli
+    the quadrature error alone (2.5); with floor a constant logp is estimated as sum_n
+    w_n floor(t_n n) / (t_n n) of it, 0.72 at n = 8 and three nodes.
     """
     _check_count("plan.masks_per_node", masks_per_node)
     if counts not in COUNTS:

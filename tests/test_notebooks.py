@@ -334,9 +334,10 @@ def test_what_is_at_a_limit_is_allowed():
 
 # ------------------------------------------------------------------------------------------------------------- lessons
 # Notebooks 01 to 09 have one form: what is needed, the lesson, three sentences to take away, the exercise notebook; and
-# the letters of docs/glossary.md, each with one meaning.
+# the letters of docs/glossary.md, each with one meaning, which hold in notebook 10 as well.
 
 LESSONS = [name for name in CASES if re.match(r"0[1-9]_", name)]
+WITH_SYMBOLS = [*LESSONS, "10_the_map.ipynb"]
 MOST_NEEDS, MOST_SENTENCE = 40, 50  # words
 Symbols = dict[str, str]  # {"L": "positions of a response"}
 
@@ -431,23 +432,20 @@ def prose_agrees(name: str, notebook: dict) -> list[str]:
     return found
 
 
-FORM = {
-    rule.__name__: rule
-    for rule in (
-        starts_with_needs,
-        ends_with_three_sentences,
-        ends_with_links,
-        symbols_are_listed,
-        symbols_mean_one_thing,
-        prose_agrees,
-    )
-}
+LETTERS = {rule.__name__: rule for rule in (symbols_are_listed, symbols_mean_one_thing, prose_agrees)}
+FORM = {rule.__name__: rule for rule in (starts_with_needs, ends_with_three_sentences, ends_with_links)} | LETTERS
 
 
 @pytest.mark.parametrize("rule", FORM)
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_lesson_has_the_form_of_all(name: str, rule: str):
     assert FORM[rule](name, CASES[name][0]) == []
+
+
+@pytest.mark.parametrize("rule", LETTERS)
+@pytest.mark.parametrize("name", WITH_SYMBOLS[len(LESSONS) :])
+def test_a_letter_means_the_same_after_the_lessons(name: str, rule: str):
+    assert LETTERS[rule](name, CASES[name][0]) == []
 
 
 def test_every_lesson_is_there_with_its_exercises():
