@@ -497,6 +497,38 @@ def test_every_rule_of_the_form_is_broken_once():
     assert {rule for rule, *_ in BAD_LESSONS.values()} == set(FORM)
 
 
+# ------------------------------------------------------------------------------------------------------------ glossary
+
+
+def glossary_rows() -> list[list[str]]:
+    """The cells of the rows of words, without the heading."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Symbols")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(words: str, text: str) -> bool:
+    """True where a text has one of the words; one that stands in backticks, as code or in a formula."""
+    for word in re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", words).split(", "):
+        bare = re.escape(word.strip("`"))
+        found = rf"`{bare}`|mathtt\{{{bare}\}}" if word[0] == "`" else rf"(?i)\b{bare}s?\b"
+        if re.search(found, text):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("row", glossary_rows(), ids=lambda row: row[0])
+def test_a_word_is_met_first_where_the_glossary_says(row: list[str]):
+    words, _, _, met, _ = row
+    texts = {name.partition("_")[0]: markdown_of(notebook) for name, (notebook, _) in CASES.items() if name[0].isdigit()}
+    assert met == next((number for number, text in texts.items() if names(words, text)), ""), words
+
+
+def test_a_word_is_found_as_a_word():
+    assert names("plan", "Two plans.") and names("[`Plan`](../x.py), plan", "a Plan") and names("`ll`", "its `ll`")
+    assert names("`ll`", r"$\mathtt{ll}_b$") and not names("`ll`", "all, ll") and not names("plan", "planned")
+
+
 # ---------------------------------------------------------------------------------------------------- pictures of plans
 
 
