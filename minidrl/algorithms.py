@@ -509,20 +509,20 @@ def quadrature_plan(
     """(2.6) Semi-deterministic Monte Carlo ELBO: times t_n from (2.5), only the masks
     are random. K = nodes x masks.
 
-    bernoulli    each position hidden with probability t, weight 1/t: GDPO, eq. 5
+    bernoulli    each position hidden with probability t, weight 1/t: GDPO, by accounts
     rounded      k = round(1 + t (n-1)) positions, weight n/k: the count that a hidden
                  position sees on average
     stochastic   k rounded up or down at random, so that its mean is 1 + t (n-1); n/k
     floor        k = floor(t n) positions, weight 1/t: the released code; a node with
                  k = 0 is lost
 
-    Source: GDPO (group diffusion policy optimization, arXiv 2510.08554). The ELBO is a
-    double integral, over times and masks; SDMC is deterministic integration
-    (quadrature) over times, Monte Carlo over masks. Variance: sum of w_n^2 Var(.|t_n) /
-    masks: of the two parts of the variance decomposition, the law of total variance,
-    that of the time is gone. Bias: for bernoulli the quadrature error alone (2.5); with
-    floor a constant logp is estimated as sum_n w_n floor(t_n n) / (t_n n) of it, 0.72
-    at n = 8 and three nodes.
+    Source: accounts and code of GDPO (group diffusion policy optimization, arXiv
+    2510.08554). The ELBO is a double integral, over times and masks; SDMC is
+    deterministic integration (quadrature) over times, Monte Carlo over masks. Variance:
+    sum of w_n^2 Var(.|t_n) / masks: of the two parts of the variance decomposition, the
+    law of total variance, that of the time is gone. Bias: for bernoulli the quadrature
+    error alone (2.5); with floor a constant logp is estimated as sum_n w_n floor(t_n n)
+    / (t_n n) of it, 0.72 at n = 8 and three nodes.
     """
     _check_count("plan.masks_per_node", masks_per_node)
     if counts not in COUNTS:
@@ -568,9 +568,9 @@ def block_plan(
     Prompt and earlier blocks are hidden token by token with probability ``p_mask``;
     every hidden token up to EOS is scored. The blocks of a response's states are drawn
     without replacement while they last. Weight n / (K hidden): the mean log-probability
-    of a hidden token, times n. Source: block-wise masking of SPG (arXiv 2510.09541),
-    released code of StableDRL. Bias: no bound on log p; it weighs the states by how a
-    block-wise sampler passes through them.
+    of a hidden token, times n. Source: the released code of SPG (arXiv 2510.09541,
+    block-wise masking) and of StableDRL. Bias: no bound on log p; it weighs the states
+    by how a block-wise sampler passes through them.
     """
     _check_count("plan.num_states", num_states)
     _check_count("plan.block_length", block_length)
@@ -841,9 +841,9 @@ def entropy_plan(
     actions: such a selection is biased even where that bound holds. ``shared``: the
     steps of highest mean entropy in the batch, the same for all responses, which is all
     but fixed. Needs the record ``entropy``. ``weight`` of a state: sum = 1; mean = 1/K;
-    token_mean = 1/(K tokens of the step). Source: entropy-guided step selection of
-    EGSPO (arXiv 2603.12554); the released code selects per trajectory and averages. No
-    rescaling by T/K.
+    token_mean = 1/(K tokens of the step). Source: entropy-guided step selection, by
+    the abstract and code of EGSPO (arXiv 2603.12554); the code selects per trajectory
+    and averages. No rescaling by T/K.
     """
     _check_num_states(rollout, num_states)
     if weight not in ("sum", "mean", "token_mean"):
@@ -876,9 +876,9 @@ def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> 
     A segment's tokens are all scored in the state before its first step. merge = 1 is
     (3.1), merge = T the mean field (2.1) of the revealed tokens. Not a replay: the
     sampler drew the later tokens of a segment knowing the earlier ones. An estimate of
-    the trajectory's likelihood between mean field and exact. Source: TraceRL
-    (trajectory-aware RL, arXiv 2509.06949: ``merge`` is the shrinkage parameter), d2
-    (arXiv 2509.21474, StepMerge).
+    the trajectory's likelihood between mean field and exact. Source: code of TraceRL
+    (trajectory-aware RL, arXiv 2509.06949: ``merge`` is the shrinkage parameter) and of
+    d2 (arXiv 2509.21474, StepMerge).
     """
     _check_count("plan.merge", merge)
     steps = torch.div(rollout.unmask_step, merge, rounding_mode="floor")
@@ -892,7 +892,7 @@ def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
     positions, targets from ``one_step``.
 
     Weight L / (number of hidden positions). What is scored was predicted, not revealed:
-    no behaviour anchor exists for it. Source: MDPO (arXiv 2508.13148).
+    no behaviour anchor exists for it. Source: code of MDPO (arXiv 2508.13148).
     """
     plan = replay_plan(rollout, generator, num_states=None, min_entropy=0.0)
     scored = plan.hidden[..., rollout.prompt.shape[1] :] & plan.valid[..., None]
@@ -1281,11 +1281,11 @@ def eubo(
     """(5.2) ll_b = n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta over
     the h positions hidden in some state.
 
-    Source: SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as in the
-    plans of section 2. Bias: it is no upper bound. The inequality behind it, the Renyi
-    variational bound (from a Renyi divergence), holds up to a constant, and a mean of K
-    states inside the logarithm is biased down (Jensen): it may lie below the ELBO of
-    the same states. A surrogate that pushes rare tokens of bad answers harder.
+    Source: code of SPG (arXiv 2510.09541), "evidence upper bound"; weight = 1/(K t) as
+    in the plans of section 2. Bias: it is no upper bound. The inequality behind it, the
+    Renyi variational bound (from a Renyi divergence), holds up to a constant, and a
+    mean of K states inside the logarithm is biased down (Jensen): it may lie below the
+    ELBO of the same states. A surrogate that pushes rare tokens of bad answers harder.
     """
     seen = plan.scored.any(0)
     terms = beta * logp + plan.weight[..., None].log()
@@ -1313,8 +1313,8 @@ def sandwich(
 
     A lower bound is safe to raise and, so the argument goes, an upper bound is what to
     lower for negative samples, those with adv < 0 (but see (5.2)). The EUBO gets ll's
-    normaliser. Source: SPG, sandwiched policy gradient; the code of StableDRL, which
-    keeps its ELBO in the ratio. omega = 0: the ELBO for all.
+    normaliser. Source: SPG's code, sandwiched policy gradient; the code of StableDRL,
+    which keeps its ELBO in the ratio. omega = 0: the ELBO for all.
     """
     upper = eubo(feature["logp"], plan, beta=eubo_beta) / normalizer[:, None]
     return {"score": torch.where(adv > 0, ll, omega * upper + (1 - omega) * ll)}
@@ -1441,8 +1441,8 @@ def stepwise_advantage(
     direction. ``schedule`` linear: lam_k = lam time, time = step / T. Groups are
     centred rank by rank (members may stand at different steps there), over the valid
     ones. ``center`` reward: only the reward is centred, lam (reward - step_reward) is
-    not. lam = 0: ``group_mean`` in every row. Source: EGSPO-SA (arXiv 2603.12554).
-    Linear and normalised, a constant in all rewards leaves a trace where steps differ.
+    not. lam = 0: ``group_mean`` in every row. Source: code and accounts of EGSPO-SA
+    (2603.12554). Linear, normalised: a constant reward has a trace where steps differ.
     """
     if schedule not in SCHEDULES:
         raise _refused("credit.schedule", schedule, ", ".join(SCHEDULES))
@@ -1922,9 +1922,9 @@ def drpo(
     1 - delta (adv > 0) or mu >= delta (adv < 0): never for delta >= 1. At delta = 12.5,
     that of the authors' code, w stays within 0.92 and 1.08 and nothing is ever turned
     back. Source: DRPO, Divergence Regularized Policy Optimization (arXiv 2606.09821,
-    eq. 8 and 9): a smooth, advantage-weighted quadratic regularizer in place of the
-    mask, a smooth penalty for a hard edge. Penalises, in expectation, the squared
-    distance of the distributions.
+    eq. 8 and 9 as its code quotes them): a smooth, advantage-weighted quadratic
+    regularizer in place of the mask, a smooth penalty for a hard edge. Penalises, in
+    expectation, the squared distance of the distributions.
     """
     _check_above("delta", delta, 0)
     ratio, mu, pi = log_ratio(ll, anchor).exp(), anchor.exp(), ll.detach().exp()
@@ -1944,7 +1944,7 @@ def confident_clip(
 ) -> Surrogate:
     """(8.14) PPO's loss (8.2), each token weighted by exp(anchor): its old probability.
 
-    Source: MDPO (arXiv 2508.13148), confidence weighting of the predicted tokens.
+    Source: code of MDPO (arXiv 2508.13148): predicted tokens weighted by confidence.
     """
     clips = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
     loss, cut, bypass = ppo_clip(ll, anchor, adv, num_generations, **clips)
@@ -1975,10 +1975,10 @@ def regression(
     adv)^2.
 
     Regression of the log-ratio on the advantage. u = ll - anchor of one mask pair. The
-    target psi adv is the log-ratio per position that the best KL-regularised policy
-    would have. Gradient on policy: -2 psi adv grad ll / L; 0 where the log-ratio of the
-    whole response is beyond the clip, although it is divided by L later. Source: GDSD
-    (arXiv 2605.29398), code.
+    best KL-regularised policy has u / L = psi adv - log(Z) / L, Z = mean exp(psi L adv)
+    >= 1; the code drops Z. Gradient on policy: -2 psi adv grad ll / L; 0 where u of the
+    whole response is beyond the clip, although it is divided by L later. Source: code
+    of GDSD (arXiv 2605.29398).
     """
     u = log_ratio(ll, anchor)
     low, high = math.log(1 - epsilon_low), math.log(1 + epsilon_high)
@@ -2004,9 +2004,9 @@ def tangent(
     inequality). The mean over the masks, taken outside, is a linear lower bound of adv
     exp(mean d): each term has one mask and can be back-propagated by itself, at
     constant memory (memory-efficient). Value and gradient are those of the ratio on
-    policy. Source: BGPO, boundary-guided policy optimization (arXiv 2510.11683); clip
-    and dual clip as in a re-implementation (DARE), its own code was not read. Levels
-    "state", "pair".
+    policy. Source: by accounts BGPO, boundary-guided policy optimization (arXiv
+    2510.11683); clip and dual clip as in a re-implementation (DARE), its own code was
+    not read. Levels "state", "pair".
     """
     _check_above("bound", bound, 1)
     d = log_ratio(ll, anchor)

@@ -216,13 +216,13 @@ row("reinforce", "Williams 1992; Dr. GRPO (arXiv 2503.20783)", "policy gradient 
   anchor="none", temperature="sampling", reduction="step",
   credit=P(group_mean),
   objective=P(reinforce), aggregation="sequence_mean")
-row("replay-grpo", "d2 (arXiv 2509.21474), TraceRL (2509.06949)", "PPO clip on all recorded steps",
+row("replay-grpo", "code of d2 (arXiv 2509.21474), TraceRL (2509.06949)", "PPO clip on all steps",
   differs="anchored on the sampler's log-probabilities; clip and z-score of GRPO; token-only score",
   plan=P(replay_plan, num_states=None, min_entropy=0.0),
   anchor="behaviour", temperature="sampling", reduction="step",
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
-row("replay-uniform", "AGRPO (arXiv 2510.04019)", "some steps of each trajectory, drawn uniformly",
+row("replay-uniform", "AGRPO (arXiv 2510.04019), by accounts", "some steps, drawn uniformly",
   differs="unbiased: weight T/K; without AGRPO's clip; control of egspo; otherwise as reinforce",
   plan=P(replay_plan, num_states=4, min_entropy=0.0),
   anchor="none", temperature="sampling", reduction="step",
@@ -249,7 +249,7 @@ row("diffu-grpo-released", "d1's code (dllm-reasoning/d1)", "one-step mean field
   anchor="old", refresh="paired", reduction="token", kl=KL("k3", 0.04),
   credit=P(group_mean),
   objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
-row("gdpo", "GDPO (arXiv 2510.08554), eq. 5, 6", "semi-deterministic Monte Carlo ELBO (SDMC)",
+row("gdpo", "GDPO (arXiv 2510.08554), by accounts", "semi-deterministic Monte Carlo ELBO (SDMC)",
   differs="ratio of sequence ELBOs, loss divided by the length; no KL (the released beta is 0)",
   plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
   anchor="old", reduction="sequence",
@@ -261,7 +261,7 @@ row("gdpo-released", "GDPO's code (KevinRojas1499/GDPO)", "SDMC ELBO, one ratio 
   anchor="old", refresh="independent", reduction="sequence", normalizer="padded_length",
   credit=P(group_mean),
   objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean")
-row("gdpo-arcs", "this project; the rest: GDPO (arXiv 2510.08554)", "ELBO from arcs of one circle",
+row("gdpo-arcs", "this project; GDPO (arXiv 2510.08554) by accounts", "ELBO from arcs of a circle",
   differs="unbiased at any length; three calls, as gdpo; less noise where measured (elbo_error.md)",
   plan=P(arc_plan, num_states=3, domain="keep"),
   anchor="old", reduction="sequence",
@@ -273,7 +273,7 @@ row("gdpo-arcs", "this project; the rest: GDPO (arXiv 2510.08554)", "ELBO from a
 # first update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a
 # sequence's ratio may be dozens of nats (notebook 06), and the weights then say almost nothing
 # about the ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
-row("stabledrl", "StableDRL (arXiv 2603.06743)", "unconditional clipping, self-normalised weights",
+row("stabledrl", "StableDRL (arXiv 2603.06743), by accounts", "weights clipped and self-normalised",
   differs="eps = 5, ratio of sequences: by accounts; sandwich of SPG (2510.09541); ELBO by count",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence",
@@ -285,25 +285,25 @@ row("stabledrl-released", "StableDRL's code (JianyuanZhong/StableDRL)", "block-w
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(self_normalized_clip, cap=5.0), aggregation="group_sum")
-row("stabledrl-elbo", "StableDRL (arXiv 2603.06743)", "stabledrl on the plain ELBO",
+row("stabledrl-elbo", "StableDRL (arXiv 2603.06743), by accounts", "stabledrl on the plain ELBO",
   differs="eps = 5 by accounts; score is the ELBO, not ELBO and EUBO; ratio of per-token means",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
   credit=P(group_mean),
   objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
-row("clip-only", "StableDRL (arXiv 2603.06743)", "ablation: weights clipped, not normalised",
+row("clip-only", "StableDRL (arXiv 2603.06743), by accounts", "ablation: weights clipped only",
   differs="divided by N instead of the sum of the group's weights; surrogate of SPG (2510.09541)",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(truncated_is, floor=0.0, cap=6.0), aggregation="sequence_mean")
-row("self-norm-only", "StableDRL (arXiv 2603.06743)", "ablation: weights normalised, not clipped",
+row("self-norm-only", "StableDRL (arXiv 2603.06743), by accounts", "ablation: weights not clipped",
   differs="no cap; surrogate of SPG (2510.09541)",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(self_normalized_clip, cap=math.inf), aggregation="group_sum")
-row("spg", "SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gradient: no ratio",
+row("spg", "code of SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gradient",
   differs="as released: token means, sequences weighted by their length",
   plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
   anchor="none", reduction="sequence", normalizer="kept_length",
@@ -312,13 +312,13 @@ row("spg", "SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gr
 
 # Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans
 # whose blocks share a forward.
-row("stabledrl-block", "StableDRL (arXiv 2603.06743)", "stabledrl by staircase attention",
+row("stabledrl-block", "StableDRL (arXiv 2603.06743), by accounts", "stabledrl on a staircase",
   differs="known from accounts, its code has none; clean stream block-causal as sampler's cache",
   plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
-row("trace-block", "TraceRL (arXiv 2509.06949), DiPO (2512.22234)", "PPO clip on a block-wise run",
+row("trace-block", "code of TraceRL (arXiv 2509.06949); DiPO (2512.22234)", "block-wise PPO clip",
   differs="no value network; one ratio a step, against the sampler's own log-probabilities; no KL",
   plan=P(block_replay_plan),
   anchor="behaviour", temperature="sampling", reduction="step",
@@ -328,19 +328,19 @@ row("trace-block", "TraceRL (arXiv 2509.06949), DiPO (2512.22234)", "PPO clip on
 # Some steps of the trajectory, and what a state was worth before its step. The score of the
 # revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact
 # does not: (4.2), with a threshold (4.5).
-row("egspo", "EGSPO (arXiv 2603.12554)", "PPO clip on the most uncertain steps of a trajectory",
+row("egspo", "EGSPO (arXiv 2603.12554): accounts, code", "PPO clip on the most uncertain steps",
   differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
   plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
   anchor="behaviour", temperature="sampling", reduction="step",
   credit=P(group_mean),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-sa", "EGSPO-SA (arXiv 2603.12554)", "egspo with stepwise advantages",
+row("egspo-sa", "EGSPO-SA (arXiv 2603.12554): accounts, code", "egspo with stepwise advantages",
   differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
   plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
   anchor="behaviour", temperature="sampling", reduction="step", step_value="greedy",
   credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-exact", "EGSPO (arXiv 2603.12554)", "egspo with the sampler's exact kernel",
+row("egspo-exact", "EGSPO (arXiv 2603.12554): accounts, code", "egspo, exact kernel of the sampler",
   differs="position factor (4.2) is minidrl's; tokens and positions, against the old weights",
   plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
   anchor="old", temperature="sampling", reduction="step",
@@ -442,7 +442,7 @@ row("dppo-kl-released", "verl's dppo_kl", "mask by the token's binary KL diverge
   anchor="behaviour", temperature="sampling", reduction="token",
   credit=P(group_mean),
   objective=P(dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean")
-row("drpo", "DRPO (arXiv 2606.09821), eq. 8", "quadratic penalty on the token's shift",
+row("drpo", "DRPO (arXiv 2606.09821), eq. 8 quoted in its code", "quadratic penalty on the shift",
   differs="delta inside (0, 1), where its boundary exists; the authors' value is drpo-released",
   plan=P(replay_plan, num_states=None, min_entropy=0.0),
   anchor="behaviour", temperature="sampling", reduction="token",
@@ -456,40 +456,40 @@ row("drpo-released", "Tencent-Hunyuan/UniRL, delta = 12.5", "quadratic penalty o
   objective=P(drpo, delta=12.5), aggregation="fixed_length")
 
 # Papers from outside the families above.
-row("tracerl", "TraceRL (arXiv 2509.06949)", "PPO clip on recorded tokens, steps merged",
+row("tracerl", "TraceRL (arXiv 2509.06949): accounts, code", "PPO clip on tokens, steps merged",
   differs="without its value network; mean over a response's tokens; merge 2, not 8",
   plan=P(merged_plan, merge=2),
   anchor="old", temperature="sampling", reduction="token", kl=KL("k3", 0.01, target="old"),
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean_token_mean")
-row("mdpo", "MDPO (arXiv 2508.13148), autonomousvision/mdpo", "every intermediate text verified",
+row("mdpo", "code of MDPO (arXiv 2508.13148), autonomousvision/mdpo", "each step's text verified",
   differs="most telling states only; mean over responses and positions; no re-masking at inference",
   plan=P(prediction_plan),
   anchor="old", reduction="token", step_value="greedy", kl=KL("k2", 0.02),
   credit=P(progress_advantage, num_states=4, eps=0.0001),
   objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
-row("gdsd", "GDSD (arXiv 2605.29398), GaryBall/GDSD", "regression of log-ratios on the advantage",
+row("gdsd", "code of GDSD (arXiv 2605.29398), GaryBall/GDSD", "log-ratios regressed on advantages",
   differs="ELBO weights (TLC); logits uncentred, same gradient; clip 0.2, 0.28, not 0.0004; no KL",
   plan=P(complementary_plan, num_states=4, domain="all"),
   anchor="old", reduction="pair",
   credit=P(leave_one_out), extra=P(response_length),
   objective=P(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), aggregation="sequence_mean")
 
-row("wd1", "wd1 (arXiv 2507.08838) and its code (xiaohangt/wd1)", "softmax weights, no ratio",
+row("wd1", "wd1 (arXiv 2507.08838), read in its code (xiaohangt/wd1)", "softmax weights, no ratio",
   differs="softmax over the prompt's group; the code's is over the rows of a call, there a group",
   plan=P(mean_field_plan, p_mask_prompt=0.15),
   anchor="none", refresh="paired", reduction="sequence",
   credit=P(softmax_contrast, psi=1.0),
   objective=P(reinforce), aggregation="group_sum")
 
-row("justgrpo", "JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "tokens from left to right",
+row("justgrpo", "code of JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "left-to-right tokens",
   differs="as its code, whose ratio is 1: no clip; scored to the first EOS, over all rollouts",
   plan=P(replay_plan, num_states=None, min_entropy=0.0),
   order="left_to_right", anchor="none", temperature="sampling", reduction="token",
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(reinforce), aggregation="fixed_length")
 
-row("espo", "ESPO (arXiv 2512.03759) and its code (ML-GSAI/ESPO)", "one ELBO ratio a sequence",
+row("espo", "ESPO (arXiv 2512.03759), read in its code (ML-GSAI/ESPO)", "one ELBO ratio a sequence",
   differs="counts are not stratified over the rows of a call; beta as in its yaml (0.001 to 0.01)",
   plan=P(complementary_plan, num_states=4, domain="all"),
   anchor="old", refresh="paired", reduction="sequence", normalizer="padded_length",
@@ -510,21 +510,21 @@ row("coupled-grpo", "DiffuCoder (arXiv 2506.20639) and its code", "token ratios 
   credit=P(leave_one_out),
   objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
 
-row("bgpo", "BGPO (arXiv 2510.11683)", "a linear bound of the ratio, mask by mask",
+row("bgpo", "BGPO (arXiv 2510.11683), by accounts and DARE's code", "linear bound of the ratio",
   differs="numbers, clips and padded length as in a re-implementation (DARE); strata a response",
   plan=P(elbo_count_plan, num_states=16, domain="keep", strata=True),
   anchor="old", reduction="state", normalizer="padded_length",
   credit=P(group_z_score, ddof=1, eps=1e-06),
   objective=P(tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="length_weighted")
 
-row("unigrpo", "UniGRPO (arXiv 2505.15809), facebookresearch/igpo", "masks grow over the updates",
+row("unigrpo", "UniGRPO (arXiv 2505.15809) as in facebookresearch/igpo", "masks grow each update",
   differs="by that code: the paper was not read, its re-implementations disagree; padding scored",
   plan=P(scheduled_plan, min_t=0.1, domain="all", progress=0.0),
   anchor="old", refresh="scheduled", reduction="token", kl=KL("k3", 0.01),
   credit=P(group_mean),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="entry_mean")
 
-row("mask-aware", "Mask-Aware PG (arXiv 2607.15200) and its draft code", "clips tokens, positions",
+row("mask-aware", "draft code of Mask-Aware PG (arXiv 2607.15200)", "clips tokens, positions",
   differs="draft code; 12 of 32 merged segments there; here all steps, past EOS, rivals by block",
   plan=P(replay_plan, num_states=None, min_entropy=0.0),
   anchor="old", reduction="sequence", normalizer="kept_length",

@@ -334,9 +334,10 @@ def test_what_is_at_a_limit_is_allowed():
 
 # ------------------------------------------------------------------------------------------------------------- lessons
 # Notebooks 01 to 09 have one form: what is needed, the lesson, three sentences to take away, the exercise notebook; and
-# the letters of docs/glossary.md, each with one meaning.
+# the letters of docs/glossary.md, each with one meaning, which hold in notebook 10 as well.
 
 LESSONS = [name for name in CASES if re.match(r"0[1-9]_", name)]
+WITH_SYMBOLS = [*LESSONS, "10_the_map.ipynb"]
 MOST_NEEDS, MOST_SENTENCE = 40, 50  # words
 Symbols = dict[str, str]  # {"L": "positions of a response"}
 
@@ -431,23 +432,20 @@ def prose_agrees(name: str, notebook: dict) -> list[str]:
     return found
 
 
-FORM = {
-    rule.__name__: rule
-    for rule in (
-        starts_with_needs,
-        ends_with_three_sentences,
-        ends_with_links,
-        symbols_are_listed,
-        symbols_mean_one_thing,
-        prose_agrees,
-    )
-}
+LETTERS = {rule.__name__: rule for rule in (symbols_are_listed, symbols_mean_one_thing, prose_agrees)}
+FORM = {rule.__name__: rule for rule in (starts_with_needs, ends_with_three_sentences, ends_with_links)} | LETTERS
 
 
 @pytest.mark.parametrize("rule", FORM)
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_lesson_has_the_form_of_all(name: str, rule: str):
     assert FORM[rule](name, CASES[name][0]) == []
+
+
+@pytest.mark.parametrize("rule", LETTERS)
+@pytest.mark.parametrize("name", WITH_SYMBOLS[len(LESSONS) :])
+def test_a_letter_means_the_same_after_the_lessons(name: str, rule: str):
+    assert LETTERS[rule](name, CASES[name][0]) == []
 
 
 def test_every_lesson_is_there_with_its_exercises():
@@ -497,6 +495,38 @@ def test_a_broken_form_is_seen(name: str):
 
 def test_every_rule_of_the_form_is_broken_once():
     assert {rule for rule, *_ in BAD_LESSONS.values()} == set(FORM)
+
+
+# ------------------------------------------------------------------------------------------------------------ glossary
+
+
+def glossary_rows() -> list[list[str]]:
+    """The cells of the rows of words, without the heading."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Symbols")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def names(words: str, text: str) -> bool:
+    """True where a text has one of the words; one that stands in backticks, as code or in a formula."""
+    for word in re.sub(r"\[(.*?)\]\([^)]*\)", r"\1", words).split(", "):
+        bare = re.escape(word.strip("`"))
+        found = rf"`{bare}`|mathtt\{{{bare}\}}" if word[0] == "`" else rf"(?i)\b{bare}s?\b"
+        if re.search(found, text):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("row", glossary_rows(), ids=lambda row: row[0])
+def test_a_word_is_met_first_where_the_glossary_says(row: list[str]):
+    words, _, _, met, _ = row
+    texts = {name.partition("_")[0]: markdown_of(notebook) for name, (notebook, _) in CASES.items() if name[0].isdigit()}
+    assert met == next((number for number, text in texts.items() if names(words, text)), ""), words
+
+
+def test_a_word_is_found_as_a_word():
+    assert names("plan", "Two plans.") and names("[`Plan`](../x.py), plan", "a Plan") and names("`ll`", "its `ll`")
+    assert names("`ll`", r"$\mathtt{ll}_b$") and not names("`ll`", "all, ll") and not names("plan", "planned")
 
 
 # ---------------------------------------------------------------------------------------------------- pictures of plans
