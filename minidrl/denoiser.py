@@ -81,7 +81,23 @@ class Denoiser(nn.Module):
         Positions count real tokens only. Attention depends on their differences, so this changes
         nothing in exact arithmetic; but the rotary tables are float32, and a shift by the padding
         would be visible in the digits of a ratio.
+
+        Equal rows are computed once. The responses of a prompt begin as one text and part as tokens
+        are revealed, in low-confidence order late: more than half of a rollout's states, and of the
+        states of an update, can be repetitions. Exact up to rounding, gradient included: that of a
+        shared row is the sum over the rows that share it. Two host synchronisations: which rows are
+        equal, and whether one is padded at all (else transformers would ask that).
         """
+        if attention_mask is not None and attention_mask.all():
+            attention_mask = None  # one table of positions serves all rows
+        text = tokens if attention_mask is None else tokens.masked_fill(~attention_mask, -1)
+        distinct, place = text.unique(dim=0, return_inverse=True)
+        if len(distinct) == len(text):
+            return self._encode(tokens, attention_mask)
+        real = None if attention_mask is None else distinct >= 0
+        return self._encode(distinct.clamp(min=0), real).index_select(0, place)
+
+    def _encode(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         _refuse_attention(self.model.config)
         position, visible = None, attention_mask
         if attention_mask is not None:
@@ -231,7 +247,7 @@ def shifted(
 def compiled(denoiser: Denoiser) -> Denoiser:
     """The same network (shared weights) through torch.compile; a new shape takes seconds."""
     other = copy.copy(denoiser)
-    for name in ("encode", "encode_staircase"):
+    for name in ("_encode", "encode_staircase"):
         other.__dict__[name] = torch.compile(getattr(denoiser, name))
     return other
 

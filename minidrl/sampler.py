@@ -769,8 +769,8 @@ def unfinished(
 ) -> Int[Tensor, " S"]:
     """The rows without EOS up to the block just finished.
 
-    Without a threshold the sampler's only host synchronisation of a block. transformers adds one of
-    its own to a forward by ``encode``: it asks whether a row is padded at all.
+    Without a threshold the sampler's only host synchronisation of a block. ``Denoiser.encode`` adds
+    two to each forward: whether a row is padded at all, and which rows are equal.
     """
     start = trace.tokens.shape[1] - settings.length
     written = trace.tokens[rows, start : start + (block + 1) * settings.block_length]
@@ -843,7 +843,8 @@ def network_calls(rollout: Rollout) -> int:
     With a threshold, those that the rows needed. What it costs that a row waits for its batch is
     not counted: up to LOOK_EVERY - 1 steps a block; with the exact cache, until all rows are done.
 
-    It counts states, whatever one costs. Of a bidirectional model that is a forward of P + L
+    It counts states, whatever one costs: also those that equal another of the same forward, which a
+    ``Denoiser`` computes once. Of a bidirectional model that is a forward of P + L
     tokens; of a block-causal one, of the prompt and the blocks up to the current one; with the
     exact cache, of the W tokens of a block, and of the prompt and each block but the last once more
     for their keys and values. What the others save is in ``Sampler``.

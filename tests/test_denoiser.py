@@ -81,6 +81,29 @@ def test_build_follows_its_seed_and_leaves_the_global_generators_alone(monkeypat
     assert not torch.equal(first["model.lm_head.weight"], third["model.lm_head.weight"])
 
 
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("padded", [True, False])
+def test_equal_rows_are_computed_once_and_mean_the_same(size, padded, monkeypatch):
+    """Hidden states and gradient are those of all rows, each computed; what stands under padding tells no rows apart."""
+    model, place = tiny.network(torch.float64), torch.tensor([2, 0, 2, 1, 0, 2])
+    model.block_length = size
+    tokens, mask = TOKENS[place].clone(), MASK[place] if padded else None
+    tokens[0, 0] = 5 if padded else tokens[0, 0]
+    slope = torch.randn(6, 9, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows, found = [], []
+    inner = model._encode
+    monkeypatch.setattr(model, "_encode", lambda x, real: rows.append(len(x)) or inner(x, real))
+    for encode in (model.encode, inner):
+        h = encode(tokens, mask)
+        h = h if mask is None else h * mask[..., None]
+        (h * slope).tanh().sum().backward()
+        found.append([h.detach(), *(p.grad.clone() for p in model.model.model.parameters())])
+        model.zero_grad()
+    assert rows == [3]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
 def test_no_embedding_row_is_frozen():
     model = tiny.network()
     model.encode(torch.zeros_like(TOKENS), None).square().sum().backward()

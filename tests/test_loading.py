@@ -470,7 +470,7 @@ def test_the_body_compiles_in_one_piece(folders, family, monkeypatch):
     model, _ = checkpoints.load(folders[family])
     tokens, mask = batch(model)
     tokens = tokens % model.vocab_size
-    whole = torch.compile(model.encode, backend="eager", fullgraph=True)
+    whole = torch.compile(model._encode, backend="eager", fullgraph=True)
     for attention_mask in (mask, None):
         close(whole(tokens, attention_mask), model.encode(tokens, attention_mask))
 
