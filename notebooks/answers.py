@@ -405,6 +405,7 @@ answer(
     (revealed * sum(F), "Both others have to be less confident: their chances multiply."),
     (revealed / 3, "That is random order; here the most confident proposal stays."),
     (0.0, "The others' likeliest tokens are more confident, but proposals are drawn, and need not be the likeliest."),
+    within=0.002,
 )
 
 # ---------------------------------------------------------------------------------------- 09: trust regions

@@ -112,8 +112,7 @@ def _number(given: Any) -> float | str | None:
     """An answer as a float, None where there is none, or what it is instead, in words."""
     if given is None:
         return None
-    kind = type(given).__name__
-    ask = "write one number, as 0.5 or 3 / 4"
+    kind, ask = type(given).__name__, "write one number, as 0.5 or 3 / 4"
     if isinstance(given, str | bytes):
         return f"got text; {ask}, without quotes"
     try:
