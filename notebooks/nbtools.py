@@ -1,5 +1,5 @@
-"""What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `show` prints shipped source, `draw_plan` pictures a
-plan, `style` sets plots.
+"""What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `exercises` the reader's answers, `show` prints
+shipped source, `draw_plan` pictures a plan, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
 outputs can therefore be compared literally.
@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
+from answers import ANSWERS
 from minidrl.algorithms import Plan
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", "#666666"
@@ -82,6 +83,47 @@ def check_rows(names: str, rows: Mapping[tuple[str, str], tuple], atol: float = 
         between = f"  {sign:2}  " if "<=" in signs else "  "
         cells = f"{tag:{widths[0]}}  {case:{widths[1]}}  {a:>{widths[2]}}{between}{b:>{widths[3]}}  {ok}"
         print(cells.rstrip())
+
+
+def exercises(notebook: str, mine: Mapping[str, Any]) -> None:
+    """Judge the reader's answers to the exercises of a notebook: one line each, open, right, or not yet with a hint.
+
+    The hint is that of the mistake which leads to this number, where `answers.py` knows one. Neither the right value nor
+    the distance from it is printed, and whatever an answer is, the others are judged.
+
+    mine:   {exercise: number}, None where there is no answer yet; what `float` takes is a number, text is none.
+    Raises: ValueError for a notebook without exercises.
+    """
+    if notebook not in ANSWERS:
+        raise ValueError(f"notebook: got {notebook!r}; allowed {', '.join(ANSWERS)}")
+    known, names = ANSWERS[notebook], ", ".join(f'"{name}"' for name in ANSWERS[notebook])
+    if not isinstance(mine, Mapping):
+        print(f"exercises: got a {type(mine).__name__}; write a dictionary with a number or None for each of {names}")
+        return
+    given = {str(name): value for name, value in mine.items()}
+    for name, answer in known.items():
+        number = _number(given.get(name))
+        told = "open" if number is None else number if isinstance(number, str) else answer.said(number)
+        print(f"exercise {name}: {told}")
+    for name in given.keys() - known.keys():
+        print(f"exercise {name}: there is none; this notebook has {names}")
+
+
+def _number(given: Any) -> float | str | None:
+    """An answer as a float, None where there is none, or what it is instead, in words."""
+    if given is None:
+        return None
+    kind, ask = type(given).__name__, "write one number, as 0.5 or 3 / 4"
+    if isinstance(given, str | bytes):
+        return f"got text; {ask}, without quotes"
+    try:
+        given = given.item() if hasattr(given, "item") else given  # one number of numpy or torch
+        if isinstance(given, bool):
+            return f"got {given}; {ask}"
+        number = float(given)
+    except Exception:  # whatever it is, the answers after it are judged
+        return f"got a value of type {kind}; {ask}"
+    return number if math.isfinite(number) else f"got {number}; {ask}"
 
 
 def show(function: Callable) -> None:
