@@ -1767,7 +1767,7 @@ def ratios(alg: ModuleType, method: Any, values: list[float], adv: float) -> Any
 def law_clips_of_the_rows(alg: ModuleType) -> None:
     """The clip of every row is the published one: a ratio beyond it is cut, one within it is not; the others have none."""
     two_sided = dict.fromkeys(("replay-grpo", "trace-block", "grpo", "ppo", "ppo-released", "tracerl", "mdpo"), (0.8, 1.2))
-    two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released"), (0.5, 1.5))
+    two_sided |= dict.fromkeys(("diffu-grpo", "diffu-grpo-released", "gdpo", "gdpo-released", "gdpo-arcs"), (0.5, 1.5))
     two_sided |= {"coupled-grpo": (0.5, 1.5)}
     two_sided |= dict.fromkeys(("egspo", "egspo-sa", "egspo-exact", "egspo-released", "egspo-sa-released"), (0.8, 1.5))
     two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28)}

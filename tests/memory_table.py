@@ -66,19 +66,22 @@ def joint_backward(model, rollout, plan, loss_of, *, temperature=1.0, names=("lo
 
 
 def peak_memory(num_states: int, two_pass: bool) -> int:
-    """Peak bytes of a PPO update on K steps of each of 12 trajectories, one state a trajectory at a time in the second pass."""
-    model = tiny.network()
+    """Peak bytes of a PPO update on K steps of each of 12 trajectories, one state a trajectory at a time in the second pass.
+
+    Each trajectory has a prompt of its own: a network computes equal states once.
+    """
+    model, rows = tiny.network(), tiny.GROUPS * tiny.GENERATIONS
+    prompt = torch.cartesian_prod(*[torch.arange(3)] * 5)[:rows]
     rollout = sampler.generate(
         model,
-        torch.full((tiny.GROUPS, 5), 3),
-        torch.ones(tiny.GROUPS, 5, dtype=torch.bool),
+        prompt,
+        torch.ones_like(prompt, dtype=torch.bool),
         LAYOUT,
         eos_token_id=None,
-        num_generations=tiny.GENERATIONS,
         generator=torch.Generator().manual_seed(0),
     )
     plan = alg.replay_plan(rollout, torch.Generator().manual_seed(1), num_states=num_states, min_entropy=0.0)
-    method, rows = methods.METHODS["replay-grpo"], len(rollout.response)
+    method = methods.METHODS["replay-grpo"]
     anchor, adv = methods.behaviour_anchor(method, plan, rollout), torch.linspace(-1, 1, rows)
     backward = partial(gradient.two_pass_backward, size=rows) if two_pass else joint_backward
     with SavedBytes(model) as meter:
