@@ -88,6 +88,8 @@ class Denoiser(nn.Module):
         shared row is the sum over the rows that share it. Two host synchronisations: which rows are
         equal, and whether one is padded at all (else transformers would ask that).
         """
+        if tokens.is_meta:  # shapes without values
+            return self._encode(tokens, attention_mask)
         if attention_mask is not None and attention_mask.all():
             attention_mask = None  # one table of positions serves all rows
         text = tokens if attention_mask is None else tokens.masked_fill(~attention_mask, -1)

@@ -324,14 +324,14 @@ answer(
     (4 * max(ratios) / sum(ratios), "That is N times the weight; the weights of a group sum to 1."),
     (max(ratios) / (sum(ratios) - max(ratios)), "The sum contains the answer itself."),
 )
-# 4 f C / (f + C)^2 = 1/2 (60.6): f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
+# 4 f C / (f + C)^2 = 1/2 (60.8): f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
 answer(
     "06", "3", 6 * (3 - sqrt(8)),
-    "Set the factor of N in the second part of (60.6) to 1/2, and solve for f.",
+    "Set the factor of N in the second part of (60.8) to 1/2, and solve for f.",
     (6 * (3 + sqrt(8)), "That solves the equation; a floor lies below the cap, so take the other root."),
     (3 - sqrt(8), "That is the floor as a share of the cap."),
-    (6 * (7 - sqrt(48)), "That guarantees a quarter of the group: look at the 4 in (60.6)."),
-    (6 / 2, "Half the cap guarantees more than half the group: (60.6) is not linear in f."),
+    (6 * (7 - sqrt(48)), "That guarantees a quarter of the group: look at the 4 in (60.8)."),
+    (6 / 2, "Half the cap guarantees more than half the group: (60.8) is not linear in f."),
 )
 
 # ------------------------------------------------------------------------------------ 07: staircase attention
@@ -362,11 +362,11 @@ answer(
 # ------------------------------------------------------------------------------------------------ 08: EGSPO
 
 # Tails (1/2): step 0 is kept, its entropy ln 2 is above 0; its score by the logit of heads is 0 - 1/2. Heads: step 1 is kept,
-# with 2 ln 2 above ln 2, and its distribution is another state's: no derivative by this logit. (80.5) holds for fixed steps.
+# with 2 ln 2 above ln 2, and its distribution is another state's: no derivative by this logit. (80.6) holds for fixed steps.
 answer(
     "08", "1", 1 / 2 * (0 - 1 / 2) + 1 / 2 * 0,
     "Which step is kept after heads, which after tails, and which score e_a - p does it have for this logit? Then average.",
-    (0.0, "So it is for a fixed step (80.5). Here the choice of the step looks at what step 0 drew."),
+    (0.0, "So it is for a fixed step (80.6). Here the choice of the step looks at what step 0 drew."),
     (-1 / 2, "That is the score after tails; how often does it come, and what comes otherwise?"),
     (1 / 4, "That keeps step 0 after heads. Which entropy is larger there, ln 2 of step 0 or that of four tokens alike?"),
     (1 / 2, "That is the score of heads; after heads step 0 is not the most uncertain step."),
@@ -475,20 +475,20 @@ D, hidden, layers, V = 4096, 12288, 32, 126464
 
 
 def adapters(rank: int) -> int:
-    """M of (110.7): A and B of rank r on four D x D matrices and three D x F ones, in every layer."""
+    """M of (110.8): A and B of rank r on four D x D matrices and three D x F ones, in every layer."""
     return layers * rank * (4 * (D + D) + 3 * (D + hidden))
 
 
 def rollout(tokens: int, steps: int) -> float:
-    """Operations of one answer: (110.11) a step, with 32 positions of the block through the head."""
+    """Operations of one answer: (110.12) a step, with 32 positions of the block through the head."""
     body = 2 * tokens * (layers * (4 * D**2 + 3 * D * hidden) + adapters(128))
     return steps * (body + 4 * tokens**2 * D * layers + 2 * 32 * V * D)
 
 
-# Four float32 numbers a trained weight: itself, its gradient, two moments (110.7).
+# Four float32 numbers a trained weight: itself, its gradient, two moments (110.8).
 answer(
     "11", "1", 4 * 4 * adapters(16) / 1e9,
-    "(110.7) with r = 16: weight, gradient and two moments, 4 bytes each.",
+    "(110.8) with r = 16: weight, gradient and two moments, 4 bytes each.",
     (4 * 4 * adapters(128) / 1e9, "That is the recipe's rank, 128."),
     (4 * adapters(16) / 1e9, "That is the weights alone; gradients and two moments come on top."),
     (2 * 4 * adapters(16) / 1e9, "Count again: weight, gradient and two moments, all in float32."),
@@ -497,7 +497,7 @@ answer(
 )
 answer(
     "11", "2", rollout(200 + 1024, 512) / rollout(200 + 256, 128),
-    "Four times the steps, and each step is a forward over prompt and response: how much does (110.11) grow from 456 tokens?",
+    "Four times the steps, and each step is a forward over prompt and response: how much does (110.12) grow from 456 tokens?",
     (4 * 1224 / 456, "That grows each step with its tokens; attention grows with their square, and the head not at all."),
     (4 * (1224 / 456) ** 2, "That lets everything grow with the square of the tokens; only attention does."),
     (4.0 * 4, "That forgets the prompt: a step has 200 tokens more, before and after."),

@@ -674,12 +674,12 @@ def test_a_check_with_names_prints_both_sides(capsys):
 
 
 def test_alike_checks_form_a_table_of_values(capsys):
-    rows = {("2.3", "Bernoulli"): (-8.31274, -8.31274), ("20.14", "strata"): (torch.tensor(2.0), 2)}
+    rows = {("2.3", "Bernoulli"): (-8.31274, -8.31274), ("20.15", "strata"): (torch.tensor(2.0), 2)}
     nbtools.check_rows("E[Z] = B", rows)
     assert capsys.readouterr().out.splitlines() == [
         "                       E[Z]        B",
         "(2.3)    Bernoulli  -8.3127  -8.3127  ok",
-        "(20.14)  strata           2        2  ok",
+        "(20.15)  strata           2        2  ok",
     ]
 
 
