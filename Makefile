@@ -54,7 +54,7 @@ chaos: $(STAMP)
 
 # From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)
-	$(PY) -m jupyter lab $(LAB) notebooks/00_quickstart.ipynb
+	$(PY) -m jupyter lab --ServerApp.root_dir=. $(LAB) notebooks/00_quickstart.ipynb
 
 notebooks: $(STAMP)
 	@set -- notebooks/*.ipynb exercises/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
