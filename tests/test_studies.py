@@ -149,6 +149,7 @@ def test_equal_calls(folder):
     assert abs(spent[0] - spent[1]) <= 0.5 * spent[1] / mean_field.settings.steps + 1, "as near as whole steps come"
 
 
+AT_ONE_RATE = {"arcs"}  # the question is what the plan changes and nothing else
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 
 
@@ -162,7 +163,7 @@ def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeyp
     rows = ledger.rows(path.stem)
     assert [row["cell"] for row in rows] == grid.planned(ledger) and len(rows) == 2 * len(grid.lines())
     assert {row["status"] for row in rows} == {"finished"}
-    assert len(asked.rates) > 1 and asked.seeds >= 5
+    assert asked.seeds >= 5 and (len(asked.rates) > 1 or path.stem in AT_ONE_RATE)
 
 
 # ----------------------------------------------------------------------------------------------------------- the runner
