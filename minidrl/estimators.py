@@ -106,12 +106,10 @@ def _arc_law(scores: Scores, calls: int) -> list[Draw]:
     circles = list(itertools.permutations(everything))
     for counts in itertools.product(*strata):
         share = math.prod(law[count] for law, count in zip(strata, counts, strict=True))
-        starts = [sum(counts[:k]) for k in range(calls)]
         for circle in circles:
-            value = 0.0
-            for start, count in zip(starts, counts, strict=True):
-                arc = frozenset(circle[(start + i) % n] for i in range(count))
-                value += n / calls / count * scores[arc]
+            around = itertools.cycle(circle)
+            arcs = [frozenset(itertools.islice(around, count)) for count in counts]
+            value = sum(n / calls / len(arc) * scores[arc] for arc in arcs)
             draw.append((share / len(circles), value))
     return [draw]
 
