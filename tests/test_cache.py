@@ -101,8 +101,11 @@ def law_steps_are_those_of_stale_keys(model, settings: Sampler, given=None, reco
                 block.sort(key=lambda i: (-round(float(best[i]), 6), i))  # without a prompt, all are alike at first
                 assert sorted(block[: len(now)]) == now
             for name in set(records) & set(sampler.COMPLETIONS):
-                u = noise.completion[drawn_at, row] if name == "one_step_sampled" and settings.temperature else None
-                assert out.records[name][row, step].tolist() == completed(out, row, step, logits, u)
+                u = noise.completion[drawn_at, row] if name != "one_step" and settings.temperature else None
+                told = completed(out, row, step, logits, u)
+                if name == "one_step_proposed" and settings.temperature:
+                    told |= proposed(out, noise, row, step, drawn_at, logits)
+                assert out.records[name][row, step].tolist() == [told[i] for i in range(settings.length)]
 
 
 def agrees_on_tokens(out, noise, row: int, step: int, now: list[int], logits: dict[int, Tensor]) -> None:
@@ -114,19 +117,32 @@ def agrees_on_tokens(out, noise, row: int, step: int, now: list[int], logits: di
         logq = (logits[i] / settings.temperature).log_softmax(-1)
         assert out.logp[row, i].item() == pytest.approx(logq[out.response[row, i]].item(), abs=1e-10)
         assert out.records["entropy"][row, i].item() == pytest.approx(torch.special.entr(logq.exp()).sum().item(), abs=1e-10)
-        place, n = i % settings.block_length, settings.tokens_per_step
-        if noise.order is not None:
-            place = noise.order[i // settings.block_length, row].tolist().index(place) % n
-        assert drawn(logq, noise.uniform[step, row, place]) == out.response[row, i]
+        assert drawn(logq, noise.uniform[step, row, place_of(out, noise, row, i)]) == out.response[row, i]
 
 
 def drawn(logq: Tensor, u: Tensor) -> int:
     return int((logq.exp().cumsum(-1) <= u).sum())
 
 
-def completed(out, row: int, step: int, logits: dict[int, Tensor], u: Tensor | None) -> list[int]:
+def proposed(out, noise, row: int, step: int, drawn_at: int, logits: dict[int, Tensor]) -> dict[int, int]:
+    """What the step drew where it might have revealed a token: in its block by confidence, else where it did."""
+    settings, hidden = out.sampler, sampler.hidden_before(out, step)[row].nonzero()[:, 0].tolist()
+    now = (out.unmask_step[row] == step).nonzero()[:, 0].tolist()
+    if settings.order == "low_confidence":
+        now = [i for i in hidden if i // settings.block_length == now[0] // settings.block_length]
+    chances = {i: (logits[i] / settings.temperature).log_softmax(-1) for i in now}
+    return {i: drawn(logq, noise.uniform[drawn_at, row, place_of(out, noise, row, i)]) for i, logq in chances.items()}
+
+
+def place_of(out, noise, row: int, i: int) -> int:
+    """Where the noise of a position stands in its step."""
+    place, block = i % out.sampler.block_length, i // out.sampler.block_length
+    return place if noise.order is None else noise.order[block, row].tolist().index(place) % out.sampler.tokens_per_step
+
+
+def completed(out, row: int, step: int, logits: dict[int, Tensor], u: Tensor | None) -> dict[int, int]:
     """The row's response with its hidden positions filled in; none is hidden outside of ``logits``."""
-    filled = out.response[row].tolist()
+    filled = dict(enumerate(out.response[row].tolist()))
     for i in sampler.hidden_before(out, step)[row].nonzero()[:, 0].tolist():
         filled[i] = int(logits[i].argmax()) if u is None else drawn((logits[i] / out.sampler.temperature).log_softmax(-1), u[i])
     return filled
@@ -284,8 +300,8 @@ def test_completions_in_chunks(cache, monkeypatch):
         monkeypatch.setattr(sampler, "CHUNK", chunk)
         model = Heads(network(None))
         same(run(model, settings, **words), whole)
-        # 4 steps draw 2 positions a row each; the two completions see 8 positions at 2 steps, then 4 at 2 steps
-        assert sum(model.heads) == 12 * (4 * 2 + 2 * (2 * 8 + 2 * 4)) and max(model.heads) == largest
+        # 4 steps draw 2 positions a row each; the three completions see 8 positions at 2 steps, then 4 at 2 steps
+        assert sum(model.heads) == 12 * (4 * 2 + 3 * (2 * 8 + 2 * 4)) and max(model.heads) == largest
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -431,7 +447,7 @@ ROLLOUT = {  # what is wrong: (where, a passage of it, its replacement)
     "shifted as the columns of the call": (denoiser.Denoiser, "extend", "attention_mask, now)", "attention_mask[:, now])"),
     "the token after for the one before": (denoiser, "shifted", "column[None, :] + 1", "column[None, :] - 1"),
     "the first column for the first token": (denoiser, "shifted", "cumsum(-1) == 1)", "cumsum(-1) == -1)"),
-    "the end of the response for the block": (sampler, "reveal", "h[:, : settings.block", "h[:, -settings.block"),
+    "the end of the response for the block": (sampler, "reveal", "rest[:, : settings.block", "rest[:, -settings.block"),
     "positions as they stand": (denoiser.Denoiser, "extend", "position[:, now]", "position[:, -tokens.shape[1] :]"),
     "positions of columns": (denoiser.Denoiser, "extend", "attention_mask.long().cumsum", "(attention_mask | True).cumsum"),
     "padding is seen": (sampler, "encode_rest", "mask[rows]", "mask[rows] | True"),

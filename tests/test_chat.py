@@ -98,9 +98,10 @@ def test_a_long_response_is_read_in_linear_time(text):
 def letters(folder: Path, template: str | None = TEMPLATE) -> None:
     """A tokenizer of single characters in LLaDA's files and with its special tokens, for the checkpoint of 199 tokens."""
     special = {193: "<|start_header_id|>", 195: "<|eot_id|>", 196: "<|startoftext|>", 197: "<|endoftext|>", 198: "<|mdm_mask|>"}
-    vocab = {special.get(i, chr(32 + i) if i < 95 else f"w{i}"): i for i in range(199)}
+    words = {i: chr(32 + i) if i < 95 else f"w{i}" for i in range(199)} | {95: "\n"} | special
+    vocab = {word: i for i, word in words.items()}
     raw = Tokenizer(models.WordLevel(vocab, unk_token=" "))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
     raw.add_special_tokens(list(special.values()))
     raw.post_processor = processors.TemplateProcessing(single=f"{special[196]} $A", special_tokens=[(special[196], 196)])
     raw.save(str(folder / "tokenizer.json"))

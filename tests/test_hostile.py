@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -620,6 +621,15 @@ def test_a_tokenizer_without_an_end_is_refused():
     tok.eos_token = None
     with pytest.raises(ValueError, match="^model: got a tokenizer without eos_token"):
         texts.encode_prompts(tok, Countdown().held_out(1), 20)
+
+
+@pytest.mark.parametrize("width", [5, 20])
+def test_a_prompt_of_characters_that_the_tokenizer_lacks_is_refused(width):
+    """[PAD], which a WordLevel tokenizer reads instead of them, is also what stands before a shorter prompt."""
+    asked = [SimpleNamespace(prompt="1,2:"), SimpleNamespace(prompt="1x2é:")]
+    assert texts.encode_prompts(tokenizer(), asked[:1], width)[1].sum() == 4
+    with pytest.raises(ValueError, match="^prompt: got '1x2é:' with 'xé', which the model's tokenizer lacks"):
+        texts.encode_prompts(tokenizer(), asked, width)
 
 
 # ------------------------------------------------------------------------------------------------- files that runs wrote

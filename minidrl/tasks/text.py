@@ -11,6 +11,7 @@ from torch import Tensor
 from minidrl import chat
 from minidrl.sampler import keep_mask
 from minidrl.tasks import Problem
+from minidrl.untrusted import brief
 
 
 def encode_prompts(
@@ -22,8 +23,8 @@ def encode_prompts(
 ) -> tuple[Tensor, Tensor]:
     """Prompts (G, width), left-padded, and their mask (True = real token).
 
-    In a chat the longest prompt sets the width. ValueError for one that is longer than ``width``,
-    and for a tokenizer that names no end token.
+    In a chat the longest prompt sets the width. ValueError for one that is longer than ``width`` or
+    has characters that the tokenizer lacks, and for a tokenizer that names no end token.
     """
     if tok.eos_token_id is None:
         raise ValueError("model: got a tokenizer without eos_token; allowed one that names it")
@@ -40,7 +41,23 @@ def encode_prompts(
                 f"prompt: got {found} tokens; allowed up to {width}, the task's longest"
             )
         batch = tok(asked, padding="max_length", max_length=width, return_tensors="pt")
-    return batch.input_ids.to(device), batch.attention_mask.bool().to(device)
+    prompt, mask = batch.input_ids, batch.attention_mask.bool()
+    _check_known(tok, asked, prompt, mask)
+    return prompt.to(device), mask.to(device)
+
+
+def _check_known(tok: Any, texts: list[str], ids: Tensor, mask: Tensor) -> None:
+    """A tokenizer with an unknown token reads every character that it lacks as this one."""
+    backend = getattr(tok, "backend_tokenizer", None)  # slow tokenizers have none
+    name = getattr(getattr(backend, "model", None), "unk_token", None)
+    if name is None:
+        return
+    unknown = tok.convert_tokens_to_ids(name)
+    for row in ((ids == unknown) & mask).any(1).nonzero().flatten().tolist():
+        letters = dict.fromkeys(texts[row].replace(name, ""))
+        if lost := "".join(c for c in letters if unknown in tok(c).input_ids):
+            got = f"{brief(texts[row])} with {brief(lost)}, which the model's tokenizer lacks"
+            raise ValueError(f"prompt: got {got}; allowed its own characters")
 
 
 def chats(tok: Any, questions: list[str]) -> list[str]:
