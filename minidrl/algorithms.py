@@ -67,9 +67,10 @@ class Rollout:
     revealed (-1). ``logp`` are the log-probabilities with which the revealed tokens
     were really drawn: at the sampling temperature, in the state before their step; 0
     where nothing was revealed. ``records`` holds what the method asked the sampler for:
-    ``entropy (B, L)``; completions of every state in one step, greedy or drawn:
-    ``one_step``, ``one_step_sampled (B, T, L)``; the likeliest tokens of each position
-    when it was revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
+    ``entropy (B, L)``; completions of every state in one step, greedy, drawn, or those
+    that the step took its tokens from: ``one_step``, ``one_step_sampled``,
+    ``one_step_proposed (B, T, L)``; the likeliest tokens of each position when it was
+    revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
     """
 
     prompt: Int[Tensor, "B P"]
@@ -888,17 +889,18 @@ def merged_plan(rollout: Rollout, generator: torch.Generator, *, merge: int) -> 
 
 
 def prediction_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
-    """(3.4) The states of the trajectory, each asked for its own completion: all hidden
-    positions, targets from ``one_step``.
+    """(3.4) The states of the trajectory, each with the completion that its step drew:
+    all hidden positions are scored, targets from ``one_step_proposed``.
 
-    Weight L / (number of hidden positions). What is scored was predicted, not revealed:
-    no behaviour anchor exists for it. Source: code of MDPO (arXiv 2508.13148).
+    Weight L / (number of hidden positions). A completion is a sample: its revealed
+    tokens are the step's, the others were drawn beside them and dropped. Source: code
+    of MDPO (arXiv 2508.13148).
     """
     plan = replay_plan(rollout, generator, num_states=None, min_entropy=0.0)
     scored = plan.hidden[..., rollout.prompt.shape[1] :] & plan.valid[..., None]
-    targets = record(rollout, "one_step").transpose(0, 1)[: len(scored)]
+    drawn = record(rollout, "one_step_proposed").transpose(0, 1)
     weight = scored.shape[-1] / scored.sum(-1).clamp(min=1).to(plan.weight)
-    return replace(plan, scored=scored, targets=targets, weight=weight)
+    return replace(plan, scored=scored, targets=drawn[: len(scored)], weight=weight)
 
 
 def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
@@ -1473,16 +1475,18 @@ def progress_advantage(
     """(6.5) A_k = (r_k - r_{k-1} + 1) + mean of the later rewards, z-scored over the
     group state by state; the others are 0.
 
-    A process reward. r_k: reward of the completion of state k in one step, the last of
-    the later ones the final reward. Only the ``num_states`` states of a group with the
+    A process reward. r_k: reward of the completion of state k in one step. After the
+    last state there is the final ``reward`` only, which is its own where the step took
+    its tokens from that completion. Only the ``num_states`` states of a group with the
     largest sum of |A| keep theirs: without a KL term no other costs the update a call.
     Source: MDPO (arXiv 2508.13148), code.
     """
-    rewards = torch.cat([step_reward * valid, reward[None]])  # r_1 .. r_K, final
-    later = _from_here_on(rewards)[1:]
-    remaining = 1 + _from_here_on(valid.to(reward.dtype)) - valid.to(reward.dtype)
+    rewards = step_reward * valid
+    following = _from_here_on(valid.to(reward.dtype)) - valid.to(reward.dtype)
+    later = (_from_here_on(rewards) - rewards) / following.clamp(min=1)
+    later = torch.where(following > 0, later, reward)
     before = torch.cat([torch.zeros_like(step_reward[:1]), step_reward[:-1]])
-    value = (step_reward - before) + 1 + later / remaining
+    value = (step_reward - before) + 1 + later
     value, present = (x.unflatten(1, (-1, num_generations)) for x in (value, valid))
     count = present.sum(2, keepdim=True).clamp(min=1)
     gap = (value - (value * present).sum(2, keepdim=True) / count) * present

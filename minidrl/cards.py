@@ -22,6 +22,7 @@ from minidrl import algorithms as alg
 from minidrl import index
 from minidrl.algorithms import Rollout
 from minidrl.methods import KL, METHODS, Method, numbers
+from minidrl.sampler import COMPLETIONS
 from minidrl.tables import markdown_table
 
 # --------------------------------------------------------------------------------------- 1. The map
@@ -279,7 +280,7 @@ def _drawn(method: Method, length: int, blocks: int) -> int:
     rows = 2
     ids, logp = torch.zeros(rows, length, dtype=torch.long), torch.zeros(rows, length)
     every_step = ids[:, None].expand(-1, length, -1)
-    records = {"entropy": logp, "one_step": every_step, "one_step_sampled": every_step}
+    records = {"entropy": logp} | dict.fromkeys(COMPLETIONS, every_step)
     steps, prompt = torch.arange(length).expand(rows, -1), ids[:, :1]
     made = Rollout(prompt, prompt == 0, ids, ids == 0, steps, logp, rows, sampler, records)
     plan = method.plan(made, torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ LEVEL = 0.05  # of the adjusted p-values
 MANY = 30  # pairs from which on the surest differences come first
 GOALS = (0.1, 0.2)  # of the leaderboard, above the best decoder of the base
 SPENT = {"calls": "network calls", "updates": "updates", "seconds": "seconds"}
+SPENT_IN_ALL, AT_THE_END = "calls spent", "at the end"
 WHO = ("study", "method", "updates a rollout", "rate")
 COMMAND = "python -m minidrl compare studies/{study}.yaml --methods {method}"
 
@@ -46,7 +47,7 @@ def study_report(
     """
     found = groups(read_ledger(ledger), study, planned or ())
     courses = read_courses(curves, study)
-    rows = [row for group in found for row in (*group.choose, *group.report)]
+    rows = [r for g in found for r in (*g.choose, *g.report, *g.unchosen)]
     failed = sum(row["status"] != "finished" for row in rows)
     absent = sum(len(group.absent) for group in found)
     said = {name: _listed(row[name] for row in rows) for name in ("judged", "bed", "version")}
@@ -98,6 +99,10 @@ def _notes(group: Group, courses: Courses) -> list[str]:
         step = max(means, key=means.get)
         best = f"best {_percent(means[step])} at rollout {step}"
         notes.append(f"collapsed: {100 * group.fall:.1f} points below the base ({best})")
+    for rate in sorted({row["rate"] for row in group.unchosen}):
+        after = [row["after"] or 0.0 for row in group.unchosen if row["rate"] == rate]
+        told = f"{len(after)} more at {rate_text(rate)}, not the best rate tried"
+        notes.append(f"{told}: {_percent(fmean(after))}")
     highest = max(group.tried.values(), default=0.0)
     if group.report and group.tried and group.tried.get(group.rate, -1.0) < highest:
         notes.append("the rate is not the best one tried")
@@ -205,51 +210,74 @@ def leaderboard(
     ledger: str | Path,
     curves: str | Path,
     best_decoder: float,
+    orders: Mapping[str, str],
     studies: Sequence[str] | None = None,
     command: str = COMMAND,
 ) -> str:
     """What each method spends until it is 10 and 20 points above the best decoder of the base.
 
     ``best_decoder``: the solved fraction of the base under its best sampler, on the held-out
-    puzzles of the ledger. ``studies``: those that count, by default all; they share one bed.
+    puzzles of the ledger. ``orders``: of each study the order in which it decodes; each order has
+    tables of its own. ``studies``: those that count, by default all; they share one bed.
     ``command``: makes a cell, with names of columns of the ledger in braces.
-    Raises: ValueError as ``study_report`` does, for a fraction that is none, or for several beds.
+    Raises: ValueError as ``study_report`` does, for a fraction that is none, for several beds, or
+    for a study whose order is not told.
     """
     if not 0 <= best_decoder <= 1:
         raise ValueError(f"best_decoder: got {best_decoder}; allowed are fractions of 0 to 1")
     rows = read_ledger(ledger)
     studies = list(studies or dict.fromkeys(row["study"] for row in rows))
+    if untold := [study for study in studies if study not in orders]:
+        raise ValueError(f"orders: got none of {untold[0]}; required is one for each study")
     reported = [r for r in rows if r["study"] in studies and r["stage"] == "report"]
     for column in ("bed", "judged"):
         single(column, (row[column] for row in reported), "the leaderboard")
-    every = []
+    every: dict[str, list[tuple[Group, Courses]]] = {}
     for study in studies:
-        courses = read_courses(curves, study)
-        every += [(group, courses) for group in groups(rows, study)]
+        courses, found = read_courses(curves, study), groups(rows, study)
+        every.setdefault(orders[study], []).extend((group, courses) for group in found)
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
     head = f"""# Leaderboard
 
 Spent until the held-out solved rate, as the mean over seeds, is {goals} points \
-above {_percent(best_decoder)} %, which the base reaches with its best decoder. Between two \
-evaluations the curve is taken as straight. In brackets the lowest and highest of the seeds' own \
-curves; a seed that failed or stayed below has "not reached", and one that failed is not in the \
-mean. At the end: the mean over seeds at the end of the run. Network calls (forward equivalents) \
-can be compared between machines, seconds cannot. \
+above {_percent(best_decoder)} %, which the base reaches with its best decoder, whatever order the \
+runs have. Between two evaluations the curve is taken as straight. In brackets the lowest and \
+highest of the seeds' own curves; a seed that failed or stayed below has "not reached", and one \
+that failed is not in the mean. Solved before, at the end: the mean over seeds, in percent, as the \
+run decodes. Calls spent: network calls (forward equivalents) of the whole run, the mean over \
+seeds; they can be compared between machines, seconds cannot. \
 Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
-bed {_listed(row["bed"] for row in reported)}."""
-    parts = [_goal(every, goal, best_decoder + goal) for goal in GOALS]
-    return "\n\n".join([head, *parts, _commands([group for group, _ in every], command)]) + "\n"
+bed {_listed(row["bed"] for row in reported)}.
+
+A table has the runs of one order: runs of different orders start from different rates. Runs of \
+one table differ in length, too: "not reached within" so many calls does not say what more calls \
+would have done, and a longer run that got there is not thereby the better method. Lines that did \
+not get there are sorted by where they end, which is no comparison at equal cost."""
+    parts = [_goal(every, goal, best_decoder + goal, goal == GOALS[0]) for goal in GOALS]
+    found = [group for of_order in every.values() for group, _ in of_order]
+    return "\n\n".join([head, *parts, _commands(found, command)]) + "\n"
 
 
-def _goal(every: Sequence[tuple[Group, Courses]], goal: float, target: float) -> str:
+def _goal(
+    every: Mapping[str, Sequence[tuple[Group, Courses]]], goal: float, target: float, always: bool
+) -> str:
+    # A table for each order; after the first goal only where a seed got there.
+    parts = [f"## {100 * goal:.0f} points above: {_percent(target)} %"]
+    for order, found in every.items():
+        lines = _goal_lines(found, target)
+        there = any(not line["seeds there"].startswith(("0 of", "not run")) for line in lines)
+        columns = (*WHO, "solved before", "seeds there", *SPENT.values(), SPENT_IN_ALL, AT_THE_END)
+        none = f"Decoding in {order} order: no seed of these runs got there."
+        table = f"### Decoding in {order} order\n\n{markdown_table(lines, columns)}"
+        parts.append(table if there or always else none)
+    return "\n\n".join(parts)
+
+
+def _goal_lines(found: Sequence[tuple[Group, Courses]], target: float) -> list[dict[str, str]]:
     # Fewest calls first; what does not get there comes last, the best of it first.
-    rows = [(group, courses, reached(courses, group.cells, target)) for group, courses in every]
+    rows = [(group, courses, reached(courses, group.cells, target)) for group, courses in found]
     rows.sort(key=lambda r: (r[2]["calls"] if r[2] else math.inf, -(r[0].mean("after") or 0)))
-    table = markdown_table(
-        [_goal_line(*row, target) for row in rows],
-        (*WHO, "seeds there", *SPENT.values(), "at the end"),
-    )
-    return f"## {100 * goal:.0f} points above: {_percent(target)} %\n\n{table}"
+    return [_goal_line(*row, target) for row in rows]
 
 
 def _goal_line(
@@ -259,13 +287,17 @@ def _goal_line(
     own += [None] * (len(group.report) - len(own))
     there = [found for found in own if found]
     line = _who(group) | {"seeds there": f"{len(there)} of {len(own)}" if own else "not run"}
+    line["solved before"] = _percent(group.mean("before"))
     end = _percent(group.mean("after"))
-    line["at the end"] = f"{end} (collapsed)" if group.collapsed else end
+    line[AT_THE_END] = f"{end} (collapsed)" if group.collapsed else end
     for column, name in SPENT.items():
         values = sorted(found[column] for found in there)
         ends = [*map(_count, values), *["not reached"] * (len(own) - len(there))]
         spread = f" [{ends[0]}, {ends[-1]}]" if there else ""
-        line[name] = (_count(mean[column]) if mean else "not reached") + spread
+        last = [*_means(courses, group.cells, column).values()][-1:]
+        within = "".join(f" within {_count(spent)}" for spent in last)
+        line[name] = (_count(mean[column]) if mean else f"not reached{within}") + spread
+        line |= {SPENT_IN_ALL: "".join(map(_count, last))} if column == "calls" else {}
     return line
 
 

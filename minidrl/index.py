@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -42,6 +43,8 @@ PARTS = ("plan", "credit", "objective", "extra")  # of a row: functions of algor
 MOST = 12  # hits that are shown
 MOST_WORDS = 5  # of a query without an answer: so many are tried together
 NEAR = 12  # words among which those of a term stand, where they do not stand in a row
+SURE = 3  # hits that hold a term come first, so many; then all are weighed word by word
+ENOUGH = 0.4  # of a query's weight: what an entry must hold to be an answer
 TAG = re.compile(r"\((\d+\.\d+)\) ")
 ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
@@ -263,7 +266,7 @@ class Hit(NamedTuple):
     """An entry that answers, and the lines of it that do.
 
     rank    0: it was asked for by name or tag; 1: it holds the phrase; 2: but for endings; 3: all
-            the words near each other, which tells nothing of a module
+            the words near each other, which tells nothing of a module; 4: some of the words
     late    0: in its first lines; 1: later; 2 and 3: the same, but cut into words elsewhere (k - 1
             for k1)
     """
@@ -280,13 +283,45 @@ def where(query: str, known: list[Entry] | None = None) -> list[Hit]:
     Raises ValueError, with the nearest words, where nothing does.
     """
     known = entries() if known is None else known
-    hits = _tagged(query, known) or _cited(query, known) or _found(query, known)
-    hits = hits or _begun(query, known)
+    hits = _tagged(query, known) or _cited(query, known)
+    if not hits:
+        found = _found(query, known) or _begun(query, known)
+        if found and found[0].rank == 0:
+            return found[:MOST]
+        known_hits = {hit.entry: hit for hit in found}
+        weighed = [known_hits.get(e, Hit(4, e, None)) for e in _weighed(query, known)]
+        hits = [*dict.fromkeys([*found[:SURE], *weighed, *found])]
     if not hits:
         raise ValueError(
             f"where: got {query!r}, which no docstring holds; {_nearest(query, known)}"
         )
     return hits[:MOST]
+
+
+def _weighed(query: str, known: list[Entry]) -> list[Entry]:
+    """Entries by BM25 (Robertson and Zaragoza, 2009) over their words without endings: rare words
+    weigh more; a name counts three times, a first sentence twice. Those with less than ENOUGH of
+    the query's weight are left out."""
+    asked = {stem(word) for word in tokens(query)} - _SMALL
+    bags = [_bag(entry) for entry in known]
+    held = Counter(word for bag in bags for word in asked & bag.keys())
+    weight = {w: math.log(1 + (len(bags) - held[w] + 0.5) / (held[w] + 0.5)) for w in asked}
+    mean = sum(bag.total() for bag in bags) / max(1, len(bags))
+    scores = []
+    for entry, bag in zip(known, bags, strict=True):
+        share = sum(weight[w] for w in asked & bag.keys()) / max(sum(weight.values()), 1e-9)
+        flat = 1.2 * (0.7 + 0.3 * bag.total() / mean)
+        score = sum(weight[w] * bag[w] * 2.2 / (bag[w] + flat) for w in asked & bag.keys())
+        if share >= ENOUGH:
+            scores.append((score * share * _PRIOR[_kind_rank(entry)], entry))
+    return [entry for _, entry in sorted(scores, key=lambda pair: -pair[0])]
+
+
+@cache
+def _bag(entry: Entry) -> Counter:
+    said = [entry.name.rpartition(".")[2]] * 2 + [entry.title, _said(entry)]
+    words = (stem(word) for text in said for word in tokens(text))
+    return Counter(word for word in words if word not in _SMALL)
 
 
 def _tagged(query: str, known: list[Entry]) -> list[Hit]:
@@ -339,6 +374,9 @@ def _begun(query: str, known: list[Entry]) -> list[Hit]:
 def _kind_rank(entry: Entry) -> int:
     """Equations before rows, rows before helpers, helpers before modules."""
     return 0 if entry.tag else {"row": 1, "module": 3, "constant": 3}.get(entry.kind, 2)
+
+
+_PRIOR = (1.3, 1.15, 1.0, 0.6)  # of an entry's weight, by the rank of its kind
 
 
 def _hit(asked: list[str], entry: Entry) -> Hit | None:
@@ -424,7 +462,9 @@ def answer(query: str) -> str:
     """``where`` in lines: place, name, first sentence; below it the line that matched."""
     known = entries()
     hits = where(query, known)
-    lines = ["no docstring has these words in a row; near each other:"] if hits[0].rank == 3 else []
+    notes = {3: "near each other:", 4: "these have some of them:"}
+    note = notes.get(hits[0].rank)
+    lines = [f"no docstring has these words in a row; {note}"] if note else []
     for hit in hits:
         entry = hit.entry
         lines.append(f"{entry.place}  {entry.name}  {entry.title}".rstrip())

@@ -176,7 +176,8 @@ def _value(text: str | None, kind: Kind, where: str, column: str) -> Any:
 class Group:
     """A line of the tables: a method with a number of updates a rollout.
 
-    ``choose``, ``report``: its lines of the ledger; ``absent``: names of planned cells without one.
+    ``choose``, ``report``: its lines of the ledger; ``absent``: names of planned cells without one;
+    ``unchosen``: cells of the report at a rate that a choice by more cells no longer takes.
     """
 
     method: str
@@ -184,6 +185,7 @@ class Group:
     choose: list[Row] = field(default_factory=list)
     report: list[Row] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    unchosen: list[Row] = field(default_factory=list)
 
     @cached_property
     def name(self) -> str:
@@ -258,7 +260,16 @@ def groups(ledger: Sequence[Row], study: str, planned: Iterable[str] = ()) -> li
             raise ValueError(f"planned: got {cell!r}; allowed: METHOD-RATE-UPDATES-SEED")
         key = parts[1], int(parts[3])
         found.setdefault(key, Group(*key)).absent.append(cell)
+    for group in found.values():
+        _set_apart(group)
     return sorted(found.values(), key=_order)
+
+
+def _set_apart(group: Group) -> None:
+    best = max(group.tried, key=group.tried.get, default=None)
+    if best in {row["rate"] for row in group.report}:
+        group.unchosen.extend(row for row in group.report if row["rate"] != best)
+        group.report[:] = [row for row in group.report if row["rate"] == best]
 
 
 def _order(group: Group) -> tuple:

@@ -7,10 +7,10 @@ what is done with them (objective, extra, kl), and how it is summed (aggregation
 give these words. If a paper needs a function that algorithms.py does not have, it is one new
 function there and one new row here.
 
-A bare name is the paper's formula. ``-released`` is the official code, quirks included, held to its
-own numbers by the tests; what neither says is written under ``differs``. Numbers (clips,
-temperatures of weights, K) are the published ones where they make sense for a model of any size; a
-run's ``method_options`` replace them.
+A bare name follows what its ``source`` names (paper, accounts, code). ``-released`` is the official
+code, quirks included, held to its own numbers by the tests. What is not as there is in ``differs``.
+Numbers (clips, temperatures of weights, K) are the published ones where they make sense for a model
+of any size; a run's ``method_options`` replace them.
 
 The trainer executes a row in this order: rollout (needs), plan, credit, anchor, features, loss,
 update. It reads the fields and knows no row by name.
@@ -98,14 +98,15 @@ CHOICES = {
     "refresh": ("fixed", "paired", "independent", "scheduled"),
     "order": ("any", "random", "low_confidence", "left_to_right", "right_to_left"),
     "temperature": ("one", "sampling"),
-    "step_value": ("none", "greedy", "sampled"),
+    "step_value": ("none", "greedy", "sampled", "proposed"),
     "aggregation": alg.AGGREGATIONS,
 }
 # Records that a row's words ask of the sampler; the entropy is recorded for every row.
 RECORDS = {
     "none": (),
     "greedy": ("one_step",),
-    "sampled": ("one_step", "one_step_sampled"),
+    "sampled": ("one_step_sampled",),
+    "proposed": ("one_step_proposed",),
     "topk_logp": ("topk",),
 }
 
@@ -463,9 +464,10 @@ row("tracerl", "TraceRL (arXiv 2509.06949): accounts, code", "PPO clip on tokens
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean_token_mean")
 row("mdpo", "code of MDPO (arXiv 2508.13148), autonomousvision/mdpo", "each step's text verified",
-  differs="most telling states only; mean over responses and positions; no re-masking at inference",
+  differs="most telling states only; mean over responses and positions; no re-masking (RCR)",
   plan=P(prediction_plan),
-  anchor="old", reduction="token", step_value="greedy", kl=KL("k2", 0.02),
+  anchor="old", temperature="sampling", reduction="token",
+  step_value="proposed", kl=KL("k2", 0.02),
   credit=P(progress_advantage, num_states=4, eps=0.0001),
   objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
 row("gdsd", "code of GDSD (arXiv 2605.29398), GaryBall/GDSD", "log-ratios regressed on advantages",
@@ -744,7 +746,7 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
     part, _, name = key.partition(".")
     if key == "credit":
         return dataclasses.replace(method, credit=_credit(method, value))
-    if key == "step_value" and method.step_value != "none":
+    if key == "step_value" and method.step_value in ("greedy", "sampled"):
         if value not in ("greedy", "sampled"):
             raise ValueError(f"method_options.step_value: got {value!r}; allowed greedy, sampled")
         return dataclasses.replace(method, step_value=value)
@@ -838,5 +840,6 @@ def numbers(method: Method) -> list[str]:
 
 
 def _options(method: Method) -> list[str]:
-    credit = ["credit"] if method.step_value == "none" else ["step_value"]
+    other = {"none": ["credit"], "proposed": []}
+    credit = other.get(method.step_value, ["step_value"])
     return numbers(method) + [f"kl.{name}" for name in KL._fields] + credit + list(_WORDS)

@@ -94,8 +94,9 @@ def rehearse(method: Method, settings: config.Train) -> None:
 
 
 def completions(method: Method, rollout: Rollout) -> Tensor:
-    """The record (B, T, L) of what each state would become in one step, greedy or drawn."""
-    name = {"greedy": "one_step", "sampled": "one_step_sampled"}[method.step_value]
+    """The record (B, T, L) of what each state would become in one step."""
+    names = ("one_step", "one_step_sampled", "one_step_proposed")
+    name = dict(zip(("greedy", "sampled", "proposed"), names, strict=True))[method.step_value]
     if name not in rollout.records:
         what = f"the rollout holds no record {name!r}"
         raise ValueError(f"records: {what}; {method.name} must ask the sampler for it (needs)")

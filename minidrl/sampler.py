@@ -42,8 +42,8 @@ from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
-RECORDS = ("entropy", "one_step", "one_step_sampled", "topk")
-COMPLETIONS = ("one_step", "one_step_sampled")
+RECORDS = ("entropy", "one_step", "one_step_sampled", "one_step_proposed", "topk")
+COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
 APPROXIMATE = ("prefix", "dual")
 CACHES = {"bidirectional": ("none", *APPROXIMATE), "block_causal": ("none", "exact")}
 CHUNK = 2**26  # the most logits that a completion makes at a time, 256 MiB in float32
@@ -219,11 +219,14 @@ def generate(
     one_step      (B, T, L): per step the completion by argmax of every hidden token at once, the
                   revealed ones kept; after a row's end its response.
     one_step_sampled  the same with every hidden token drawn from softmax(z / T), by noise that has
-                  nothing to do with the trajectory's. These two apply ``head`` to the hidden
-                  blocks, the current one and those after it, at every step: (L + W) / 2 positions
-                  on average, where a step without them needs n or W. Of their logits at most CHUNK
-                  exist at a time (rows x V, if that is more), and none are kept. They need the rest
-                  of the response at every step: not with block_causal attention or cache "dual".
+                  nothing to do with the trajectory's.
+    one_step_proposed  drawn likewise, and what the step reveals is part of it: where the sampler
+                  itself drew a token in this step, it is that token, chosen or not.
+                  These three apply ``head`` to the hidden blocks, the current one and those after
+                  it, at every step: (L + W) / 2 positions on average, where a step without them
+                  needs n or W. Of their logits at most CHUNK exist at a time (rows x V, if that is
+                  more), and none are kept. They need the rest of the response at every step: not
+                  with block_causal attention or cache "dual".
     topk          the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of
                   the distribution from which the token was drawn, likeliest first; 0 where nothing
                   was revealed. Not at temperature 0.
@@ -421,8 +424,8 @@ class Noise:
     order       position, counted from the start of its block, in the order of revealing; None for
                 low_confidence.
     uniform     in [0, 1), one per step, row and drawn position; None at temperature 0.
-    completion  in [0, 1), one per step, row and position, for the record one_step_sampled; None
-                without it.
+    completion  in [0, 1), one per step, row and position, for completions that are drawn; None
+                without them.
     """
 
     order: Int[Tensor, "blocks B W"] | None
@@ -457,7 +460,7 @@ def draw_noise(
     drawn = completion = None
     if settings.temperature > 0:
         drawn = uniform(settings.num_steps, rows, width)
-        if "one_step_sampled" in records:
+        if {"one_step_sampled", "one_step_proposed"} & {*records}:
             completion = uniform(settings.num_steps, rows, settings.length)
     return Noise(order, drawn, completion)
 
@@ -482,18 +485,17 @@ def reveal(
     start = step // settings.steps_per_block * settings.block_length
     if settings.attention == "block_causal":
         h = encode_block(model, settings, trace, start, rows, cache)
-        if any(name in trace.records for name in COMPLETIONS):
-            rest = encode_rest(model, settings, trace, start, rows, None)
-            record_completions(model, settings, trace, noise, step, rows, rest)
+        completes = any(name in trace.records for name in COMPLETIONS)
+        rest = encode_rest(model, settings, trace, start, rows, None) if completes else h
     else:
-        h = encode_rest(model, settings, trace, start, rows, cache)
-        record_completions(model, settings, trace, noise, step, rows, h)
-        h = h[:, : settings.block_length]
+        rest = encode_rest(model, settings, trace, start, rows, cache)
+        h = rest[:, : settings.block_length]
     chooses = settings.order == "low_confidence"
     positions = candidates(settings, noise, step, rows)
     logits = model.head(at(h, positions - start))
     u = None if noise.uniform is None else noise.uniform[step, rows]
     proposal = propose(logits, settings.temperature, u, chooses)
+    record_completions(model, settings, trace, noise, step, rows, rest, positions, proposal.token)
     if chooses:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
         if settings.threshold is not None:
@@ -695,11 +697,20 @@ def record_completions(
     step: int,
     rows: Int[Tensor, " R"],
     h: Float[Tensor, "R M D"],
+    positions: Int[Tensor, "R C"],
+    proposed: Int[Tensor, "R C"],
 ) -> None:
-    """The completions asked for of the state before ``step``; ``h``: from the block to the end."""
+    """The completions asked for of the state before ``step``; ``h``: from the block to the end.
+
+    ``proposed``: what the step drew at its ``positions``; it counts where they are hidden.
+    """
     for name in (name for name in COMPLETIONS if name in trace.records):
         u = None if name == "one_step" or noise.completion is None else noise.completion[step, rows]
         guess = one_step_completion(model, h, trace.tokens[rows], settings, u)
+        if name == "one_step_proposed":
+            hidden = trace.unmask_step[rows].gather(1, positions) < 0
+            token = torch.where(hidden, proposed, guess.gather(1, positions))
+            guess = guess.scatter(1, positions, token)
         trace.records[name][rows, own_step(trace, settings, step, rows)] = guess
 
 

@@ -33,8 +33,8 @@ def law_prediction_plan(alg: ModuleType) -> None:
     steps = torch.tensor([[0, 2, 1, 3], [1, 0, -1, -1]])
     completions = torch.randint(0, 3, (2, 4, 4), generator=seeded(60))
     rollout = rollout_of(alg, [[1, 2, 0, 1], [2, 1, 0, 0]], [[1] * 4, [1, 1, 0, 0]], unmask_step=steps, records={})
-    refuses(lambda: alg.prediction_plan(rollout, seeded()), "records", "'one_step'")
-    rollout.records["one_step"] = completions
+    refuses(lambda: alg.prediction_plan(rollout, seeded()), "records", "'one_step_proposed'")
+    rollout.records["one_step_proposed"] = completions
     plan = alg.prediction_plan(rollout, seeded())
     for k in range(4):
         for b, last in enumerate((3, 1)):
@@ -79,7 +79,7 @@ def progress(reward: list, steps: list, valid: list, n: int, keep: int, eps: flo
     value = [[0.0] * rows for _ in range(k_max)]
     for b in range(rows):
         for k in range(k_max):
-            later = [steps[s][b] for s in range(k + 1, k_max) if valid[s][b]] + [reward[b]]
+            later = [steps[s][b] for s in range(k + 1, k_max) if valid[s][b]] or [reward[b]]
             value[k][b] = steps[k][b] - (steps[k - 1][b] if k else 0.0) + 1 + sum(later) / len(later)
     out = [[0.0] * rows for _ in range(k_max)]
     for g in range(0, rows, n):
@@ -173,8 +173,8 @@ def tracerl(f: Formula) -> Tensor:
 def predicted(f: Formula, model: Any, k: int, b: int) -> dict[int, Tensor]:
     """Log-probabilities of the state's own completion at its hidden positions."""
     step = int(f.plan.step[k, b])
-    target, hidden = tuple(f.rollout.records["one_step"][b, step].tolist()), positions(f.plan.hidden[k, b, 3:])
-    logp = oracle.token_logp(model, target, hidden)
+    target, hidden = tuple(f.rollout.records["one_step_proposed"][b, step].tolist()), positions(f.plan.hidden[k, b, 3:])
+    logp = oracle.token_logp(model, target, hidden, 0.8)
     return {i: logp[i] for i in hidden}
 
 

@@ -113,8 +113,8 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "10.1",
-        '"sampled": ("one_step", "one_step_sampled")',
         '"sampled": ("one_step_sampled",)',
+        '"sampled": ("one_step",)',
         "law_needs_of_the_rows",
         where="RECORDS",
     ),

@@ -11,6 +11,12 @@ MUTANTS: list[Mutant] = [
         "law_entropy_plan_takes_the_most_uncertain_steps",
     ),
     Mutant("3.2", "ranked.argsort(", "entropy.argsort(", "law_entropy_plan_takes_the_most_uncertain_steps"),
+    Mutant(  # of equal entropies the later step first
+        "3.2",
+        "ranked.argsort(dim=0, descending=True, stable=True)",
+        "(len(ranked) - 1 - ranked.flip(0).argsort(dim=0, descending=True, stable=True))",
+        "law_entropy_plan_takes_the_most_uncertain_steps",
+    ),
     Mutant(
         "3.2",
         "[:, None] > last\n    if shared",

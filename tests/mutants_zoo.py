@@ -5,15 +5,15 @@ from mutant import Mutant
 MUTANTS: list[Mutant] = [
     Mutant(
         "3.4",
-        'record(rollout, "one_step").transpose(0, 1)',
-        'record(rollout, "one_step").transpose(0, 1).flip(0)',
+        'record(rollout, "one_step_proposed").transpose(0, 1)',
+        'record(rollout, "one_step_proposed").transpose(0, 1).flip(0)',
         "law_prediction_plan",
     ),
     Mutant("3.4", "weight=scored.shape[-1] / scored.sum(-1)", "weight=1 / scored.sum(-1)", "law_prediction_plan"),
     Mutant(
         "3.4",
-        "[..., rollout.prompt.shape[1] :] & plan.valid[..., None]\n    targets",
-        "[..., rollout.prompt.shape[1] :]\n    targets",
+        "[..., rollout.prompt.shape[1] :] & plan.valid[..., None]\n    drawn",
+        "[..., rollout.prompt.shape[1] :]\n    drawn",
         "law_prediction_plan",
     ),
     Mutant("5.1", "ll = parts * (ll * plan.weight", "ll = (ll * plan.weight", "law_pair_reduction"),
@@ -21,14 +21,10 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "5.1", ".unflatten(0, (parts, -1)).any(1)", ".unflatten(0, (parts, -1)).all(1)", "law_pair_reduction", where="entries"
     ),
-    Mutant("6.5", "+ 1 + later / remaining", "+ 1", "law_progress_advantage"),
-    Mutant(
-        "6.5",
-        "torch.cat([step_reward * valid, reward[None]])",
-        "torch.cat([step_reward * valid, 0 * reward[None]])",
-        "law_progress_advantage",
-    ),
-    Mutant("6.5", "_from_here_on(rewards)[1:]", "_from_here_on(rewards)[:-1]", "law_progress_advantage"),
+    Mutant("6.5", "+ 1 + later", "+ 1", "law_progress_advantage"),
+    Mutant("6.5", "rewards = step_reward * valid", "rewards = step_reward", "law_progress_advantage"),
+    Mutant("6.5", "torch.where(following > 0, later, reward)", "later", "law_progress_advantage"),
+    Mutant("6.5", "(_from_here_on(rewards) - rewards)", "_from_here_on(rewards)", "law_progress_advantage"),
     Mutant(
         "6.5",
         "count = present.sum(2, keepdim=True).clamp(min=1)",

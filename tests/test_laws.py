@@ -109,7 +109,7 @@ def rollout():
     settings = Sampler(order="random", temperature=1.0, length=4, block_length=2, tokens_per_step=1)
     entropy = torch.full((3, 4), 0.5, dtype=torch.float64)
     responses = [laws.RESPONSE] * 3
-    records = {"entropy": entropy, "one_step": torch.ones(3, 4, 4, dtype=torch.long)}
+    records = {"entropy": entropy, "one_step_proposed": torch.ones(3, 4, 4, dtype=torch.long)}
     return laws.rollout_of(judged.SHIPPED, responses, laws.KEEPS, unmask_step=steps, records=records, sampler=settings)
 
 

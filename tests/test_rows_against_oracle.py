@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from minidrl import features as feat
-from minidrl import methods, oracle, runs
+from minidrl import methods, oracle, rehearsal, runs
 
 bench = tiny.script("rows_against_oracle")
 EACH = bench.PROMPTS * bench.GENERATIONS
@@ -75,7 +75,7 @@ def alone(row, model, base, rollout, plan, own, reward) -> torch.Tensor:
         ref = methods.kl_target(row, plan, rollout, read(base, plan, parts)).detach()
     values = None
     if row.step_value != "none":
-        guesses = rollout.records["one_step"]
+        guesses = rehearsal.completions(row, rollout)
         judged = [[bench.accepted_text(guesses[b, k].tolist()) for b in range(EACH)] for k in range(guesses.shape[1])]
         values = torch.tensor(judged, dtype=torch.float64).gather(0, plan.step)
     adv = methods.advantages(row, plan, rollout, reward, values)

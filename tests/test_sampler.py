@@ -1,5 +1,6 @@
 """Laws of generation. Each law takes the implementation (`generate`), so that the mutants at the end can break it."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -175,8 +176,8 @@ def assert_topk(out, logq, now):
     assert all(len(set(row)) == len(row) for row in ids.tolist())
 
 
-def law_completions_are_drawn(generate, order, temperature=0.7, draws=20_000):
-    """A sampled completion of a state has the product law of its hidden tokens at the temperature, by the oracle."""
+def law_completions_are_drawn(generate, order, temperature=0.7, draws=20_000, record="one_step_sampled"):
+    """A drawn completion of a state has the product law of its hidden tokens at the temperature, by the oracle."""
     model = TabularDenoiser.random(3, 3, seeded(8), scale=1.5)
     settings = settings_of(order, temperature, 3, 3, 1)
     out = generate(
@@ -186,11 +187,11 @@ def law_completions_are_drawn(generate, order, temperature=0.7, draws=20_000):
         eos_token_id=None,
         num_generations=draws,
         generator=seeded(),
-        records=["one_step_sampled"],
+        records=[record],
     )
     states = sampler.states(out, model.mask_token_id).tolist()
     for step in range(settings.num_steps):
-        drawn = Counter(map(tuple, out.records["one_step_sampled"][:, step].tolist()))
+        drawn = Counter(map(tuple, out.records[record][:, step].tolist()))
         law = Counter()
         for state, count in Counter(map(tuple, states[step])).items():
             hidden = frozenset(i for i, token in enumerate(state) if token == model.mask_token_id)
@@ -201,6 +202,26 @@ def law_completions_are_drawn(generate, order, temperature=0.7, draws=20_000):
                 logp = token_logp(model, tuple(text), hidden, temperature)
                 law[tuple(text)] += count / draws * float(torch.stack([*logp.values()]).detach().sum().exp())
         assert chi_square_p(drawn, law) > 1e-4
+
+
+def law_the_step_is_taken_from_its_proposals(generate, order, tau=None):
+    """What a step reveals stands in its completion; by confidence, it is what is surest there: n tokens, or all above tau."""
+    model = TabularDenoiser.random(4, 3, seeded(13), scale=1.5)
+    settings = replace(settings_of(order, 0.7, 4, 4, 2), threshold=tau, **({"tokens_per_step": 1} if tau else {}))
+    how = {"num_generations": 200, "generator": seeded(), "records": ["one_step_proposed"]}
+    out = generate(model, *empty_prompt(), settings, eos_token_id=None, **how)
+    proposed, states = out.records["one_step_proposed"], sampler.states(out, model.mask_token_id)
+    for b, step in product(range(200), range(int(out.unmask_step.max()) + 1)):
+        now, told = out.unmask_step[b] == step, proposed[b, step]
+        assert torch.equal(told[now], out.response[b][now]), "what was revealed"
+        hidden = states[step, b] == model.mask_token_id
+        assert torch.equal(told[~hidden], states[step, b][~hidden]), "what was known"
+        if order == LOW and now.any():
+            logits = model.logits_at(tuple(states[step, b].tolist()))
+            conf = logits.log_softmax(-1).gather(1, told[:, None])[:, 0].detach()
+            left = hidden & ~now
+            assert not left.any() or conf[now].min() >= conf[left].max()
+            assert tau is None or not left.any() or conf[left].max() < math.log(tau), "the others were not sure enough"
 
 
 def law_completions_have_noise_of_their_own(generate, order):
@@ -492,6 +513,8 @@ def test_scores_replay(order, temperature):
 @pytest.mark.parametrize("order", ORDERS)
 def test_completions(order):
     law_completions_are_drawn(sampler.generate, order)
+    law_completions_are_drawn(sampler.generate, order, record="one_step_proposed")
+    law_the_step_is_taken_from_its_proposals(sampler.generate, order)
     law_completions_have_noise_of_their_own(sampler.generate, order)
 
 
@@ -658,7 +681,10 @@ def test_settings_count_the_steps():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"records": ["entropies"]}, "records: got 'entropies'; allowed entropy, one_step, one_step_sampled, topk"),
+        (
+            {"records": ["entropies"]},
+            "records: got 'entropies'; allowed entropy, one_step, one_step_sampled, one_step_proposed, topk",
+        ),
         (
             {"records": ["topk"], "settings": replace(VALID, temperature=0)},
             "records: got 'topk' at temperature 0; allowed above 0, where more than one token has a probability",
@@ -832,6 +858,22 @@ def completion_by_one_number(model, h, tokens, settings, u):
     return ORIGINAL["one_step_completion"](model, h, tokens, settings, None if u is None else u[:, :1].expand_as(u))
 
 
+def proposals_without_their_noise(model, settings, trace, noise, step, rows, h, positions, proposed):
+    ORIGINAL["record_completions"](model, settings, trace, noise, step, rows, h, positions[:, :0], proposed[:, :0])
+
+
+def proposals_of_the_revealed(model, settings, trace, noise, step, rows, h, positions, proposed):
+    ORIGINAL["record_completions"](model, settings, trace, noise, step, rows, h, positions, proposed.flip(1))
+
+
+def proposals_of_the_chosen_only(model, settings, trace, noise, step, rows, h, positions, proposed):
+    logits = model.head(sampler.at(h, positions - (trace.unmask_step.shape[1] - h.shape[1])))
+    hidden, conf = trace.unmask_step[rows].gather(1, positions) < 0, sampler.confidence(logits, proposed)
+    chosen = sampler.most_confident(conf, hidden, settings.tokens_per_step)
+    few = (positions.gather(1, chosen), proposed.gather(1, chosen))
+    ORIGINAL["record_completions"](model, settings, trace, noise, step, rows, h, *few)
+
+
 def completion_noise_by_place_in_the_part(model, settings, trace, noise, step, rows, cache):
     completion = noise.completion.clone()
     completion[:, rows] = noise.completion[:, : len(rows)]
@@ -897,6 +939,9 @@ MUTANTS = [
     ("one_step_completion", completion_at_temperature_one, partial(law_completions_are_drawn, order=LEFT)),
     ("one_step_completion", completion_is_greedy, partial(law_completions_are_drawn, order=LEFT)),
     ("one_step_completion", completion_by_one_number, partial(law_completions_are_drawn, order=LEFT)),
+    ("record_completions", proposals_without_their_noise, partial(law_the_step_is_taken_from_its_proposals, order="random")),
+    ("record_completions", proposals_of_the_revealed, partial(law_the_step_is_taken_from_its_proposals, order="random")),
+    ("record_completions", proposals_of_the_chosen_only, partial(law_the_step_is_taken_from_its_proposals, order=LOW)),
     ("draw_noise", noise_of_the_trajectory, partial(law_completions_have_noise_of_their_own, order=LEFT)),
     ("draw_noise", records_drawn_first, partial(law_records_change_nothing, order=LEFT, temperature=1.0)),
     ("reveal", completion_noise_by_place_in_the_part, partial(law_same_whatever_the_cost, order=LEFT, temperature=1.0)),

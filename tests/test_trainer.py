@@ -530,6 +530,7 @@ def interrupt_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(trainer.Learner, "step", lambda learner, n: stop() if n == step else run(learner, n))
 
 
+SHIPPED = Path(__file__).parents[1] / "tiny_models" / "countdown20_base"
 OFF_POLICY = {"rollout_dtype": "bfloat16", "filter_groups": True, "method": "egspo-sa"}
 
 
@@ -959,6 +960,26 @@ def test_independent_masks_make_the_first_ratio_noise(name, base):
     assert first["log_ratio_std"] > 1e-2 and first["ratio_mean"] != 1
 
 
+def test_the_choice_of_the_position_jumps_between_two_precisions_and_the_tokens_do_not():
+    """In bfloat16 confidences that are close change their order, in few states: that is nearly all of the difference."""
+    model, tok = checkpoints.load(SHIPPED)
+    settings = sampler.Sampler(order="low_confidence", temperature=1.0, length=14, block_length=14, tokens_per_step=1)
+    task = Countdown(max_number=20, held_out_share=0.15, pretrain_share=0.45)
+    prompt = texts.encode_prompts(tok, task.held_out(64), task.prompt_length)
+    how = {"eos_token_id": tok.eos_token_id, "num_generations": 4, "generator": torch.Generator().manual_seed(0)}
+    with torch.no_grad():
+        rollout = sampler.generate(model, *prompt, settings, **how)
+        plan = alg.replay_plan(rollout, None, num_states=None, min_entropy=0.0)
+        names = ("logp", "order_logp")
+        exact = feat.features(model, rollout, plan, temperature=1.0, names=names)
+        rounded = feat.features(denoiser.rounded(model, torch.bfloat16), rollout, plan, temperature=1.0, names=names)
+    off = {name: (rounded[name] - exact[name])[plan.scored].abs() for name in names}
+    jumps = off["order_logp"] > 0.1
+    assert off["logp"].max() < 0.2 < 3 < off["order_logp"].max()
+    assert jumps.float().mean() < 0.05
+    assert off["order_logp"][jumps].square().sum() > 0.95 * off["order_logp"].square().sum()
+
+
 # ----------------------------------------------------------------------------------------- first passes that are left out
 
 # With one update on a rollout, these read more off the score than its ratio to itself, or to what the sampler recorded.
@@ -1144,9 +1165,7 @@ def test_a_sampled_step_value_reads_its_own_record(base, monkeypatch):
     monkeypatch.setitem(methods.METHODS, "egspo-sa", row)
     learner = trainer.Learner(tiny.settings(base, method="egspo-sa"))
     made = whole_experience(learner).rollout
-    assert (
-        set(made.records) == {"entropy", *methods.RECORDS["sampled"]} and methods.RECORDS["sampled"][-1] == "one_step_sampled"
-    )
+    assert set(made.records) == {"entropy", "one_step_sampled"}
     assert rehearsal.completions(learner.method, made) is made.records["one_step_sampled"]
     assert learner.step(0)["grad_norm"] > 0
 
