@@ -620,6 +620,11 @@ def growth_of_spread(name: str, scale: str) -> Found:
     return runs([statistics.mean(run["spread"][-10:]) - statistics.mean(run["spread"][:10]) for run in of_line(name, scale)])
 
 
+def growth_of_gradients(name: str, scale: str) -> Found:
+    """The largest gradient norm of ten updates: its mean over the last hundred updates, over that of the first hundred."""
+    return runs([statistics.mean(run["norm"][-10:]) / statistics.mean(run["norm"][:10]) for run in of_line(name, scale)])
+
+
 def reward_above(name: str, other: str, scale: str) -> Found:
     """Reward at the end, by common seeds: of a line less that of another."""
     mine, theirs = ({run["seed"]: run["final_reward"] for run in of_line(line, scale)} for line in (name, other))
@@ -627,12 +632,15 @@ def reward_above(name: str, other: str, scale: str) -> Found:
 
 
 def of_runs(
-    text: str, source: str, where: str, names: str | tuple[str, str], scale: str, measure: Callable, words: str
+    text: str, source: str, where: str, names: str | tuple[str, str], scale: str | None, measure: Callable, words: str
 ) -> Claim:
-    """A claim about a line of the study, or two, with the seeds that are there. words: what is measured, and the criterion."""
+    """A claim about a line of the study, or two, with the seeds that are there. words: what is measured, and the criterion.
+
+    scale: of the ratio; None for a line that has no ratio, whose runs are stored under "sequence".
+    """
     names = (names,) if isinstance(names, str) else names
+    text, scale = f"{text} (ratio of the {scale})." if scale else f"{text} (no ratio, so no scale).", scale or "sequence"
     seeds = set.intersection(*({run["seed"] for run in of_line(name, scale)} for name in names))
-    text = f"{text} (ratio of the {scale})."
     if len(seeds) < 2:
         return not_run(text, source, f"needs two seeds of {' and of '.join(names)}, `python benchmarks/instability.py`")
     number, _, criterion = words.partition(": ")
@@ -757,19 +765,22 @@ LEDGER: dict[str, list[Claim]] = {
     ],
     "GDPO": [
         Claim("Nearly all variance of an ELBO estimate is that of the time: responses of 6 positions.",
-            "accounts of arXiv 2510.08554", "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
+            "accounts of arXiv 2510.08554 (0.9 is ours)",
+            "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
             "share of the time", lambda: over_tables(lambda seed: share_of_first(time_and_mask(seed))), ">= 0.9"),
         Claim("Nearly all variance of an ELBO estimate is that of the time: 256 positions, each with costs of its own.",
-            "accounts of arXiv 2510.08554", "`law_two_models_with_known_variances`, notebook 05 (50.2)", "exact, solved model",
+            "accounts of arXiv 2510.08554 (0.9 is ours)",
+            "`law_two_models_with_known_variances`, notebook 05 (50.2)", "exact, solved model",
             "share of the time", lambda: cases([share_of_first(time_and_mask_solved(256))]), ">= 0.9"),
         Claim("Nearly all variance of an ELBO estimate is that of the time: 256 positions, one of which decides for all.",
-            "accounts of arXiv 2510.08554", "`law_two_models_with_known_variances`, notebook 02 (20.13)", "exact, key token",
+            "accounts of arXiv 2510.08554 (0.9 is ours)",
+            "`law_two_models_with_known_variances`, notebook 02 (20.13)", "exact, key token",
             "share of the time", lambda: cases([share_of_first(time_and_mask_key_token(256))]), ">= 0.9"),
         Claim("Quadrature has no bias from half as many nodes as positions on.",
             "minidrl, on arXiv 2510.08554", "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)", TABLE_SEEDS,
             "bias of 3 nodes at 6 positions, nats", lambda: over_tables(bias_of_three_nodes), "<= 1e-8"),
-        Claim("At three calls SDMC has less variance than double Monte Carlo, a random time and a random mask a call.",
-            "arXiv 2510.08554, abstract", "`benchmarks/claims.py`, notebook 05 (50.11)", TABLE_SEEDS,
+        Claim("At three calls SDMC has less variance than double Monte Carlo, a random time from 0.001 on and a mask a call.",
+            "arXiv 2510.08554, abstract (0.001 is ours)", "`benchmarks/claims.py`, notebook 05 (50.11)", TABLE_SEEDS,
             "standard deviation, SDMC over the time form", lambda: over_tables(quadrature_over_double_monte_carlo), "< 1"),
         Claim("It also has a smaller error than three draws of the count form, not the paper's baseline: 6 positions.",
             "minidrl, on arXiv 2510.08554", "`law_quadrature_variance`, notebook 05 (50.7)", TABLE_SEEDS,
@@ -787,7 +798,7 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("GDPO solves more Countdown puzzles than diffu-GRPO: right to left, one update a rollout.",
             "arXiv 2510.08554, abstract", COMPARE, ONE_RUN,
             "points, each rate chosen on the same puzzles", lambda: points("gdpo", "diffu-grpo"), "> 0"),
-        in_study("The same: random order, equal network calls, rates chosen by one seed (1e-4 and 3e-4, see docs/results.md).",
+        in_study("The same: random order, equal network calls, rates chosen by two other seeds.",
             "likelihoods", ("gdpo", "diffu-grpo"), "points: > 0", after, "arXiv 2510.08554, abstract"),
         in_study("Arcs (2.11) instead of SDMC make GDPO solve more: random order, one rate for both.",
             "arcs", ("gdpo-arcs", "gdpo"), "points: > 0", after),
@@ -824,25 +835,37 @@ LEDGER: dict[str, list[Claim]] = {
         of_runs("The noise of GRPO's ratios grows while it trains: the loop",
             "arXiv 2603.06743, abstract", RACE.format("(60.16)"), FRESH,
             "sequence", growth_of_spread, "spread, end less start: > 0"),
+        of_runs("GRPO's largest gradients grow while it trains: the loop",
+            "arXiv 2603.06743, abstract", RACE.format("(60.15)"), FRESH,
+            "token mean", growth_of_gradients, "largest norm of ten updates, end over start: > 1"),
+        of_runs("GRPO's largest gradients grow while it trains: the loop",
+            "arXiv 2603.06743, abstract", RACE.format("(60.16)"), FRESH,
+            "sequence", growth_of_gradients, "largest norm of ten updates, end over start: > 1"),
         *both("StableDRL, with the same noise, ends above where it began",
             "arXiv 2603.06743, abstract", "(60.16)", "stabledrl", "reward gained: > 0"),
         *both("StableDRL's clip alone collapses", ACCOUNTS, "(60.17)", "clip-only", "reward gained: < 0"),
         *both("StableDRL's self-normalisation alone collapses", ACCOUNTS, "(60.17)", "self-norm-only", "reward gained: < 0"),
         *both("StableDRL with epsilon = 1000 collapses", ACCOUNTS, "(60.7)", "stabledrl, epsilon 1000", "reward gained: < 0"),
+        *both("With mean fields of prompts masked anew StableDRL ends above GRPO",
+            "arXiv 2603.06743, abstract (mean-field proxies)", "(60.17)",
+            ("stabledrl, mean field, prompt masking", "grpo, mean field, prompt masking"),
+            "difference of rewards: > 0", reward_above),
         *both("The published epsilon = 5 ends above epsilon = 1", ACCOUNTS, "(60.7)",
             ("stabledrl", "stabledrl, epsilon 1"), "difference of rewards: > 0", reward_above),
         *both("StableDRL ends above GRPO with masks that old and new share", "minidrl, on arXiv 2603.06743", "(60.17)",
             ("stabledrl", "grpo, shared masks"), "difference of rewards: > 0", reward_above),
         not_run("StableDRL beats other methods on mathematics, with full attention and with blocks.",
-            "arXiv 2603.06743, abstract", "needs 8B weights"),
+            "arXiv 2603.06743, ICML abstract", "needs 8B weights"),
     ],
-    "SPG and block diffusion": [
+    "SPG": [
         Claim("SPG's evidence upper bound as it is computed, without its constant, lies above the log-likelihood (beta = 1.5).",
             "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.13)",
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
-        *both("Reuse of rollouts without a ratio (SPG's choice) collapses",
-            ACCOUNTS, "(60.17)", "no ratio", "reward gained: < 0"),
+        of_runs("Reuse of rollouts without a ratio (SPG's choice) collapses",
+            ACCOUNTS, RACE.format("(60.17)"), "no ratio", None, reward_gained, "reward gained: < 0"),
+    ],
+    "Block diffusion": [
         Claim("Blocks of one token make the block ELBO exact.",
             "minidrl, on arXiv 2503.09573", "`law_blocks_of_one_token_are_exact`, notebook 07 (70.7)", TABLE_SEEDS,
             "error, nats", lambda: over_tables(blocks_of_one_token), "<= 1e-8"),
@@ -868,10 +891,10 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("At the last step, drawn one-step completions give the value of the state.",
             "minidrl, on arXiv 2603.12554", "`law_one_step_values`, notebook 08 (80.7)", "exact, 27 states",
             "error", last_step_values, "<= 1e-8"),
-        Claim("The 4 most uncertain of 12 steps train within 2 points of all of them.",
+        Claim("The 4 most uncertain of 12 steps train within 2 points of all of them: right to left, one token a step.",
             "minidrl, on arXiv 2603.12554", COMPARE, ONE_RUN,
             "points, egspo less reinforce", lambda: points("egspo, 4 of 12 steps", "reinforce"), ">= -2"),
-        Claim("Stepwise advantages solve more Countdown puzzles than EGSPO without them.",
+        Claim("Stepwise advantages solve more Countdown puzzles than EGSPO without them: right to left, one token a step.",
             "accounts of arXiv 2603.12554", COMPARE, ONE_RUN,
             "points, egspo-sa less egspo", lambda: points("egspo-sa, 4 of 12 steps", "egspo, 4 of 12 steps"), "> 0"),
         Claim("Scoring two steps as one is nearer to the policy gradient than scoring all at once (the mean field).",
@@ -911,7 +934,7 @@ LEDGER: dict[str, list[Claim]] = {
         in_study("With 8 updates a rollout PPO solves more Countdown puzzles than REINFORCE, which has no trust region.",
             "reuse_confidence", ("ppo", "reinforce"), "points: > 0", after, "arXiv 1707.06347", updates=8),
         in_study("With 8 updates a rollout DPPO solves more Countdown puzzles than PPO.",
-            "reuse_confidence", ("dppo-tv", "ppo"), "points: > 0", after, "accounts of arXiv 2602.04879", updates=8),
+            "reuse_confidence", ("dppo-tv", "ppo"), "points: > 0", after, "arXiv 2602.04879", updates=8),
         in_study("With 8 updates a rollout DRPO solves more Countdown puzzles than DPPO.",
             "reuse_confidence", ("drpo", "dppo-tv"), "points: > 0", after, "accounts of arXiv 2606.09821", updates=8),
         not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
@@ -922,7 +945,8 @@ LEDGER: dict[str, list[Claim]] = {
             "numbers to 9, right to left, from a base that has met the puzzles of RL.",
             "minidrl", "docs/results.md (command 1)", "3 seeds, 512 puzzles",
             "points", rl_less_self_training, "> 0"),
-        in_study("The same, each at its own best rate: numbers to 20, confidence order, from a base that has met none of them.",
+        in_study("The same, each at the best of three rates by another seed: numbers to 20, confidence order, "
+            "from a base that has met none of them.",
             "main_job", ("reinforce", "self-training"), "points: > 0", after),
         in_study("There RL ends 20 points above the best decoder of its base, any order and temperature (29.5 %).",
             "main_job", ("reinforce",), "points: >= 20", lambda run: run["after"] - BEST_DECODER),

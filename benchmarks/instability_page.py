@@ -26,6 +26,7 @@ MASKING = "mean field, prompt masking"
 PAIRS = [
     ("stabledrl", FRESH),
     ("grpo, shared masks", FRESH),
+    ("grpo, shared masks", "clip-only"),
     ("grpo, one plan", FRESH),
     ("grpo, mean field", FRESH),
     ("stabledrl, shared masks", "stabledrl"),
@@ -37,6 +38,7 @@ PAIRS = [
     ("stabledrl", "stabledrl, epsilon 1000"),
     (f"stabledrl, {MASKING}", f"grpo, {MASKING}"),
 ]
+NO_SCALE = "no ratio"  # dividing its loss by the length divides its gradient, which AdamW takes out
 SLOW = 0.03  # a reward that ends further than this below its peak is past it
 LEVEL = 0.05
 
@@ -71,8 +73,6 @@ COLUMNS = (
 
 def table_row(name: str, runs: list[dict]) -> dict:
     """A line of the table of a scale."""
-    if not runs:
-        return {"line": name, "seeds": "not run"}
     return {
         "line": name,
         "seeds": ", ".join(str(r["seed"]) for r in runs),
@@ -133,8 +133,10 @@ def reading_of(results: list[dict], scale: str) -> list[str]:
     for name in study.rows(scale):
         if runs := study.of_line(results, scale, name):
             ends, (first, last) = interval([r["final_reward"] for r in runs]), trend(runs, "spread")
+            before, after = trend(runs, "norm")
             spread = f"spread of the log-ratio {first:.2f} in the first hundred updates, {last:.2f} in the last"
-            said.append(f"- `{name}` {verdict_of(runs)} (reward {ends}; {spread}).")
+            norm = f"largest gradient norm of ten updates {before:.3g} and {after:.3g}"
+            said.append(f"- `{name}` {verdict_of(runs)} (reward {ends}; {spread}; {norm}).")
     pairs = differences(results, scale)
     decided = [f"{x['pair']} ({x['mean']:+.3f})" for x in pairs if x["adjusted"] < LEVEL]
     open_ = [x["pair"] for x in pairs if x["adjusted"] >= LEVEL]
@@ -142,14 +144,24 @@ def reading_of(results: list[dict], scale: str) -> list[str]:
         said.append(f"- Differences that stand after Holm's correction at {LEVEL}: {'; '.join(decided)}.")
     if open_:
         said.append(f"- Differences that do not: {'; '.join(open_)}.")
-    if left := [name for name in study.rows(scale) if not study.of_line(results, scale, name)]:
-        said.append(f"- Not run: {', '.join(left)}.")
     return said
+
+
+def not_run(results: list[dict]) -> str:
+    """One sentence on the lines that have no runs, at both scales or at one."""
+    left = {scale: [n for n in study.rows(scale) if not study.of_line(results, scale, n)] for scale in study.SCALES}
+    left = {scale: [name for name in names if name != NO_SCALE] for scale, names in left.items()}
+    everywhere = [name for name in next(iter(left.values())) if all(name in names for names in left.values())]
+    said = [*everywhere]
+    for scale, names in left.items():
+        said += [f"{name} (ratio of the {scale})" for name in names if name not in everywhere]
+    return f"Not run: {'; '.join(said)}." if said else "All lines have runs."
 
 
 def section(results: list[dict], scale: str) -> str:
     """A scale: table, pairs, reading."""
-    rows = [table_row(name, study.of_line(results, scale, name)) for name in study.rows(scale)]
+    lines = {name: study.of_line(results, scale, name) for name in study.rows(scale)}
+    rows = [table_row(name, runs) for name, runs in lines.items() if runs]
     pairs = differences(results, scale)
     columns = ("pair", "seeds", "difference", "p", "p, Holm")
     parts = [f"## Ratio of the {scale}", tables.markdown_table(rows, COLUMNS)]
@@ -287,8 +299,8 @@ def curve(axis, lines: list[dict], key: str, colour: str, label: str, style="-",
 
 PAGE = """# Noise in the ratio
 
-StableDRL (arXiv 2603.06743) says why reinforcement learning of diffusion language models collapses. The ratio is the
-exponential of an estimate, so that its noise has a long tail; the tail passes GRPO's clip; one large gradient moves
+StableDRL (arXiv 2603.06743) gives a reason why reinforcement learning of diffusion language models collapses: the ratio is
+the exponential of an estimate, so that its noise has a long tail; the tail passes GRPO's clip; one large gradient moves
 the policy; and a policy that has moved has noisier ratios. This page has two parts: what a weight can say about the
 ratio, computed, and what becomes of runs, measured. The argument is in [notebook
 06](../notebooks/06_stabledrl.ipynb).
@@ -300,7 +312,10 @@ Written by `python benchmarks/instability_page.py` from `benchmarks/results/inst
 `python benchmarks/weight_signal.py`. A response has the true log-ratio delta. A method sees delta + noise and makes
 it a weight: the ratio, cut at {cap:g}, over the sum of its group of {group}, the others with delta = 0. The noise is
 that of the ELBO in its count form, one state in each of K strata, on the model that [notebook
-05](../notebooks/05_gdpo.ipynb) solves, hidden tokens drawn without replacement. It is taken as normal.
+05](../notebooks/05_gdpo.ipynb) solves, hidden tokens drawn without replacement. It is taken as normal. The model is
+chosen, not fitted to a network: its token costs {cost:.2f} nats on average, and no network's noise was measured at {published}
+tokens. By accounts of the paper single ratios reach about 1e5, 11.5 nats; of which scale, they do not say. If of sequences,
+noise of about 3 nats would do: [notebook 06](../notebooks/06_stabledrl.ipynb) has the weights at such noise, too.
 
 - **fresh**: old and new value have masks of their own. **shared**: they have the same. For these it is *assumed* that
   the update scales the log-probability of every token in every state by one factor; the noise of a real update was
@@ -330,6 +345,8 @@ masked state a response, where the code and the row `stabledrl` have two; no cli
 comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. The same command runs
 what is not run yet.
 
+{not_run}
+
 Seeds 0 to 2 of the lines that had results first (`grpo, fresh masks` and `stabledrl` at both scales, `grpo, shared masks`,
 `clip-only`, `self-norm-only` and `no ratio` on the sequence) were run earlier, by an earlier state of the
 package. Today's does not repeat them digit by digit: the first ten updates of `grpo, fresh masks`, token mean, seed 0,
@@ -341,7 +358,8 @@ had a mean reward of 0.441, and have 0.447.
 - **epsilon**: of StableDRL's clip, a cap of 1 + epsilon on the ratio. `stabledrl` has the 5 of accounts of the paper.
 - **mean field**: one look with the whole response hidden, as diffu-GRPO has it. **prompt masking** hides a prompt
   token with probability 0.15, drawn afresh for each update. Without it nothing is random, and masks cannot be fresh.
-- **no ratio**: SPG's choice.
+- **no ratio**: SPG's choice. A line without a ratio has no scale of one: with token means its loss and its gradient are
+  divided by {length}, which AdamW takes out. Its runs are in the table of the sequence.
 - **gained**: mean reward of the last hundred updates less that of the first ten. In brackets Student's 95 % interval
   over seeds.
 - **below the peak**: the highest mean reward of a hundred updates in a row less that of the last hundred, on average over
@@ -358,6 +376,8 @@ def document(results: list[dict], lines: list[dict]) -> str:
     """docs/instability.md."""
     return PAGE.format(
         cap=weight.CAP,
+        cost=-statistics.mean(weight.solved(PUBLISHED)),
+        published=PUBLISHED,
         group=weight.GROUP,
         groups=weight.GROUPS,
         nothing=weight.NOTHING,
@@ -366,6 +386,7 @@ def document(results: list[dict], lines: list[dict]) -> str:
         length=study.LENGTH,
         reuse=study.REUSE,
         batch=study.PROMPTS * study.GENERATIONS,
+        not_run=not_run(results),
         updates=f"{max(r['updates'] for r in results):,}",
         sections="\n\n".join(section(results, scale) for scale in study.SCALES),
     )

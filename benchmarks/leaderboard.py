@@ -13,7 +13,7 @@ from pathlib import Path
 
 import decoders
 
-from minidrl import config, findings
+from minidrl import config, findings, studies
 
 ROOT = Path(__file__).parents[1]
 LEDGER, CURVES = ROOT / "results" / "ledger.csv", ROOT / "results" / "curves.csv"
@@ -32,6 +32,16 @@ def best_decoder() -> float:
     return max(rate for by_temperature in rates.values() for rate in by_temperature.values())
 
 
+def orders() -> dict[str, str]:
+    """Of each study the order in which its runs decode."""
+    found = {}
+    for path in sorted((ROOT / "studies").glob("*.yaml")):
+        study = studies.study_of(path, config.read(path), {})
+        order = config.load(config.Train, study.config, study.settings).sampler.order
+        found[path.stem] = order.replace("_", "-")
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--best", type=float, help="solved share of the base's best decoder, if it is known; it takes minutes")
@@ -45,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print("laws: got one that fails; allowed none", file=sys.stderr)
         return 1
     best = best_decoder() if args.best is None else args.best
-    page = findings.leaderboard(LEDGER, CURVES, best, args.studies)
+    page = findings.leaderboard(LEDGER, CURVES, best, orders(), args.studies)
     (ROOT / "LEADERBOARD.md").write_text(page, encoding="utf-8")
     return 0
 
