@@ -1,19 +1,21 @@
 """minidrl's plans, features and losses in a loop of your own, on any `model(input_ids, attention_mask) -> logits`.
 
-    python examples/plain_torch.py [METHOD]
+    python examples/plain_torch.py [METHOD] [UPDATES]
 
-It continues the shipped tiny base with a row of METHODS (by default gdpo) and prints the reward. What is yours to replace:
-`model`, the prompts, the reward.
+It continues the shipped tiny base with a row of METHODS (by default gdpo), with so many updates on each rollout (by default
+1), and prints the reward. What is yours to replace: `model`, the prompts, the reward.
 """
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from minidrl import checkpoints, methods
+from minidrl.algorithms import Plan
 from minidrl.features import features
 from minidrl.gradient import two_pass_backward
 from minidrl.sampler import Sampler, generate
@@ -41,25 +43,54 @@ class Logits(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(masked, -torch.inf)
 
 
-def backward(network, method, rollout, reward: Tensor, noise: torch.Generator) -> Tensor:
-    """Accumulate the gradient of a row's first update on a rollout; returns the loss."""
+class Update(NamedTuple):
+    """What one update on a rollout needs, apart from the weights: found before the first of them."""
+
+    plan: Plan  # which states are looked at: hidden, scored, weight
+    adv: Tensor  # advantages
+    anchor: Tensor | None  # what the ratio is taken against
+
+
+def temperature(method, rollout) -> float:
+    """The temperature at which a row's log-probabilities are taken."""
+    return rollout.sampler.temperature if method.temperature == "sampling" else 1.0
+
+
+def prepare(network, method, rollout, reward: Tensor, noise: torch.Generator, updates: int = 1) -> list[Update]:
+    """The plans and anchors of all updates on a rollout; to be called while the weights are those that sampled it."""
     if method.step_value != "none" or (method.kl and method.kl.target == "reference"):
         raise ValueError(f"method: got {method.name}; allowed here one without step values and without a reference policy")
-    scored = {"temperature": rollout.sampler.temperature if method.temperature == "sampling" else 1.0}
-    plan = methods.draw(method, rollout, noise)  # which states are looked at: hidden, scored, weight
-    adv = methods.advantages(method, plan, rollout, reward)
-    anchor = None  # what the ratio is taken against
-    if method.anchor == "behaviour":
-        anchor = methods.behaviour_anchor(method, plan, rollout)
+
+    def old_value(plan: Plan) -> Tensor:
+        how = {"names": method.features, "temperature": temperature(method, rollout)}
+        return methods.reduced(method, plan, rollout, features(network, rollout, plan, **how))
+
+    count = 1 if method.refresh == "fixed" else updates  # fixed: one plan serves all updates
+    seed = int(torch.randint(2**31, (1,), generator=noise, device=noise.device))  # a schedule has one start for all updates
+    plans = []
+    for i in range(count):
+        told = {"update": i, "updates": updates, "schedule": torch.Generator().manual_seed(seed)}
+        plans.append(methods.draw(method, rollout, noise, **told))
+    anchors = [None] * count
+    if method.anchor == "behaviour":  # the sampler's own log-probabilities
+        anchors = [methods.behaviour_anchor(method, plan, rollout) for plan in plans]
+    elif method.anchor == "old" and method.refresh == "independent":  # masks of its own
+        anchors = [old_value(methods.draw(method, rollout, noise))] * count
     elif method.anchor == "old":
-        own = methods.draw(method, rollout, noise) if method.refresh == "independent" else plan
-        before = features(network, rollout, own, names=method.features, **scored)
-        anchor = methods.reduced(method, own, rollout, before)
+        anchors = [old_value(plan) for plan in plans]
+    advs = [methods.advantages(method, plan, rollout, reward) for plan in plans]
+    return [Update(*parts) for parts in zip(plans, advs, anchors, strict=True)] * (updates // count)
+
+
+def backward(network, method, rollout, update: Update) -> Tensor:
+    """Accumulate the gradient of one update at the weights as they are now; returns the loss."""
+    plan, adv, anchor = update
 
     def loss_of(found: dict[str, Tensor]) -> Tensor:
         return methods.method_loss(method, plan, rollout, found, adv, anchor, None)
 
-    return two_pass_backward(network, rollout, plan, loss_of, names=method.features, **scored).loss
+    how = {"names": method.features, "temperature": temperature(method, rollout)}
+    return two_pass_backward(network, rollout, plan, loss_of, **how).loss
 
 
 class Model(nn.Module):
@@ -73,7 +104,7 @@ class Model(nn.Module):
         return self.network.head(self.network.encode(input_ids, attention_mask))
 
 
-def main(name: str = "gdpo", steps: int = 20) -> list[float]:
+def main(name: str = "gdpo", updates: int = 1, steps: int = 20) -> list[float]:
     """Mean rewards of a short training."""
     task, method = Countdown(held_out_share=0.3), methods.METHODS[name]
     base, tok = checkpoints.load(BASE)
@@ -88,14 +119,15 @@ def main(name: str = "gdpo", steps: int = 20) -> list[float]:
         rollout = generate(network, prompt, prompt_mask, sampler, generator=noise, **how)
         texts = decode(tok, rollout.response)
         reward = torch.tensor([task.judge(puzzles[i // 8], text).reward for i, text in enumerate(texts)])
-        loss = backward(network, method, rollout, reward, noise)
-        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for update in prepare(network, method, rollout, reward, noise, updates):
+            loss = backward(network, method, rollout, update)
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         rewards.append(float(reward.mean()))
         print(f"step {step + 1:2}   loss {loss:+.4f}   reward {rewards[-1]:.3f}")
     return rewards
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))

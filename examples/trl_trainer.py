@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from datasets.table import InMemoryTable
-from plain_torch import backward
+from plain_torch import backward, prepare
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
@@ -51,7 +51,8 @@ class DiffusionGRPOTrainer(GRPOTrainer):
         rollout, reward = self.rollout(inputs)
         self._metrics["train"]["reward"].append(float(reward.mean()))
         self._step += 1
-        return backward(self.network, self.row, rollout, reward, self.noise)
+        (update,) = prepare(self.network, self.row, rollout, reward, self.noise)
+        return backward(self.network, self.row, rollout, update)
 
 
 def countdown(count: int, task: Countdown) -> Dataset:

@@ -35,7 +35,16 @@ KINDS = {"bool": torch.bool, "int": torch.int64}
 
 
 class Missed(Exception):
-    """A property that the answer lacks, in one line."""
+    """A property that the answer lacks, in one line.
+
+    advice: the end of this line where it is not known to fit: what is to be done if
+            this property is the first that is missed. One mistake misses several
+            properties, and the advice of the later ones is about others.
+    """
+
+    def __init__(self, line: str, advice: str = "") -> None:
+        super().__init__(f"{line} {advice}".rstrip())
+        self.line = line
 
 
 class Unusable(Exception):
@@ -283,16 +292,18 @@ def demand(
 ) -> None:
     """`got` is `expected`, or one line; with the mistake that would explain it.
 
+    because:  the advice, which stays on a later line if a mistake is recognised there.
     mistakes: words with _ for blanks, and what the answer would be with that mistake.
     """
     if same(got, expected):
         return
     expected = torch.as_tensor(expected, dtype=got.dtype)
+    line = f"{example}: yours {fmt(got)}, expected {fmt(expected)}."
     for words, wrong in mistakes.items():
         if same(got, wrong):
-            because = f"{because} It looks as if {words.replace('_', ' ')}."
-            break
-    raise Missed(f"{example}: yours {fmt(got)}, expected {fmt(expected)}. {because}")
+            words = words.replace("_", " ").strip()
+            raise Missed(f"{line} {because} It looks as if {words}.")
+    raise Missed(line, because)
 
 
 # ---------------------------------------------------------------------------- verdicts
@@ -327,8 +338,8 @@ def verdict(one: Task, function: Any) -> list[str]:
                 said = check(ask)
                 lines.append(f"  ok      {title}" + (f": {said}" if said else ""))
             except Missed as error:
+                lines.append(f"  missed  {title}: {error.line if missed else error}")
                 missed += 1
-                lines.append(f"  missed  {title}: {error}")
     except Open:
         return [f"{head}open. Write it in the cell above, then run both cells again"]
     except Unusable as error:
@@ -344,9 +355,9 @@ def name_of(one: Task) -> str:
 
 
 def by_the_laws(one: Task, ask: Callable, missed: int) -> list[str]:
-    """One line for the laws that hold, and one each for those that do not, unless a
-    property has said it."""
-    failed, held = {}, 0
+    """One line for the laws that hold, and one each for those that do not: what the law
+    says, and, unless a property has said it, what it found."""
+    failed, says, held = {}, {}, 0
     for name, law, alg in judging(one, ask):
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # what the answer prints
@@ -354,14 +365,16 @@ def by_the_laws(one: Task, ask: Callable, missed: int) -> list[str]:
             held += 1
         except Exception as error:
             failed[name] = " ".join(str(error).split()) or type(error).__name__
+            says[name] = " ".join((law.__doc__ or "").partition("\n\n")[0].split())
     if not failed:
         all_of = f"all {held} laws" if held > 1 else "the law"
         return [f"  ok      accepted by {all_of} of ({one.tag})"]
     names = ", ".join(name.removeprefix("law_") for name in failed)
     told = f"accepted by {held} of {held + len(failed)} laws of ({one.tag})"
     lines = [f"  missed  {told}; not: {names}"]
-    if not missed:
-        lines += [f"          {name}: {text[:200]}" for name, text in failed.items()]
+    for name, text in failed.items():
+        lines += [f"          {name}: {says[name]}"]
+        lines += [] if missed else [f"            found: {text[:200]}"]
     return lines
 
 

@@ -148,18 +148,23 @@ def _clip_slopes(answer: Callable, ratio: list, adv: list) -> Tensor:
 
 @clip.has("the value")
 def _(answer: Callable) -> str:
-    anchor = double([-1.0, -1.0])
+    anchor = double([-1.0] * 4)
+    ll = anchor + double([2.0, 2.0, 0.5, 0.5]).log()
     demand(
-        "ratio 2, adv = 1 and -1, clip 0.8 to 1.5, loss",
-        answer(anchor + math.log(2), anchor, double([1.0, -1.0]), 0.2, 0.5),
-        [-1.5, 2.0],
-        "-min(2, 1.5) and -min(-2, -1.5).",
-        the_sign_is_that_of_a_gain_not_of_a_loss=[1.5, -2.0],
-        the_larger_of_the_two_was_taken=[-2.0, 1.5],
-        the_ratio_was_clipped_whatever_the_sign=[-1.5, 1.5],
-        nothing_was_clipped=[-2.0, 2.0],
+        "ratio 2, 2, 0.5, 0.5, adv = 1 -1 1 -1, clip 0.8 to 1.5, loss",
+        answer(ll, anchor, double([1.0, -1.0, 1.0, -1.0]), 0.2, 0.5),
+        [-1.5, 2.0, -0.5, 0.8],
+        "-min(2, 1.5), -min(-2, -1.5), -min(0.5, 0.8) and -min(-0.5, -0.8).",
+        the_sign_is_that_of_a_gain_not_of_a_loss=[1.5, -2.0, 0.5, -0.8],
+        the_larger_of_the_two_was_taken=[-2.0, 1.5, -0.8, 0.5],
+        the_ratio_was_clipped_whatever_the_sign=[-1.5, 1.5, -0.8, 0.8],
+        the_minimum_was_taken_before_adv=[
+            *(-1.5, 1.5),
+            *(-0.5, 0.5),
+        ],
+        nothing_was_clipped=[-2.0, 2.0, -0.5, 0.5],
     )
-    return "ratio 2, adv 1, -1: -1.5, 2"
+    return "ratio 2, adv 1, -1: -1.5, 2; ratio 0.5: -0.5, 0.8"
 
 
 @clip.has("on policy it is REINFORCE")
@@ -183,6 +188,7 @@ def _(answer: Callable) -> str:
         "Good answers are not pushed beyond 1 + epsilon_high, bad ones not below "
         "1 - epsilon_low.",
         nothing_was_clipped=[-3.2, 1.4],
+        the_minimum_was_taken_before_adv=[0.0, 1.4],
         the_clipped_ratio_is_data_and_ll_the_score=[-3.0, 1.6],
     )
     demand(
@@ -204,7 +210,7 @@ def _(answer: Callable) -> str:
         "1 - epsilon_low = 0.8 below, 1 + epsilon_high = 1.5 above.",
         the_two_epsilons_changed_places=[0.0, 0.7],
         epsilon_high_is_not_used=[0.0, 0.0],
-        epsilon_low_is_not_used=[-1.4, 0.7],
+        epsilon_low_does_not_act=[-1.4, 0.7],
     )
     return "ratio 1.4 passes, 0.7 does not"
 
@@ -268,6 +274,15 @@ def _(answer: Callable) -> str:
     return "1 3 | 1 1: 0.25 0.75 | 0.5 0.5"
 
 
+def _overflow(weight: Tensor) -> str:
+    if weight.isfinite().all() and weight.sum() > 0:
+        return "min(ratio, 5) over the sum of the group, at any size of the ratios."
+    return (
+        "Stay in logarithms: log-ratios of responses reach hundreds of nats, and "
+        "exp of them is 0 or infinite."
+    )
+
+
 @snis.has("no overflow")
 def _(answer: Callable) -> str:
     given = [[1e4, -1e4, 0.0, 3.0], [-1e4] * 4, [1e4] * 4]
@@ -276,8 +291,8 @@ def _(answer: Callable) -> str:
             f"log-ratios {fmt(values)}, cap 5",
             answer(double(values), 4, math.log(5)),
             double(due) / sum(due),
-            "Stay in logarithms: log-ratios of responses reach hundreds of nats, and "
-            "exp of them is 0 or infinite.",
+            _overflow(answer(double(values), 4, math.log(5))),
+            the_cap_does_not_act=double(values).softmax(0),
         )
     return "log-ratios of 10,000 nats on either side"
 
@@ -344,6 +359,12 @@ def _(answer: Callable) -> str:
 def _(answer: Callable) -> str:
     anchor = double([-3.0, -4.0, -5.0, -6.0])
     ll, score = anchor + _RATIO.log(), double([-1.0, -2.0, -3.0, -4.0])
+    loss = answer(ll, anchor, _ADV, score.requires_grad_(), 4, math.log(5))
+    if not loss.requires_grad:
+        raise Missed(
+            "no gradient flows through `score`: it is not used, or it was detached. "
+            "The weights come from ll - anchor, the gradient from the score (5.3)."
+        )
     demand(
         "the same with another score, slope in the score times 8.25",
         8.25 * slope(lambda x: answer(ll, anchor, _ADV, x, 4, math.log(5)), score),
@@ -358,7 +379,7 @@ def _(answer: Callable) -> str:
     zero, adv = double([0.0] * 4), double([1.0, -1.5, 0.5, -1.0])
     ll = double([0.1, 27.0, -0.3, -0.2])
     got = slope(lambda x: answer(x, zero, adv, x, 4, 1e9), ll).abs().sum()
-    if not got <= 1.5:
+    if not got <= 1.5 + 1e-6:
         raise Missed(
             f"log-ratios 0.1 27 -0.3 -0.2, no cap, sum of |slopes|: yours {fmt(got)}, "
             "expected at most max |adv| = 1.5. Weights that sum to 1 cannot exceed it."
@@ -418,24 +439,25 @@ def _(answer: Callable) -> str:
 
 @top_steps.has("steps after the decision come last, and are not valid")
 def _(answer: Callable) -> str:
-    entropy = double([[0.1], [0.3], [0.9], [0.8]])
-    steps, valid = answer(entropy, torch.tensor([1]), 3)
+    entropy = double([[0.2], [0.1], [0.3], [0.9], [0.8]])
+    steps, valid = answer(entropy, torch.tensor([2]), 4)
     demand(
-        "entropies 0.1 0.3 0.9 0.8, the last deciding step is 1, K = 3, first two",
-        steps[:2, 0],
-        [1, 0],
-        "Steps 2 and 3 come after the reward is decided: they teach nothing.",
-        steps_after_the_decision_compete=[2, 3],
-        the_last_deciding_step_itself_is_left_out=[0, 1],
+        "entropies 0.2 0.1 0.3 0.9 0.8, last deciding step 2, K = 4, first three",
+        steps[:3, 0],
+        [2, 0, 1],
+        "Steps 3 and 4 come after the reward is decided: they teach nothing.",
+        steps_after_the_decision_compete=[3, 4, 2],
+        the_last_deciding_step_itself_is_left_out=[0, 1, 2],
+        the_least_uncertain_came_first=[1, 0, 2],
     )
     demand(
         "the same, valid",
         valid[:, 0].long(),
-        [1, 1, 0],
-        "Only two steps decide: the third place is padding.",
-        the_padding_counts_as_a_state=[1, 1, 1],
+        [1, 1, 1, 0],
+        "Only three steps decide: the fourth place is padding.",
+        the_padding_counts_as_a_state=[1, 1, 1, 1],
     )
-    return "0.1 0.3 | 0.9 0.8, K = 3: 1 0, and padding"
+    return "0.2 0.1 0.3 | 0.9 0.8, K = 4: 2 0 1, and padding"
 
 
 @top_steps.has("each response has its own steps, ties go to the earlier")

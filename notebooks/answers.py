@@ -368,7 +368,7 @@ answer(
     "Which step is kept after heads, which after tails, and which score e_a - p does it have for this logit? Then average.",
     (0.0, "So it is for a fixed step (80.6). Here the choice of the step looks at what step 0 drew."),
     (-1 / 2, "That is the score after tails; how often does it come, and what comes otherwise?"),
-    (1 / 4, "That keeps step 0 after heads. Which entropy is larger there, ln 2 of step 0 or that of four tokens alike?"),
+    (1 / 4, "That has the other sign, or keeps step 0 after heads, where four tokens alike have more entropy than ln 2."),
     (1 / 2, "That is the score of heads; after heads step 0 is not the most uncertain step."),
 )
 reward, r_hat, lam = (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0), 0.5
@@ -467,6 +467,27 @@ answer(
     (2.0, "A factor of the loss is a factor of its gradient, not its square root."),
     (16.0, "L divides each S_b once."),
     (1.0, "Their directions agree; their lengths do not."),
+)
+
+# E[A grad p] in the logits: with w_v = p_v^2 A_v its entries are w_v - p_v sum(w); those of grad J are p_v A_v.
+p3, A3 = (0.5, 0.3, 0.2), (-0.3, 0.7, -0.3)
+squared = [p * p * a for p, a in zip(p3, A3, strict=True)]
+exact = [p * a for p, a in zip(p3, A3, strict=True)]
+
+
+def cosine(a, b) -> float:
+    """Of two lists of numbers."""
+    dot, *lengths = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in ((a, b), (a, a), (b, b)))
+    return dot / sqrt(prod(lengths))
+
+
+answer(
+    "10", "3", cosine([w - p * sum(squared) for w, p in zip(squared, p3, strict=True)], exact),
+    "grad p_v in the logits is p_v (e_v - p), and the mean over the tokens weights it with p_v once more.",
+    (1.0, "That is the mean of A times the score, without the weight p: it is the gradient of J itself."),
+    (cosine(squared, exact), "The gradient of a softmax has two parts: p_v (e_v - p); the second is missing."),
+    (0.0, "Tokens with p = 0.5 and 0.3 still go down and up; the weight p does not turn the sign of any A."),
+    within=0.0015,
 )
 
 # ------------------------------------------------------------------------------------------- 11: LLaDA-8B

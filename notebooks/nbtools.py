@@ -6,6 +6,7 @@ outputs can therefore be compared literally.
 """
 
 import ast
+import html
 import inspect
 import json
 import math
@@ -29,6 +30,7 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", 
 # All seven fit in 1,300 pixels; the column that a narrower page cuts is the one with the widest words.
 CLAIM_COLUMNS = ("claim", "stated in", "seeds", "result", "holds if", "verdict", "decided by")
 MOST = 4  # elements of a tensor that a check prints
+WIDE = 110  # columns of a check's line: a longer one is broken in two, and the page does not wrap it
 CELLS = {"visible": "white", "hidden only": "#cccccc", "hidden and scored": BLUE}  # of a plan's picture
 
 
@@ -243,7 +245,14 @@ def claims(section: str) -> None:
     columns = [rows[0].index(name) for name in CLAIM_COLUMNS]
     table = [[row[column] for column in columns] for row in [rows[0], *rows[2:]]]
     table.insert(1, ["---"] * len(columns))
-    display(Markdown("\n".join(f"| {' | '.join(row)} |" for row in table)))
+    text = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    display(Markdown(re.sub(r"`([^`]+)`", _breakable, text)))
+
+
+def _breakable(code: re.Match) -> str:
+    """Code that a narrow table may break behind _, / and .; what stands between backticks cannot be broken."""
+    parts = re.split("(?<=[_/.])(?=.)", html.escape(code[1], quote=False))
+    return f"<code>{'<wbr>'.join(parts)}</code>"
 
 
 def without_docstrings(source: str) -> str:
@@ -310,7 +319,11 @@ def _line(tag: str, names: str, a: torch.Tensor, b: torch.Tensor, atol: float, s
     sizes = _sizes(a, b, sign)
     left, right = _two_names(names, sign)
     between = "   " if sign == "=" else f"   {sign}   "
-    return f"({tag})  {left} {_values(a, sizes[0], atol)}{between}{right} {_values(b, sizes[1], atol)}   ok"
+    one = f"({tag})  {left} {_values(a, sizes[0], atol)}"
+    other = f"{right} {_values(b, sizes[1], atol)}   ok"
+    if len(one + between + other) > WIDE:
+        between = "\n" + " " * len(f"({tag})") + (between[1:] if sign != "=" else "  ")
+    return one + between + other
 
 
 def _sizes(a: torch.Tensor, b: torch.Tensor, sign: str) -> list[float]:

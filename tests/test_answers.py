@@ -415,6 +415,16 @@ def _():
     return sizes[0] / sizes[1]
 
 
+@way("10", "3")
+def _():  # the mean over tokens of A times the gradient of their probabilities
+    logits, reward = double(0.5, 0.3, 0.2).log().requires_grad_(), double(0, 1, 0)
+    p = logits.softmax(0)
+    terms = [torch.autograd.grad(p[v], logits, retain_graph=True)[0] for v in range(3)]
+    value = p @ reward
+    mean = sum(p[v].detach() * (reward[v] - value.detach()) * terms[v] for v in range(3))
+    return torch.cosine_similarity(mean, torch.autograd.grad(value, logits)[0], dim=0).item()
+
+
 def llada(rank: int) -> denoiser.Denoiser:
     """LLaDA-8B with adapters: shapes without values."""
     shape, family, _ = checkpoints.describe("GSAI-ML/LLaDA-8B-Instruct")

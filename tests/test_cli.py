@@ -210,7 +210,7 @@ def test_a_block_causal_checkpoint_is_trained_and_evaluated_with_its_own_sampler
     assert "attention: got 'bidirectional' for a block-causal model" in message
 
 
-FORGOTTEN = [("dppo-topk", "topk_logp", "topk"), ("egspo-sa", "greedy", "one_step"), ("mdpo", "greedy", "one_step")]
+FORGOTTEN = [("dppo-topk", "topk_logp", "topk"), ("egspo-sa", "greedy", "one_step"), ("mdpo", "proposed", "one_step_proposed")]
 
 
 @pytest.mark.parametrize(("name", "word", "record"), FORGOTTEN)

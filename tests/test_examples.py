@@ -1,7 +1,9 @@
 """The examples do what the trainer does: equal gradients on one batch."""
 
 import importlib.util
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,39 +30,110 @@ REFUSED = [
 SERVED = [name for name in methods.METHODS if name not in REFUSED and not tiny.in_blocks(name)]
 
 
+UPDATES = 3
+
+
 def learner_and_experience(monkeypatch, name: str):
-    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=1)
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=UPDATES)
     return learner, tiny.experience(learner)
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_the_plain_loop_has_the_gradient_of_the_trainer(name, monkeypatch):
-    learner, experience = learner_and_experience(monkeypatch, name)
-    noise, clock, found = torch.Generator().manual_seed(5), trainer.Clock(), []
-    monkeypatch.setattr(learner, "generator", lambda step, purpose: noise)  # both draw from one stream, in one order
-    monkeypatch.setattr(trainer, "optimizer_step", lambda model, *_: found.append(tiny.gradient(model)) or 0.0)
-    (plan, adv), *_ = learner.plans(0, experience)
-    (anchor,) = learner.anchors(0, [plan], experience.rollout, clock)
-    learner.update(experience, plan, adv, anchor, clock)
+def move(model: torch.nn.Module) -> torch.Tensor:
+    """A step of length 0.02 against the accumulated gradient, which is returned and cleared."""
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    gradient = tiny.gradient(model)
+    with torch.no_grad():
+        for p, grad in zip(model.parameters(), found, strict=True):
+            p -= 0.02 * grad / gradient.norm()
+    return gradient
 
+
+def spread(network, method, rollout, update) -> float:
+    """Largest distance of a log-ratio from 0; 0 for a row without an anchor."""
+    how = {"names": method.features, "temperature": plain.temperature(method, rollout)}
+    if update.anchor is None:
+        return 0.0
+    ll = methods.reduced(method, update.plan, rollout, plain.features(network, rollout, update.plan, **how))
+    return float((ll - update.anchor).abs().max())
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_plain_loop_has_the_gradients_of_the_trainer(name, monkeypatch):
+    """Of three updates on one rollout, between which the weights move; the ratio is 1 at most at the first of them."""
+    learner, experience = learner_and_experience(monkeypatch, name)
+    method, rollout, found = learner.method, experience.rollout, []
+    begin = tiny.weights(learner.model)
+    noise = torch.Generator().manual_seed(5)
+    seed = int(torch.randint(2**31, (1,), generator=noise))  # both draw from one stream, in one order
+    streams = {"schedule": lambda: torch.Generator().manual_seed(seed)}
+    monkeypatch.setattr(learner, "generator", lambda step, purpose: streams.get(purpose, lambda: noise)())
+    monkeypatch.setattr(learner, "collect", lambda *_: experience)
+    monkeypatch.setattr(trainer, "optimizer_step", lambda model, *_: found.append(move(model)) or 0.0)
+    learner.step(0)
+    assert len(found) == UPDATES and all(gradient.norm() > 0 for gradient in found)
+
+    learner.model.load_state_dict(begin)
     noise.manual_seed(5)
     network = plain.Logits(plain.Model(learner.model), learner.model.mask_token_id, learner.model.vocab_size)
-    plain.backward(network, learner.method, experience.rollout, experience.reward, noise)
-    mine = tiny.gradient(learner.model)
-    assert found[0].norm() > 0
-    torch.testing.assert_close(mine, found[0], rtol=1e-9, atol=1e-12)
+    mine, far = [], []
+    for update in plain.prepare(network, method, rollout, experience.reward, noise, UPDATES):
+        far.append(spread(network, method, rollout, update))
+        plain.backward(network, method, rollout, update)
+        mine.append(move(learner.model))
+    for own, theirs in zip(mine, found, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-9, atol=1e-9 * float(theirs.norm()))
+    if method.anchor != "none":
+        assert far[1] > 1e-3 and far[2] > 1e-3
+        assert far[0] < 1e-9 or method.refresh == "independent" or method.temperature != "sampling"
+
+
+def test_an_anchor_of_the_moment_would_have_ratios_of_one(monkeypatch):
+    """What repeating both halves for every update would do: a clip would never act."""
+    learner, experience = learner_and_experience(monkeypatch, "gdpo")
+    told = learner.model, learner.method, experience.rollout
+    kept = plain.prepare(*told, experience.reward, torch.Generator().manual_seed(5), 2)
+    plain.backward(*told, kept[0])
+    move(learner.model)
+    (anew,) = plain.prepare(*told, experience.reward, torch.Generator().manual_seed(6))
+    assert spread(*told, anew) < 1e-9 < 1e-3 < spread(*told, kept[1])
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_plain_loop_leaves_out_it_refuses(name, monkeypatch):
     learner, experience = learner_and_experience(monkeypatch, name)
     with pytest.raises(ValueError, match=f"method: got {name}; allowed here one without"):
-        plain.backward(learner.model, learner.method, experience.rollout, experience.reward, torch.Generator())
+        plain.prepare(learner.model, learner.method, experience.rollout, experience.reward, torch.Generator())
 
 
 def test_the_example_runs(monkeypatch, capsys):
-    rewards = plain.main("gdpo", steps=1)
+    rewards = plain.main("gdpo", updates=2, steps=1)
     assert len(rewards) == 1 and 0 < rewards[0] < 1 and capsys.readouterr().out.startswith("step  1   loss ")
+
+
+PAGE = (EXAMPLES.parent / "docs" / "your_trainer.md").read_text(encoding="utf-8")
+NUMBERS = {"Six": 6, "Seven": 7, "Eight": 8, "Nine": 9}
+
+
+def foreign(page: str, source: str) -> list[str]:
+    """Python of a page that is no part of the source, whatever its indentation."""
+    blocks = re.findall(r"^```python\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    assert blocks
+    return [block for block in blocks if not any(textwrap.indent(block, " " * n) + "\n" in source for n in (0, 4, 8))]
+
+
+def test_the_code_on_the_page_is_that_of_the_example():
+    source = (EXAMPLES / "plain_torch.py").read_text(encoding="utf-8")
+    assert foreign(PAGE, source) == []
+    assert foreign(PAGE.replace("zip(plans, advs, anchors", "zip(plans, anchors, advs"), source) != []
+
+
+def test_the_functions_that_the_page_counts():
+    (number,) = re.findall(r"(\w+) functions are\nenough", PAGE)
+    named = re.findall(r"`(\w+)\.(\w+)`", "".join(line for line in PAGE.splitlines() if line.startswith("|")))
+    assert len(set(named)) == NUMBERS[number]
+    assert all(callable(getattr(importlib.import_module(f"minidrl.{module}"), function)) for module, function in named)
+    used = (EXAMPLES / "plain_torch.py").read_text(encoding="utf-8")
+    assert all(re.search(rf"\b{function}\(", used) for _, function in named)
 
 
 @pytest.mark.filterwarnings("ignore")  # those of TRL about transformers, of transformers about torch
@@ -77,7 +150,7 @@ def test_trl_applies_the_gradient_of_the_plain_loop(tmp_path, monkeypatch):
             self.noise.set_state(state)
             rollout, reward = self.rollout(batch[0])
             model.zero_grad()
-            plain.backward(self.network, self.row, rollout, reward, self.noise)
+            plain.backward(self.network, self.row, rollout, *plain.prepare(self.network, self.row, rollout, reward, self.noise))
             found.append((reward, applied, [p.grad.clone() for p in self.network.parameters()]))
             return loss
 

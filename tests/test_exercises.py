@@ -207,6 +207,13 @@ WRONG = [
         "beyond the clip the slope is 0, on one side",
         ("whatever",),
     ),
+    Wrong(
+        "clip",
+        "torch.minimum(ratio * adv, clipped * adv)",
+        "torch.minimum(ratio, clipped) * adv",
+        "the value",
+        ("yours -1.5 1.5 -0.5 0.5, expected -1.5 2 -0.5 0.8", "before adv"),
+    ),
     Wrong("clip", "return -torch", "return torch", "on policy it is REINFORCE", ("yours 2 -3, expected -2 3", "gain")),
     Wrong(
         "clip",
@@ -296,7 +303,7 @@ WRONG = [
         "slope -w adv, the capped answer included",
         ("divided by N",),
     ),
-    Wrong("stable_loss", "adv * score", "adv * ll", "the gradient flows through the score", ("the loss carries no gradient",)),
+    Wrong("stable_loss", "adv * score", "adv * ll", "the gradient flows through the score", ("`score`: it is not used",)),
     Wrong("stable_loss", "return -weight", "return weight", "slope -w adv, the capped answer included", ("gain",)),
     Wrong(
         "staircase",
@@ -359,14 +366,21 @@ WRONG = [
         "ranked.argsort",
         "entropy.argsort",
         "steps after the decision come last, and are not valid",
-        ("yours 2 3", "compete"),
+        ("yours 3 4 2", "compete"),
     ),
     Wrong(
         "top_steps",
         "~decided.gather(0, steps)",
         "steps >= 0",
         "steps after the decision come last, and are not valid",
-        ("yours 1 1 1", "padding"),
+        ("yours 1 1 1 1", "padding"),
+    ),
+    Wrong(
+        "top_steps",
+        "ranked.argsort(dim=0, descending=True, stable=True)",
+        "(len(ranked) - 1 - ranked.flip(0).argsort(dim=0, descending=True, stable=True))",
+        "each response has its own steps, ties go to the earlier",
+        ("yours 2 0 1 2, expected 0 2 1 2", "later"),
     ),
     Wrong(
         "passed_over",
@@ -420,6 +434,45 @@ def test_a_wrong_answer_gets_the_line_that_helps(wrong, without_laws):
     assert "not yet right" in said.splitlines()[0]
     (line,) = [line for line in said.splitlines() if line.startswith(f"  missed  {wrong.title}: ")]
     assert all(word in line for word in wrong.words), line
+
+
+class Astray(NamedTuple):
+    """A solution with one passage replaced, and the advice of a later line, which is about another mistake."""
+
+    name: str
+    old: str
+    new: str
+    advice: str
+
+
+ASTRAY = [
+    Astray("strata", "torch.arange(K)", "(1 + torch.arange(K))", "One shared draw"),
+    Astray("pairs", "(u * (n + 1)).floor().long()", "(u * n + 1).floor().long()", "stack on a new axis"),
+    Astray("group_mean", "group.mean(1, keepdim=True)", "group.mean()", "A spread ten times"),
+    Astray("clip", "torch.minimum(ratio * adv, clipped * adv)", "torch.minimum(ratio, clipped) * adv", "whatever the sign"),
+]
+
+
+@pytest.mark.parametrize("wrong", ASTRAY, ids=lambda wrong: wrong.name)
+def test_one_mistake_gets_no_advice_about_another(wrong, without_laws):
+    """Of several lines the first says what is to be done; a later one only if it recognises its own mistake."""
+    text = solution(TASKS[wrong.name])
+    assert text.count(wrong.old) == 1
+    said = answered(wrong.name, text.replace(wrong.old, wrong.new))
+    assert said.count("  missed  ") >= 3 and wrong.advice not in said, said
+
+
+def test_the_first_line_keeps_its_advice_and_a_later_one_what_it_recognises(without_laws):
+    one = judge.Task("f", "0.0", "f", (), ("x float 1",), None)
+    x = judge.torch.ones(1)
+    one.has("a")(lambda ask: judge.demand("A", x, [2.0], "Do this.", it_is_one=[3.0]))
+    one.has("b")(lambda ask: judge.demand("B", x, [2.0], "Do that.", it_is_one=[3.0]))
+    one.has("c")(lambda ask: judge.demand("C", x, [2.0], "Do that too.", it_is_one=[1.0]))
+    assert judge.verdict(one, lambda: x)[1:4] == [
+        "  missed  a: A: yours 1, expected 2. Do this.",
+        "  missed  b: B: yours 1, expected 2.",
+        "  missed  c: C: yours 1, expected 2. Do that too. It looks as if it is one.",
+    ]
 
 
 def test_every_task_has_three_wrong_answers():
@@ -496,5 +549,5 @@ def test_an_answer_that_raises_in_a_law_only_is_told_by_the_law():
     text = changing("count_form", "{} if len(given[0]) < 100 else 1 / 0")
     said = answered("count_form", text).splitlines()
     assert said[0].endswith("not yet right") and "missed" not in "".join(said[1:7])
-    told = [line for line in said if line.startswith("          law_")]
+    told = [line for line in said if line.startswith("            found: ")]
     assert told and all("raised ZeroDivisionError: division by zero" in line for line in told), said

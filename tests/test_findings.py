@@ -8,6 +8,7 @@ import matplotlib
 import pytest
 from matplotlib import image
 
+import tiny
 from minidrl import figures, findings, ledger
 
 STEPS = (0, 50, 100)
@@ -150,6 +151,18 @@ def test_an_unknown_study_is_refused(tmp_path):
         findings.study_report(*write(tmp_path, [cell("a", 0, 0.3)]), "t")
 
 
+def test_cells_of_a_rate_that_is_no_longer_chosen_are_named_and_not_compared(tmp_path):
+    """A choice by more seeds took another rate: what was run before stays in the ledger, apart from the comparison."""
+    tried = [cell("a", seed, after, rate=rate, stage="choose") for seed, rate, after in [(9, 1e-4, 0.3), (10, 1e-4, 0.2)]]
+    tried += [cell("a", seed, after, rate=3e-4, stage="choose") for seed, after in [(9, 0.25), (10, 0.4)]]
+    early = [cell("a", seed, 0.2, rate=1e-4) for seed in (0, 1)]
+    now = [cell("a", seed, 0.5) for seed in (0, 1)] + [cell("b", seed, 0.4) for seed in (0, 1)]
+    text, lines, _ = report(tmp_path, [*tried, *early, *now])
+    (line,) = [line for line in lines if line["method"] == "a"]
+    assert line["rate"] == "3e-4" and line["each seed"] == "0: 50.0, 1: 50.0"
+    assert "2 more at 1e-4, not the best rate tried: 20.0" in line["notes"] and text.startswith("## s\n\n10 cells: 10 finished")
+
+
 # ------------------------------------------------------------------------------------------------- a line for a method
 
 
@@ -279,7 +292,8 @@ def test_many_pairs_are_sorted_by_p(tmp_path):
 
 
 def board(folder: Path, cells: list[dict], best: float, lines: list[dict] | None = None, **given) -> list[list[dict]]:
-    return tables(findings.leaderboard(*write(folder, cells, lines), best, **given))
+    orders = given.pop("orders", dict.fromkeys(("s", "t"), "random"))
+    return tables(findings.leaderboard(*write(folder, cells, lines), best, orders, **given))
 
 
 def test_what_is_spent_until_a_goal(tmp_path):
@@ -293,7 +307,10 @@ def test_what_is_spent_until_a_goal(tmp_path):
     assert (near[0]["seeds there"], near[0]["at the end"]) == ("2 of 2", "40.0")
     # 0.35 is at 5/6 of the mean, at 5/8 of seed 0; seed 1 does not come so far.
     assert (far[0]["network calls"], far[0]["seeds there"]) == ("2,500 [1,875, not reached]", "1 of 2")
-    assert (near[1]["network calls"], near[1]["seeds there"]) == ("not reached", "0 of 1")
+    assert (near[1]["network calls"], near[1]["seeds there"]) == ("not reached within 3,000", "0 of 1")
+    assert (near[1]["updates"], near[1]["seconds"]) == ("not reached within 800", "not reached within 150")
+    assert [line["calls spent"] for line in near] == ["3,000", "3,000"]
+    assert [line["solved before"] for line in near] == ["10.0", "10.0"]
     assert [line["seeds"] for line in commands] == ["0, 1", "0"]
     assert commands[0]["command"] == "`python -m minidrl compare studies/s.yaml --methods a`"
 
@@ -313,13 +330,50 @@ def test_a_failed_seed_has_not_reached_it(tmp_path):
     near = board(tmp_path, [cell("a", 0, 0.5), failed("a", 1), failed("b", 0)], 0.15)[0]
     assert (near[0]["network calls"], near[0]["seeds there"]) == ("1,125 [1,125, not reached]", "1 of 2")
     assert (near[1]["method"], near[1]["network calls"], near[1]["seeds there"]) == ("b", "not reached", "0 of 1")
+    assert (near[1]["calls spent"], near[1]["solved before"]) == ("", "")
 
 
 def test_the_cheapest_comes_first_and_a_command_can_be_given(tmp_path):
     cells = [cell("a", 0, 0.3), cell("b", 0, 0.5), cell("c", 0, 0.4, updates=1), cell("d", 0, 0.12), cell("e", 0, 0.14)]
-    near, _, commands = board(tmp_path, cells, 0.1, command="train --method {method} --rate {rate}")
+    near, *_, commands = board(tmp_path, cells, 0.1, command="train --method {method} --rate {rate}")
     assert [line["method"] for line in near] == ["b", "c", "a", "e", "d"]
     assert {line["command"] for line in commands if line["method"] == "b"} == {"`train --method b --rate 0.0003`"}
+
+
+def test_runs_of_two_orders_are_in_two_tables(tmp_path):
+    """a ends above the first goal 0.25, in its order only; nothing comes to 0.35."""
+    cells = [cell("a", 0, 0.3), cell("b", 0, 0.2, study="t"), cell("c", 0, 0.22, study="u", before=0.2)]
+    orders = {"s": "random", "t": "right-to-left", "u": "random", "v": "random"}
+    files = write(tmp_path, cells)
+    text = findings.leaderboard(*files, 0.15, orders)
+    first, second, _ = tables(text)
+    assert [[line["method"] for line in table] for table in (first, second)] == [["a", "c"], ["b"]]
+    assert [line["solved before"] for line in first] == ["10.0", "20.0"]
+    near, far = text.split("\n## ")[1:3]
+    assert near.index("### Decoding in random order") < near.index("### Decoding in right-to-left order")
+    assert far.startswith("20 points above: 35.0 %") and "|" not in far
+    for order in ("random", "right-to-left"):
+        assert f"Decoding in {order} order: no seed of these runs got there." in far
+    with pytest.raises(ValueError, match="orders: got none of t; required is one for each study"):
+        findings.leaderboard(*files, 0.15, {"s": "random", "u": "random"})
+
+
+def test_the_order_of_a_study_is_that_of_its_runs(monkeypatch):
+    monkeypatch.syspath_prepend(tiny.ROOT / "benchmarks")  # one script imports another
+    found = tiny.script("leaderboard").orders()
+    assert found["main_job"] == found["reuse_confidence"] == "low-confidence"  # of the config, which both leave as it is
+    assert (found["arcs"], found["reuse_left_to_right"]) == ("random", "left-to-right")
+
+
+def test_a_later_goal_has_a_table_where_one_seed_got_there(tmp_path):
+    """Means 0.25 and 0.2: the first goal, 0.25, is that of the mean of a; 0.35 only of its seed 0."""
+    cells = [cell("a", 0, 0.4), cell("a", 1, 0.1), cell("b", 0, 0.2, study="t")]
+    orders = {"s": "random", "t": "left-to-right"}
+    near, other, far, _ = board(tmp_path, cells, 0.15, orders=orders)
+    assert [line["method"] for line in other] == ["b"]
+    assert [line["seeds there"] for line in far] == ["1 of 2"]
+    assert far[0]["network calls"] == "not reached within 3,000 [2,500, not reached]"
+    assert far[0]["at the end"] == near[0]["at the end"] == "25.0"
 
 
 def test_one_best_decoder_is_of_one_bed(tmp_path):

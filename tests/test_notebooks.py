@@ -746,6 +746,14 @@ def test_a_check_that_compares_nothing_or_broadcasts_is_an_error(verdict, names,
         verdict("2.1", a, b, names=names)
 
 
+def test_a_wide_check_stands_on_two_lines(capsys):
+    nbtools.check("2.1", [1.0] * 9, [1.0] * 9, names=f"{'a' * 50} = {'b' * 50}")
+    nbtools.check_le("2.1", [1.0] * 9, [2.0] * 9, names=f"{'a' * 50} <= {'b' * 50}")
+    one, other, low, high = capsys.readouterr().out.splitlines()
+    assert one.startswith("(2.1)  aaa") and other.startswith("       bbb") and other.endswith("   ok")
+    assert low.startswith("(2.1)  aaa") and high.startswith("       <=   bbb") and high.endswith("   ok")
+
+
 @pytest.mark.parametrize("atol", [-1.0, float("nan"), float("inf")])
 def test_a_meaningless_tolerance_is_an_error(atol):
     with pytest.raises(ValueError, match="atol: got"):
@@ -762,7 +770,8 @@ def test_claims_are_those_of_the_ledger(monkeypatch):
     found = {row[0]: row for row in rows[2:]}
     bias = found["Quadrature has no bias from half as many nodes as positions on."]
     assert bias[2] == "exact, 20 tables" and bias[4:6] == ["<= 1e-8", "holds"]
-    assert bias[6] == "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)"
+    assert bias[6].replace("<wbr>", "") == "<code>law_quadrature_is_exact_from_half_the_length</code>, notebook 05 (50.6)"
+    assert "<code>law_<wbr>quadrature_<wbr>is" in bias[6], "a name as wide as its column cannot be broken"
     with pytest.raises(ValueError, match="section: got 'PPO'; allowed The ELBO"):
         nbtools.claims("PPO")
 

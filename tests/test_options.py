@@ -163,10 +163,14 @@ def test_values_from_sampled_completions():
     """The sampler is then asked for them; rows whose states have no values have no such option."""
     row = methods.METHODS["egspo-sa"]
     drawn = with_options(row, {"step_value": "sampled"})
-    assert drawn.step_value == "sampled" and drawn.needs == (*row.needs, "one_step_sampled")
+    assert drawn.step_value == "sampled" and drawn.needs == ("one_step_sampled",)
     assert with_options(row, {"step_value": "greedy"}) == row
     refuses(lambda: with_options(row, {"step_value": "none"}), "step_value", "'none'", "greedy, sampled")
-    refuses(lambda: with_options(methods.METHODS["egspo"], {"step_value": "sampled"}), "method_options.step_value", "egspo")
+    for name in ("egspo", "mdpo"):
+        refuses(
+            lambda name=name: with_options(methods.METHODS[name], {"step_value": "sampled"}), "method_options.step_value", name
+        )
+    refuses(lambda: with_options(row, {"step_value": "proposed"}), "step_value", "'proposed'", "greedy, sampled")
 
 
 # ------------------------------------------------------------------------------------------- precision of float32 products
