@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from minidrl import intervals
 from minidrl.ledger import (
     COLLAPSE,
@@ -29,8 +31,17 @@ from minidrl.tables import markdown_table
 LEVEL = 0.05  # of the adjusted p-values
 MANY = 30  # pairs from which on the surest differences come first
 GOALS = (0.1, 0.2)  # of the leaderboard, above the best decoder of the base
+BUDGETS = (50_000, 100_000, 250_000, 500_000, 750_000)  # of its comparison, in network calls
 SPENT = {"calls": "network calls", "updates": "updates", "seconds": "seconds"}
 SPENT_IN_ALL, AT_THE_END = "calls spent", "at the end"
+GOAL_HEAD = """## Until a goal
+
+Spent until the mean over seeds is there; in brackets the lowest and highest of the seeds' own \
+curves. A seed that failed or stayed below has "not reached", and one that failed is not in the \
+mean. Calls spent: of the whole run, the mean over seeds. Runs differ in length: "not reached \
+within" so many calls does not say what more would have done, and a longer run that got there is \
+not thereby the better method. Lines that did not get there are sorted by where they end, which \
+is no comparison at equal cost."""
 WHO = ("study", "method", "updates a rollout", "rate")
 COMMAND = "python -m minidrl compare studies/{study}.yaml --methods {method}"
 
@@ -214,7 +225,8 @@ def leaderboard(
     studies: Sequence[str] | None = None,
     command: str = COMMAND,
 ) -> str:
-    """What each method spends until it is 10 and 20 points above the best decoder of the base.
+    """What each method solves at equal network calls, and what it spends until it is 10 and 20
+    points above the best decoder of the base.
 
     ``best_decoder``: the solved fraction of the base under its best sampler, on the held-out
     puzzles of the ledger. ``orders``: of each study the order in which it decodes; each order has
@@ -239,36 +251,73 @@ def leaderboard(
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
     head = f"""# Leaderboard
 
-Spent until the held-out solved rate, as the mean over seeds, is {goals} points \
-above {_percent(best_decoder)} %, which the base reaches with its best decoder, whatever order the \
-runs have. Between two evaluations the curve is taken as straight. In brackets the lowest and \
-highest of the seeds' own curves; a seed that failed or stayed below has "not reached", and one \
-that failed is not in the mean. Solved before, at the end: the mean over seeds, in percent, as the \
-run decodes. Calls spent: network calls (forward equivalents) of the whole run, the mean over \
-seeds; they can be compared between machines, seconds cannot. \
+First what each method solves of held-out puzzles once it has spent so many network calls (forward \
+equivalents, which can be compared between machines as seconds cannot); then what it spends until \
+it is {goals} points above {_percent(best_decoder)} %, the rate of the base with its best decoder, \
+whatever order the runs have. Between two evaluations a curve is taken as straight. A table has \
+the runs of one order, for runs of different orders start from different rates. \
 Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
-bed {_listed(row["bed"] for row in reported)}.
-
-A table has the runs of one order: runs of different orders start from different rates. Runs of \
-one table differ in length, too: "not reached within" so many calls does not say what more calls \
-would have done, and a longer run that got there is not thereby the better method. Lines that did \
-not get there are sorted by where they end, which is no comparison at equal cost."""
+bed {_listed(row["bed"] for row in reported)}."""
     parts = [_goal(every, goal, best_decoder + goal, goal == GOALS[0]) for goal in GOALS]
     found = [group for of_order in every.values() for group, _ in of_order]
-    return "\n\n".join([head, *parts, _commands(found, command)]) + "\n"
+    ends = [GOAL_HEAD, *parts, _commands(found, command)]
+    return "\n\n".join([head, _equal_calls(every), *ends]) + "\n"
+
+
+def _equal_calls(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
+    # Sorted by the largest budget that all lines of a table came to.
+    text = """## At equal network calls
+
+Solved, in percent: the mean over seeds [95 % interval, Student]; blank where a seed's run ended \
+before, or failed. Sorted by the last column that has no blank. Rates were chosen as the study \
+says, and an interval is of one line: pairs are compared, seed by seed, in docs/results.md."""
+    parts = [text]
+    for order, found in every.items():
+        solved = [[solved_at(c, g, budget) for budget in BUDGETS] for g, c in found]
+        shared = [i for i in range(len(BUDGETS)) if all(line[i] for line in solved)]
+        lines = []
+        for (group, _), values in zip(found, solved, strict=True):
+            cells = {_count(budget): _mean(x) for budget, x in zip(BUDGETS, values, strict=True)}
+            before = {"solved before": _percent(group.mean("before"))}
+            key = fmean(values[shared[-1]]) if shared else 0.0
+            lines.append((-key, _who(group) | before | cells))
+        lines = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+        met = [_count(b) for b in BUDGETS if any(line[_count(b)] for line in lines)]
+        table = markdown_table(lines, (*WHO, "solved before", *met))
+        parts.append(f"### Decoding in {order} order\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def solved_at(courses: Courses, group: Group, budget: float) -> list[float]:
+    """Of each seed the held-out rate after ``budget`` network calls, linear between evaluations.
+
+    Empty where a seed spent less, or failed.
+    """
+    if len(group.cells) < len(group.report):
+        return []
+    found = []
+    for cell in group.cells:
+        calls, held = (
+            [values[0] for values in course(courses, [cell], column).values()]
+            for column in ("calls", "held_out")
+        )
+        if calls[-1] < budget:
+            return []
+        found.append(float(np.interp(budget, calls, held)))
+    return found
 
 
 def _goal(
     every: Mapping[str, Sequence[tuple[Group, Courses]]], goal: float, target: float, always: bool
 ) -> str:
     # A table for each order; after the first goal only where a seed got there.
-    parts = [f"## {100 * goal:.0f} points above: {_percent(target)} %"]
+    parts = [f"### {100 * goal:.0f} points above: {_percent(target)} %"]
     for order, found in every.items():
         lines = _goal_lines(found, target)
         there = any(not line["seeds there"].startswith(("0 of", "not run")) for line in lines)
         columns = (*WHO, "solved before", "seeds there", *SPENT.values(), SPENT_IN_ALL, AT_THE_END)
         none = f"Decoding in {order} order: no seed of these runs got there."
-        table = f"### Decoding in {order} order\n\n{markdown_table(lines, columns)}"
+        table = f"#### Decoding in {order} order\n\n{markdown_table(lines, columns)}"
         parts.append(table if there or always else none)
     return "\n\n".join(parts)
 

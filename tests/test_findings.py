@@ -293,7 +293,25 @@ def test_many_pairs_are_sorted_by_p(tmp_path):
 
 def board(folder: Path, cells: list[dict], best: float, lines: list[dict] | None = None, **given) -> list[list[dict]]:
     orders = given.pop("orders", dict.fromkeys(("s", "t"), "random"))
-    return tables(findings.leaderboard(*write(folder, cells, lines), best, orders, **given))
+    found = tables(findings.leaderboard(*write(folder, cells, lines), best, orders, **given))
+    return [table for table in found if "seeds there" in table[0] or "command" in table[0]]
+
+
+def test_at_equal_calls_each_seed_is_read_on_its_own_line(tmp_path, monkeypatch):
+    """0.1 to 0.5 and to 0.3 in 3,000 calls: at 600 0.18 and 0.14, at 3,000 the ends. b goes half as far and is nearer."""
+    monkeypatch.setattr(findings, "BUDGETS", (600, 1500, 3000, 3001))
+    b = cell("b", 0, 0.3), cell("b", 1, 0.3)
+    cells = [cell("a", 0, 0.5), cell("a", 1, 0.3), *b, failed("c", 0), cell("c", 1, 0.9)]
+    lines = [line for row in cells for line in (course(row, [0.1, 0.28]) if row in b else course(row))]
+    text = findings.leaderboard(*write(tmp_path, cells, lines), 0.15, {"s": "random"})
+    first, *_ = tables(text)
+    assert list(first[0])[-4:] == ["solved before", "600", "1,500", "3,000"]  # nobody spent 3,001
+    by = {line["method"]: line for line in first}
+    assert by["a"]["600"].startswith("16.0 [") and by["a"]["3,000"].startswith("40.0 [")
+    assert by["b"]["600"].startswith("17.2 [") and by["b"]["3,000"] == ""
+    assert (by["c"]["600"], by["c"]["solved before"]) == ("", "10.0")
+    text = findings.leaderboard(*write(tmp_path, cells[:4], lines), 0.15, {"s": "random"})
+    assert [line["method"] for line in tables(text)[0]] == ["b", "a"]  # by 1,500, where b has 28 and a 25
 
 
 def test_what_is_spent_until_a_goal(tmp_path):
@@ -346,11 +364,11 @@ def test_runs_of_two_orders_are_in_two_tables(tmp_path):
     orders = {"s": "random", "t": "right-to-left", "u": "random", "v": "random"}
     files = write(tmp_path, cells)
     text = findings.leaderboard(*files, 0.15, orders)
-    first, second, _ = tables(text)
-    assert [[line["method"] for line in table] for table in (first, second)] == [["a", "c"], ["b"]]
+    equal, other, first, second, _ = tables(text)
+    assert [[line["method"] for line in table] for table in (equal, other, first, second)] == [["a", "c"], ["b"]] * 2
     assert [line["solved before"] for line in first] == ["10.0", "20.0"]
-    near, far = text.split("\n## ")[1:3]
-    assert near.index("### Decoding in random order") < near.index("### Decoding in right-to-left order")
+    near, far = text.split("\n## ")[2].split("\n### ")[1:3]
+    assert near.index("#### Decoding in random order") < near.index("#### Decoding in right-to-left order")
     assert far.startswith("20 points above: 35.0 %") and "|" not in far
     for order in ("random", "right-to-left"):
         assert f"Decoding in {order} order: no seed of these runs got there." in far
