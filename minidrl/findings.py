@@ -270,7 +270,9 @@ def _equal_calls(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
 
 Solved, in percent: the mean over seeds [95 % interval, Student]; blank where a seed's run ended \
 before, or failed. Sorted by the last column that has no blank. Rates were chosen as the study \
-says, and an interval is of one line: pairs are compared, seed by seed, in docs/results.md."""
+says, and an interval is of one line: pairs are compared, seed by seed, in docs/results.md. With \
+one update a rollout nothing is stale, so that a method made for reuse (a clip, a trust region, \
+StableDRL's weights) shows here what it costs and not what it is for."""
     parts = [text]
     for order, found in every.items():
         solved = [[solved_at(c, g, budget) for budget in BUDGETS] for g, c in found]
