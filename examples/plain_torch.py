@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minidrl import checkpoints, methods
-from minidrl.algorithms import Plan
+from minidrl.algorithms import Plan, Rollout
 from minidrl.features import features
 from minidrl.gradient import two_pass_backward
 from minidrl.sampler import Sampler, generate
@@ -43,6 +43,21 @@ class Logits(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(masked, -torch.inf)
 
 
+def recorded(made: dict[str, Tensor], group: int, sampler: Sampler) -> Rollout:
+    """A rollout from what a sampler of your own has written down: B responses of L positions, `group` of them a prompt."""
+    return Rollout.of(
+        made["response"],  # (B, L) tokens; those of one prompt stand one after the other
+        prompt=made["prompt"],  # (B, P) tokens, padded on the left
+        prompt_mask=made["prompt_mask"],  # (B, P) False at padding
+        keep=made["keep"],  # (B, L) True up to and including the first EOS
+        unmask_step=made["unmask_step"],  # (B, L) the step that revealed the token, from 0
+        logp=made["logp"],  # (B, L) log-probability of its draw: at the sampling temperature, in the state before that step
+        num_generations=group,
+        sampler=sampler,  # its settings: order, temperature, length, block_length, tokens_per_step
+        records={"entropy": made["entropy"]},  # (B, L) entropy of the distribution of that draw, nats
+    )
+
+
 class Update(NamedTuple):
     """What one update on a rollout needs, apart from the weights: found before the first of them."""
 
@@ -58,6 +73,9 @@ def temperature(method, rollout) -> float:
 
 def prepare(network, method, rollout, reward: Tensor, noise: torch.Generator, updates: int = 1) -> list[Update]:
     """The plans and anchors of all updates on a rollout; to be called while the weights are those that sampled it."""
+    order = getattr(rollout.sampler, "order", None)
+    if method.order not in ("any", order):
+        raise ValueError(f"order: got {order}; allowed {method.order}, which {method.name} is about")
     if method.step_value != "none" or (method.kl and method.kl.target == "reference"):
         raise ValueError(f"method: got {method.name}; allowed here one without step values and without a reference policy")
 
@@ -71,6 +89,8 @@ def prepare(network, method, rollout, reward: Tensor, noise: torch.Generator, up
     for i in range(count):
         told = {"update": i, "updates": updates, "schedule": torch.Generator().manual_seed(seed)}
         plans.append(methods.draw(method, rollout, noise, **told))
+    if plans[0].block_length is not None and not hasattr(network, "encode_staircase"):
+        raise ValueError(f"network: got one without encode_staircase; {method.name} is about block diffusion and needs it")
     anchors = [None] * count
     if method.anchor == "behaviour":  # the sampler's own log-probabilities
         anchors = [methods.behaviour_anchor(method, plan, rollout) for plan in plans]
@@ -115,7 +135,7 @@ def main(name: str = "gdpo", updates: int = 1, steps: int = 20) -> list[float]:
     for step in range(steps):
         puzzles = task.problems(16, rng)
         prompt, prompt_mask = encode_prompts(tok, puzzles, task.prompt_length, "cpu", task.prompt_format)
-        how = {"eos_token_id": tok.eos_token_id, "num_generations": 8, "records": sorted(method.needs)}
+        how = {"eos_token_id": tok.eos_token_id, "num_generations": 8, "records": ["entropy", *method.needs]}
         rollout = generate(network, prompt, prompt_mask, sampler, generator=noise, **how)
         texts = decode(tok, rollout.response)
         reward = torch.tensor([task.judge(puzzles[i // 8], text).reward for i, text in enumerate(texts)])

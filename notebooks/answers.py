@@ -368,7 +368,7 @@ answer(
     "Which step is kept after heads, which after tails, and which score e_a - p does it have for this logit? Then average.",
     (0.0, "So it is for a fixed step (80.6). Here the choice of the step looks at what step 0 drew."),
     (-1 / 2, "That is the score after tails; how often does it come, and what comes otherwise?"),
-    (1 / 4, "That has the other sign, or keeps step 0 after heads, where four tokens alike have more entropy than ln 2."),
+    (1 / 4, "Which step is kept after heads, ln 2 or ln 4 nats? And which sign has the derivative of log p(tails) by the logit of heads?"),
     (1 / 2, "That is the score of heads; after heads step 0 is not the most uncertain step."),
 )
 reward, r_hat, lam = (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0), 0.5

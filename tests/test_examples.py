@@ -1,5 +1,6 @@
 """The examples do what the trainer does: equal gradients on one batch."""
 
+import dataclasses
 import importlib.util
 import re
 import sys
@@ -105,8 +106,50 @@ def test_what_the_plain_loop_leaves_out_it_refuses(name, monkeypatch):
         plain.prepare(learner.model, learner.method, experience.rollout, experience.reward, torch.Generator())
 
 
-def test_the_example_runs(monkeypatch, capsys):
-    rewards = plain.main("gdpo", updates=2, steps=1)
+BLOCKS = [name for name in methods.METHODS if tiny.in_blocks(name) and name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rows_in_blocks_need_a_network_for_them(name, monkeypatch):
+    """The adapter has no encode_staircase: refused before the first forward."""
+    learner, experience = learner_and_experience(monkeypatch, name)
+    network = plain.Logits(plain.Model(learner.model), learner.model.mask_token_id, learner.model.vocab_size)
+    with pytest.raises(ValueError, match=f"network: got one without encode_staircase; {name} is about block diffusion"):
+        plain.prepare(network, learner.method, experience.rollout, experience.reward, torch.Generator())
+
+
+def test_a_row_about_another_order_is_refused(monkeypatch):
+    learner, experience = learner_and_experience(monkeypatch, "justgrpo")
+    at_random = dataclasses.replace(experience.rollout.sampler, order="random")
+    for settings, order in ((at_random, "random"), (None, "None")):
+        rollout = dataclasses.replace(experience.rollout, sampler=settings)
+        with pytest.raises(ValueError, match=f"order: got {order}; allowed left_to_right, which justgrpo is about"):
+            plain.prepare(learner.model, learner.method, rollout, experience.reward, torch.Generator())
+
+
+@pytest.mark.parametrize("name", ["gdpo", "reinforce", "ppo", "egspo", "egspo-exact"])
+def test_a_rollout_of_another_sampler_has_the_same_gradient(name, monkeypatch):
+    """`recorded` on what a sampler wrote down; of `gdpo` it needs no step, no log-probability and no settings."""
+    learner, experience = learner_and_experience(monkeypatch, name)
+    theirs, method = experience.rollout, learner.method
+    made = {key: value for key, value in vars(theirs).items() if isinstance(value, torch.Tensor)}
+    own = plain.recorded(made | {"entropy": theirs.records["entropy"]}, theirs.num_generations, theirs.sampler)
+    if name == "gdpo":
+        bare = {key: made[key] for key in ("prompt", "prompt_mask", "keep")}
+        own = plain.Rollout.of(theirs.response, num_generations=theirs.num_generations, **bare)
+    found = []
+    for rollout in (theirs, own):
+        (update,) = plain.prepare(learner.model, method, rollout, experience.reward, torch.Generator().manual_seed(5))
+        plain.backward(learner.model, method, rollout, update)
+        found.append(tiny.gradient(learner.model))
+    assert found[0].norm() > 0
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5 * float(found[0].norm()))  # bare: weights in float32
+
+
+@pytest.mark.parametrize("name", ["gdpo", "egspo"])
+def test_the_example_runs(name, capsys):
+    """Also with a row that reads the entropy of the rollout."""
+    rewards = plain.main(name, updates=2, steps=1)
     assert len(rewards) == 1 and 0 < rewards[0] < 1 and capsys.readouterr().out.startswith("step  1   loss ")
 
 
@@ -125,6 +168,14 @@ def test_the_code_on_the_page_is_that_of_the_example():
     source = (EXAMPLES / "plain_torch.py").read_text(encoding="utf-8")
     assert foreign(PAGE, source) == []
     assert foreign(PAGE.replace("zip(plans, advs, anchors", "zip(plans, anchors, advs"), source) != []
+
+
+def test_the_code_on_the_page_runs_by_itself(capsys):
+    """Its blocks, one after the other, define all that they use."""
+    blocks = re.findall(r"^```python\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+    names = {"__file__": str(EXAMPLES / "plain_torch.py"), "__name__": "page"}
+    exec("\n\n\n".join(blocks), names)
+    assert len(names["main"]("reinforce", 1, 1)) == 1 and "step  1" in capsys.readouterr().out
 
 
 def test_the_functions_that_the_page_counts():
