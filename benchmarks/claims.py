@@ -702,7 +702,7 @@ def courses_of(study: str) -> Courses:
 
 
 def at_the_calls_of_self_training(run: dict) -> float:
-    """Solved when so many network calls are spent as the shortest run of self-training spends in all; linear between evaluations."""
+    """Solved once the network calls of the shortest run of self-training are spent; linear between evaluations."""
     spent = [line["calls"] for line in of_study("main_job")["self-training", 1].ended.values()]
     course = courses_of("main_job")[run["cell"]]
     return float(np.interp(min(spent), [line["calls"] for line in course], [line["held_out"] for line in course]))
@@ -955,14 +955,14 @@ LEDGER: dict[str, list[Claim]] = {
             "arXiv 2602.04879", "needs long runs with reuse and low precision"),
     ],
     "All of them, against the simplest control": [
-        Claim("RL solves more Countdown puzzles than fine-tuning on the base's own correct samples, rollouts and updates equal: "
-            "numbers to 9, right to left, from a base that has met the puzzles of RL.",
+        Claim("RL solves more Countdown puzzles than fine-tuning on the base's own correct samples, rollouts and updates "
+            "equal: numbers to 9, right to left, from a base that has met the puzzles of RL.",
             "minidrl", "docs/results.md (command 1)", "3 seeds, 512 puzzles",
             "points", rl_less_self_training, "> 0"),
         in_study("The same, each at the best of three rates by another seed: numbers to 20, confidence order, "
             "from a base that has met none of them.",
             "main_job", ("reinforce", "self-training"), "points: > 0", after),
-        in_study("The same at equal network calls, those of the shortest run of self-training; RL has made fewer updates by then.",
+        in_study("The same at equal network calls, those of the shortest run of self-training: RL with fewer updates.",
             "main_job", ("reinforce", "self-training"), "points: > 0", at_the_calls_of_self_training),
         in_study("There RL ends 20 points above the best decoder of its base, any order and temperature (29.5 %).",
             "main_job", ("reinforce",), "points: >= 20", lambda run: run["after"] - BEST_DECODER),

@@ -39,7 +39,7 @@ class DiffusionGRPOTrainer(GRPOTrainer):
         """TRL's batch has each prompt once for each response; returns the rollout and its rewards."""
         tok, each, prompts = self.processing_class, self.num_generations, [example["prompt"] for example in batch]
         asked = tok(prompts[::each], padding=True, padding_side="left", return_tensors="pt").to(self.network.device)
-        how = {"eos_token_id": tok.eos_token_id, "records": sorted(self.row.needs), "generator": self.noise}
+        how = {"eos_token_id": tok.eos_token_id, "records": sorted({*self.row.needs, "entropy"}), "generator": self.noise}
         prompt = asked.input_ids, asked.attention_mask.bool()
         made = sampler.generate(self.network, *prompt, self.decoding, num_generations=each, **how)
         texts = decode(tok, made.response)

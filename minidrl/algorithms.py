@@ -1437,8 +1437,9 @@ def stepwise_advantage(
     ``step_reward`` is the reward of the text that the state before step k would become
     in one step (one-step denoising; the completion reward): an estimate of the state's
     value at no network call. It is a control variate with coefficient lam/(1 + lam):
-    normalised, exact samplers stay unbiased for any lam. ``normalize`` false leaves the
-    division out: the gradient of step k counts 1 + lam_k times. With a constant lam
+    normalised, exact samplers stay unbiased for any lam where rank k is the same step
+    for all (own most uncertain steps are not). ``normalize`` false leaves the division
+    out: the gradient of step k counts 1 + lam_k times. With a constant lam
     that is a scale; with the linear schedule it weighs late steps more, another
     direction. ``schedule`` linear: lam_k = lam time, time = step / T. Groups are
     centred rank by rank (members may stand at different steps there), over the valid

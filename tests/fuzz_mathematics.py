@@ -146,11 +146,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000, help="answers")
     parser.add_argument("--seed", type=int, default=0, help="of the first part; the others have those that follow")
-    parser.add_argument("--parts", type=int, default=len(os.sched_getaffinity(0)), help="processes, each with a judge of its own")
+    parser.add_argument("--parts", type=int, default=len(os.sched_getaffinity(0)), help="processes, each with its own judge")
     arguments = parser.parse_args(argv)
-    counts = [arguments.count * (i + 1) // arguments.parts - arguments.count * i // arguments.parts for i in range(arguments.parts)]
-    seeds = range(arguments.seed, arguments.seed + arguments.parts)
-    with concurrent.futures.ProcessPoolExecutor(arguments.parts) as pool:
+    count, parts = arguments.count, arguments.parts
+    counts = [count // parts + (part < count % parts) for part in range(parts)]
+    seeds = range(arguments.seed, arguments.seed + parts)
+    with concurrent.futures.ProcessPoolExecutor(parts) as pool:
         parts = [pool.submit(fuzz, count, seed) for count, seed in zip(counts, seeds, strict=True)]
     failed = False
     for count, part in zip(counts, parts, strict=True):
