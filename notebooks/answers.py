@@ -180,11 +180,12 @@ answer(
 # Without V_count what is left is V_mask / k, which strata do not touch: half the deviation is a quarter of the variance.
 answer(
     "02", "3", 4 * 2.0**2,
-    "Which part of the variance do strata not reduce, and how does that part fall with the number of calls?",
+    "With V_count = 0 strata save nothing (20.3), and V_mask / k is left: by which factor must k grow to halve its square root?",
     (4 * 2.0, "So it is where the deviation falls like 1/k: strata do that to the part of the counts, which is 0 here."),
     (4 * sqrt(2), "That makes the deviation smaller by the fourth root of 2; its square falls like 1/k."),
     (2.0**2, "That is the factor; how many calls is it?"),
     (12.0, "That is how many calls come on top of the four; all of them are asked."),
+    (4 * 2.0**4, "That takes the factor of the calls for a deviation: it gives a quarter of the deviation, and half is asked."),
 )
 
 # ------------------------------------------------------------------------------------ 03: policy gradients
@@ -193,9 +194,11 @@ N = 8
 # R_b - mean of all = (N-1)/N (R_b - mean of the others), for every answer.
 answer(
     "03", "1", (N - 1) / N,
-    "Write the mean of all N rewards as a mix of the answer's own and the mean of the others.",
+    "The mean of all N is R_b / N and the rest of the sum, over N: put that into R_b less the mean, and compare with R_b less the others' mean.",
     (N / (N - 1), "That is the other way round: which of the two subtracts a part of the answer's own reward?"),
     (1 / N, "That is the part which is lost."),
+    (N - 1.0, "That is what a sum over the others is of their mean; here both baselines are means."),
+    (sqrt((N - 1) / N), "That is a ratio of standard deviations, with N and N - 1; neither rule divides by one."),
     (1.0, "Their directions agree; their lengths do not."),
 )
 # gamma / A is the ratio, or 0 where (8.2) cuts. Ratios 4 and 1/4; cut beyond 1 + 5 for A > 0, below 1 - 5 for A < 0.
