@@ -475,11 +475,12 @@ def arc_plan(
 # VRPO (arXiv 2505.19223) concludes: given N M, take M = 1. How large the parts are
 # depends on the model. If every hidden token has a cost of its own, the first grows as
 # L^2, the second as L log L: in the model of notebook 05 the count has 99 % of the
-# variance of (2.3) at 256 positions, and the time 97 % of that of (2.2). If one token decides what all others cost, the masks keep
-# two thirds at every length; on random tables of 6 positions they have most. GDPO goes
-# further and draws no time at all: the integral over t is one-dimensional and smooth,
-# which is what quadrature is for. The price is a bias where g(t) is no polynomial of
-# low degree, for example where all the doubt sits at t -> 1 (texts with several modes).
+# variance of (2.3) at 256 positions, and the time 97 % of that of (2.2). If one token
+# decides what all others cost, the masks keep two thirds at every length; on random
+# tables of 6 positions they have most. GDPO goes further and draws no time at all: the
+# integral over t is one-dimensional and smooth, which is what quadrature is for. The
+# price is a bias where g(t) is no polynomial of low degree, for example where all the
+# doubt sits at t -> 1 (texts with several modes).
 
 
 def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
