@@ -466,7 +466,7 @@ answer(
 answer(
     "10", "2", 4.0,
     "Compare the two sums term by term: which factor do all of them have in one and not in the other?",
-    (1 / 4, "That is the ratio of the lengths; by which factor is the shorter one shorter?"),
+    (1 / 4, "That is the shorter update over the longer; asked is the longer over the shorter."),
     (2.0, "A factor of the loss is a factor of its gradient, not its square root."),
     (16.0, "L divides each S_b once."),
     (1.0, "Their directions agree; their lengths do not."),
@@ -484,11 +484,18 @@ def cosine(a, b) -> float:
     return dot / sqrt(prod(lengths))
 
 
+def of_weights(weights) -> float:
+    """Cosine of sum_v w_v (e_v - p) with grad J."""
+    return cosine([w - p * sum(weights) for w, p in zip(weights, p3, strict=True)], exact)
+
+
 answer(
-    "10", "3", cosine([w - p * sum(squared) for w, p in zip(squared, p3, strict=True)], exact),
-    "grad p_v in the logits is p_v (e_v - p), and the mean over the tokens weights it with p_v once more.",
+    "10", "3", of_weights(squared),
+    "Both are sums over v of c_v (e_v - p): with c_v = p_v A_v, and with p_v^2 A_v. Write out the three entries of each.",
     (1.0, "That is the mean of A times the score, without the weight p: it is the gradient of J itself."),
     (cosine(squared, exact), "The gradient of a softmax has two parts: p_v (e_v - p); the second is missing."),
+    (of_weights([p * w for p, w in zip(p3, squared, strict=True)]), "One p too many: grad p_v brings one, the draw another."),
+    (cosine(A3, exact), "That compares A itself with grad J; both sides are gradients in the logits."),
     (0.0, "Tokens with p = 0.5 and 0.3 still go down and up; the weight p does not turn the sign of any A."),
     within=0.0015,
 )
@@ -526,6 +533,7 @@ answer(
     (4 * (1224 / 456) ** 2, "That lets everything grow with the square of the tokens; only attention does."),
     (4.0 * 4, "That forgets the prompt: a step has 200 tokens more, before and after."),
     (4.0, "That counts the steps; each of them is longer, too."),
+    (8.0, "Four times the steps, and a step that is not just twice as long: prompt and answer have 456 tokens, then 1,224."),
     (rollout(1224, 512) / rollout(456, 128) / 4, "That is one step; there are more of them, too."),
     within=0.05,
 )
