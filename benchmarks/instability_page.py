@@ -375,7 +375,8 @@ states of the package: equal seeds need not share their noise there, and the int
   are the sampler's, here one of {length}, and the masks new for each update, as in its code. Lines without a ratio have no
   scale of one: with token means loss and gradient are divided by {length}, which AdamW takes out. The runs of `reinforce`
   are in the table of the sequence, those of `spg`, whose row has token means, in that of the token mean.
-- **two states**: the row `stabledrl` as it is, with twice the network calls of `stabledrl`.
+- **two states**: the row `stabledrl` as it is but for the scale of the ratio, with twice the network calls of the line
+  `stabledrl`.
 - **gained**: mean reward of the last hundred updates less that of the first ten. In brackets Student's 95 % interval
   over seeds.
 - **below the peak**: the highest mean reward of a hundred updates in a row less that of the last hundred, on average over
