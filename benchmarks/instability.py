@@ -5,9 +5,9 @@ that are. It starts from masked denoising on texts whose letters are right with 
 rollout (4 prompts x 16 responses) is used for 4 updates, with one masked state a response for the likelihood, and no gradient
 clip. All lines share the network, the prompts and noise of each rollout, the advantage (reward minus the mean of its group)
 and the optimiser. What differs is what the ratio is taken of (``scale``: the ELBO of the sequence, or its mean a token; or one
-look with everything hidden, the mean field), against which masks, and what is done with it. Writes instability.json, one line
-a run, downsampled; runs that are there are not repeated, so the study can be stopped and resumed. A run takes about a minute
-of one CPU thread; the whole study has 15 lines x 2 scales x 5 seeds.
+look with everything hidden, the mean field), against which masks, and what is done with it. Lines with "two states" in their
+name and that of SPG have two masked states, as published. Writes instability.json, one line a run, downsampled; runs that are
+there are not repeated, so the study can be stopped and resumed. A run takes about a minute of one CPU thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ class Alphabet:
 
 
 def rows(scale: str) -> dict[str, methods.Method]:
-    """The lines: rows made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO."""
+    """The lines: rows made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO.
+
+    All have StableDRL's credit, which does not divide by the group's deviation as the row `grpo` does: a line would differ in
+    more than its ratio. With one state the EUBO (5.2) is the ELBO plus a constant, so that the sandwich (5.3) is the ELBO for
+    the gradient; it acts in the lines with two states alone. "reinforce" is therefore REINFORCE on an ELBO of one state, and
+    the lines of SPG are its row.
+    """
     table, one = methods.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
     line = lambda name, **words: methods.with_options(table[name], one | words)  # noqa: E731
     centred, stable = replace(line("grpo"), credit=table["stabledrl"].credit, refresh="independent"), line("stabledrl")
@@ -61,11 +67,14 @@ def rows(scale: str) -> dict[str, methods.Method]:
         "grpo, shared masks": replace(centred, refresh="paired"),
         "clip-only": line("clip-only"),
         "self-norm-only": line("self-norm-only"),
-        "no ratio": replace(stable, objective=partial(alg.reinforce), anchor="none", aggregation="sequence_mean"),
+        "reinforce": replace(stable, objective=partial(alg.reinforce), anchor="none", aggregation="sequence_mean"),
         "grpo, one plan": replace(centred, refresh="fixed"),
         "stabledrl, shared masks": replace(stable, refresh="paired"),
     }
     found |= {f"stabledrl, epsilon {x}": methods.with_options(stable, {"objective.cap": 1.0 + x}) for x in EPSILONS}
+    found["stabledrl, two states"] = methods.with_options(table["stabledrl"], {"normalizer": SCALES[scale]})
+    own = {"normalizer": SCALES[scale], "plan.block_length": LENGTH, "refresh": "independent"}
+    found["spg"] = methods.with_options(table["spg"], own)  # blocks are the sampler's; its code draws masks for each update
     for masked, p in PROMPT_MASKING.items():
         look = partial(alg.mean_field_plan, p_mask_prompt=p)
         found |= {f"grpo, mean field{masked}": replace(centred, plan=look)}

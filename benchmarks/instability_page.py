@@ -32,13 +32,14 @@ PAIRS = [
     ("stabledrl, shared masks", "stabledrl"),
     ("stabledrl", "clip-only"),
     ("stabledrl", "self-norm-only"),
-    ("stabledrl", "no ratio"),
+    ("stabledrl", "reinforce"),
+    ("stabledrl", "grpo, shared masks"),
     ("stabledrl", "stabledrl, epsilon 1"),
     ("stabledrl", "stabledrl, epsilon 100"),
     ("stabledrl", "stabledrl, epsilon 1000"),
     (f"stabledrl, {MASKING}", f"grpo, {MASKING}"),
 ]
-NO_SCALE = "no ratio"  # dividing its loss by the length divides its gradient, which AdamW takes out
+NO_SCALE = ("reinforce", "spg")  # no ratio: dividing the loss by the length divides its gradient, which AdamW takes out
 SLOW = 0.03  # a reward that ends further than this below its peak is past it
 LEVEL = 0.05
 
@@ -84,26 +85,31 @@ def table_row(name: str, runs: list[dict]) -> dict:
     }
 
 
-def differences(results: list[dict], scale: str) -> list[dict]:
-    """The pairs of which both lines ran with two common seeds or more: paired differences of the reward at the end, Holm."""
+def paired_lines(results: list[dict], scale: str) -> list[tuple[str, str, list[float], intervals.Paired, float]]:
+    """The pairs of which both lines ran with two common seeds or more: differences of the reward at the end, test, Holm's p."""
     found = []
     for a, b in PAIRS:
         left, right = ({r["seed"]: r["final_reward"] for r in study.of_line(results, scale, name)} for name in (a, b))
-        seeds = sorted(left.keys() & right.keys())
-        if len(seeds) >= 2:
-            found.append((a, b, len(seeds), intervals.paired([left[s] for s in seeds], [right[s] for s in seeds])))
+        ends = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
+        if len(ends) >= 2:
+            found.append((a, b, [x - y for x, y in ends], intervals.paired(*zip(*ends, strict=True))))
     adjusted = intervals.holm([pair.p for *_, pair in found])
+    return [(*line, p) for line, p in zip(found, adjusted, strict=True)]
+
+
+def differences(results: list[dict], scale: str) -> list[dict]:
+    """The same as rows of a table."""
     return [
         {
             "pair": f"{a} - {b}",
-            "seeds": n,
+            "seeds": len(values),
             "difference": f"{pair.mean:.3f} [{pair.low:.3f}, {pair.high:.3f}]",
             "p": f"{pair.p:.2g}",
             "p, Holm": f"{p:.2g}",
             "mean": pair.mean,
             "adjusted": p,
         }
-        for (a, b, n, pair), p in zip(found, adjusted, strict=True)
+        for a, b, values, pair, p in paired_lines(results, scale)
     ]
 
 
@@ -150,8 +156,8 @@ def reading_of(results: list[dict], scale: str) -> list[str]:
 def not_run(results: list[dict]) -> str:
     """One sentence on the lines that have no runs, at both scales or at one."""
     left = {scale: [n for n in study.rows(scale) if not study.of_line(results, scale, n)] for scale in study.SCALES}
-    left = {scale: [name for name in names if name != NO_SCALE] for scale, names in left.items()}
     everywhere = [name for name in next(iter(left.values())) if all(name in names for names in left.values())]
+    left = {scale: [name for name in names if name not in NO_SCALE] for scale, names in left.items()}
     said = [*everywhere]
     for scale, names in left.items():
         said += [f"{name} (ratio of the {scale})" for name in names if name not in everywhere]
@@ -342,15 +348,21 @@ Reading:
 {reuse} on each rollout of {batch} responses. Three settings make noise matter more than in StableDRL's released code: one
 masked state a response, where the code and the row `stabledrl` have two; no clip of the gradient norm, where the code has
 0.2; {reuse} updates on a rollout, where the code has two. The setting was searched for, and the trials were not recorded: the
-comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. The same command runs
-what is not run yet.
+comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. "Collapse" is this
+project's criterion: a run ends below its start. The same command runs what is not run yet.
+
+**One state leaves the sandwich out.** With one masked state the EUBO (5.2) is the ELBO plus a constant: their gradients are
+equal, and the sandwich (5.3) does nothing. What these lines weigh is the ELBO; the sandwich of StableDRL's code acts in
+`stabledrl, two states` and `spg` alone. **GRPO has StableDRL's credit**, reward less the group's mean without a division by
+the deviation, so that no line differs from another in its advantages.
 
 {not_run}
 
 Seeds 0 to 2 of the lines that had results first (`grpo, fresh masks` and `stabledrl` at both scales, `grpo, shared masks`,
-`clip-only`, `self-norm-only` and `no ratio` on the sequence) were run earlier, by an earlier state of the
+`clip-only`, `self-norm-only` and `reinforce` on the sequence) were run earlier, by an earlier state of the
 package. Today's does not repeat them digit by digit: the first ten updates of `grpo, fresh masks`, token mean, seed 0,
-had a mean reward of 0.441, and have 0.447.
+had a mean reward of 0.441, and have 0.447. At these seeds a pair of one of these lines and another one compares runs of two
+states of the package: equal seeds need not share their noise there, and the interval is that of a paired test all the same.
 
 - **fresh**: new masks for each update, and others for the old value. **shared**: new masks for each update, which the
   old weights score as well (`refresh: paired`). **one plan**: one draw for all updates on a rollout, shared by old
@@ -358,8 +370,13 @@ had a mean reward of 0.441, and have 0.447.
 - **epsilon**: of StableDRL's clip, a cap of 1 + epsilon on the ratio. `stabledrl` has the 5 of accounts of the paper.
 - **mean field**: one look with the whole response hidden, as diffu-GRPO has it. **prompt masking** hides a prompt
   token with probability 0.15, drawn afresh for each update. Without it nothing is random, and masks cannot be fresh.
-- **no ratio**: SPG's choice. A line without a ratio has no scale of one: with token means its loss and its gradient are
-  divided by {length}, which AdamW takes out. Its runs are in the table of the sequence.
+- **reinforce**: no ratio; REINFORCE on the ELBO of one state, StableDRL's without its weights. It is not SPG, whose
+  surrogate needs two states. **spg**: the row `spg`, two states of its block-wise masks and its sandwich; the blocks
+  are the sampler's, here one of {length}, and the masks new for each update, as in its code. Lines without a ratio have no
+  scale of one: with token means loss and gradient are divided by {length}, which AdamW takes out. The runs of `reinforce`
+  are in the table of the sequence, those of `spg`, whose row has token means, in that of the token mean.
+- **two states**: the row `stabledrl` as it is but for the scale of the ratio, with twice the network calls of the line
+  `stabledrl`.
 - **gained**: mean reward of the last hundred updates less that of the first ten. In brackets Student's 95 % interval
   over seeds.
 - **below the peak**: the highest mean reward of a hundred updates in a row less that of the last hundred, on average over

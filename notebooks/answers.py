@@ -318,6 +318,8 @@ answer(
     (max(capped), "That is the capped ratio; divide it by the sum of the group."),
     (4 * max(capped) / sum(capped), "That is N times the weight; the weights of a group sum to 1."),
     (max(capped) / (sum(capped) - max(capped)), "The sum contains the answer itself."),
+    (6 / 12, "That is the cap over the ratio that it cut; divide by the sum of the capped group."),
+    (max(capped) / (1 + 3 + 6), "That sum leaves out the smallest ratio."),
 )
 answer(
     "06", "2, no cap", max(ratios) / sum(ratios),
@@ -326,12 +328,15 @@ answer(
     (max(ratios), "That is the ratio; divide it by the sum of the group."),
     (4 * max(ratios) / sum(ratios), "That is N times the weight; the weights of a group sum to 1."),
     (max(ratios) / (sum(ratios) - max(ratios)), "The sum contains the answer itself."),
+    (12 / (1 + 3 + 12), "That sum leaves out the smallest ratio."),
 )
 # 4 f C / (f + C)^2 = 1/2 (60.8): f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
 answer(
     "06", "3", 6 * (3 - sqrt(8)),
     "Set the factor of N in the second part of (60.8) to 1/2, and solve for f.",
     (6 * (3 + sqrt(8)), "That solves the equation; a floor lies below the cap, so take the other root."),
+    (35.0, "That is, rounded, a root of the equation; a floor lies below the cap, so take the other root."),
+    (1 / 2, "That is the share that (60.8) is to guarantee; with this floor it guarantees 0.28 of the group."),
     (3 - sqrt(8), "That is the floor as a share of the cap."),
     (6 * (7 - sqrt(48)), "That guarantees a quarter of the group: look at the 4 in (60.8)."),
     (6 / 2, "Half the cap guarantees more than half the group: (60.8) is not linear in f."),

@@ -38,13 +38,14 @@ def unknown(decided_by: str) -> list[str]:
     found = []
     for part in decided_by.split(", "):
         law, command = re.fullmatch(r"`(law_\w+)`", part), re.fullmatch(r"docs/results\.md \(command (\d+)\)", part)
+        page = re.fullmatch(r"(docs/\w+\.md)", part)
         file, notebook = (
             re.fullmatch(r"`(?:python )?(\w+/\w+\.py)`", part),
             re.fullmatch(r"notebook (\d\d) \((\d+\.\d+)\)", part),
         )
         known = law and f"\ndef {law[1]}(" in SOURCES
         known = known or command and 1 <= int(command[1]) <= len(claims.RECORDED)
-        known = known or file and (ROOT / file[1]).is_file()
+        known = known or (file and (ROOT / file[1]).is_file()) or (page and (ROOT / page[1]).is_file())
         study = re.fullmatch(r"`python -m minidrl compare (studies/\w+\.yaml)`", part)
         known = known or study and (ROOT / study[1]).is_file()
         known = known or notebook and any(rf"\\tag{{{notebook[2]}}}" in text for text in notebooks(notebook[1]))
@@ -69,6 +70,7 @@ def test_what_a_row_names_exists(claim):
         "notebook 05 (99.9)",
         "notebook 99 (50.1)",
         "docs/results.md (command 9)",
+        "docs/nothing.md",
         "faith",
     ],
 )
@@ -126,6 +128,17 @@ def test_instability_is_read_as_the_benchmark_writes_it():
     for label, method in (("grpo, fresh masks", "grpo, fresh masks"), ("stabledrl, fresh masks", "stabledrl")):
         ends = [float(x) for x in table_line(text, label)[0].split(", ")]
         assert claims.reward_gained(method).value == pytest.approx(statistics.mean(ends) - start, abs=0.02)
+
+
+def test_a_pair_of_lines_is_decided_by_the_corrected_test():
+    """The interval of the ledger leaves 0 out where the page's p, corrected by Holm, is below 0.05, and has the mean inside."""
+    decided = {}
+    for scale in claims.study.SCALES:
+        for a, b, values, _, adjusted in claims.page.paired_lines(claims.instability(), scale):
+            found = claims.reward_above(a, b, scale)
+            assert (found.low > 0 or found.high < 0) is (adjusted < 0.05), (a, b, scale)
+            decided[adjusted < 0.05] = found.value == pytest.approx(statistics.mean(values))
+    assert decided == {True: True, False: True}
 
 
 # ------------------------------------------------------------------------------------------------------- the document

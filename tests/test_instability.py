@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,14 +114,46 @@ def weak_base():
     return study.base(steps=2).state_dict()
 
 
+TWO_STATES = ("stabledrl, two states", "spg")
+
+
 def test_lines_differ_in_the_ratio_alone():
     for scale, divisor in study.SCALES.items():
         for name, row in study.rows(scale).items():
             assert row.normalizer == divisor and row.credit.func is alg.group_mean and row.kl is None, name
-            assert row.plan.func is alg.mean_field_plan or row.plan.keywords["num_states"] == 1, name
+            assert row.plan.func is alg.mean_field_plan or row.plan.keywords["num_states"] == 1 + (name in TWO_STATES), name
     caps = {name: row.objective.keywords["cap"] for name, row in study.rows("sequence").items() if name.startswith("stabledrl")}
     assert caps["stabledrl"] == 6.0 == 1 + 5
     assert [caps[f"stabledrl, epsilon {x}"] for x in (1, 100, 1000)] == [2.0, 101.0, 1001.0]
+
+
+def test_lines_with_two_states_are_the_published_rows():
+    """The row stabledrl, and SPG's but for the length of a block and new masks for each update, which its code draws."""
+    lines, table = study.rows("sequence"), study.methods.METHODS
+    assert lines["stabledrl, two states"] == table["stabledrl"]
+    spg, row = study.rows("token mean")["spg"], table["spg"]
+    for part in ("objective", "extra", "credit", "aggregation", "anchor", "reduction", "normalizer", "kl"):
+        assert getattr(spg, part) == getattr(row, part), part
+    assert spg.plan.func is row.plan.func and spg.refresh == "independent"
+    assert spg.plan.keywords == row.plan.keywords | {"block_length": study.LENGTH} and spg.extra.func is alg.sandwich
+
+
+@pytest.mark.parametrize("name", ["stabledrl", *TWO_STATES])
+def test_the_sandwich_acts_with_two_states_alone(name, weak_base):
+    """The gradient of a line with its sandwich, and of the same line without: equal with one state."""
+    model = study.denoiser.build(study.SIZES, study.Alphabet(), 0).double().eval()
+    model.load_state_dict(weak_base)
+    line = study.rows("token mean")[name]
+    rollout, reward = study.collect(model, 0, 0)
+    plan = line.plan(rollout, torch.Generator().manual_seed(0))
+    anchor = study.methods.reduced(line, plan, rollout, study.feat.features(model, rollout, plan, temperature=1.0))
+    found = []
+    for row in (line, replace(line, extra=None)):
+        adv = study.methods.advantages(row, plan, rollout, reward)
+        loss = study.methods.method_loss(row, plan, rollout, study.graph(model, rollout, plan), adv, anchor, None)
+        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    difference = float((found[0] - found[1]).norm() / found[1].norm())
+    assert (difference < 1e-9) is (name == "stabledrl") and (difference > 0.01) is (name != "stabledrl")
 
 
 def one_update(name: str, start: dict) -> list:
@@ -237,13 +270,15 @@ def test_pairs_are_paired_by_seed_and_corrected(page):
 
 
 def test_what_is_not_run_is_said(page):
-    """Once for all tables; a line at one scale only with the scale; the line without a ratio has no scale to miss."""
-    results = [a_run("stabledrl", seed, [0.4, 0.5, 0.6]) for seed in (0, 1)]
+    """Once for all tables; a line at one scale only with the scale; a line without a ratio has no scale to miss."""
+    results = [a_run(name, seed, [0.4, 0.5, 0.6]) for seed in (0, 1) for name in ("stabledrl", "spg")]
     said = page.not_run(results)
-    assert said.startswith("Not run: ") and "; stabledrl (ratio of the sequence)." in said and "no ratio" not in said
+    assert said.startswith("Not run: ") and "; stabledrl (ratio of the sequence)." in said
+    assert "reinforce; " in said and "spg" not in said
     assert "clip-only; " in said and said.count(";") == len(study.rows("sequence")) - 2
     assert "clip-only" not in page.section(results, "token mean")
-    lines = [(name, scale) for scale in study.SCALES for name in study.rows(scale) if name != page.NO_SCALE]
+    lines = [(name, scale) for scale in study.SCALES for name in study.rows(scale) if name not in page.NO_SCALE]
+    lines += [(name, "sequence") for name in page.NO_SCALE]
     everything = [a_run(name, 0, [0.4, 0.5, 0.6], scale) for name, scale in lines]
     assert page.not_run(everything) == "All lines have runs."
 
