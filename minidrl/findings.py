@@ -246,8 +246,11 @@ def leaderboard(
         single(column, (row[column] for row in reported), "the leaderboard")
     every: dict[str, list[tuple[Group, Courses]]] = {}
     for study in studies:
-        courses, found = read_courses(curves, study), groups(rows, study)
-        every.setdefault(orders[study], []).extend((group, courses) for group in found)
+        courses = read_courses(curves, study)
+        # a method without a reported run has no rate yet
+        found = [(group, courses) for group in groups(rows, study) if group.report]
+        if found:
+            every.setdefault(orders[study], []).extend(found)
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
     head = f"""# Leaderboard
 
@@ -316,7 +319,7 @@ def _goal(
     parts = [f"### {100 * goal:.0f} points above: {_percent(target)} %"]
     for order, found in every.items():
         lines = _goal_lines(found, target)
-        there = any(not line["seeds there"].startswith(("0 of", "not run")) for line in lines)
+        there = any(not line["seeds there"].startswith("0 of") for line in lines)
         columns = (*WHO, "solved before", "seeds there", *SPENT.values(), SPENT_IN_ALL, AT_THE_END)
         none = f"Decoding in {order} order: no seed of these runs got there."
         table = f"#### Decoding in {order} order\n\n{markdown_table(lines, columns)}"
@@ -337,7 +340,7 @@ def _goal_line(
     own = [reached(courses, [cell], target) for cell in group.cells]
     own += [None] * (len(group.report) - len(own))
     there = [found for found in own if found]
-    line = _who(group) | {"seeds there": f"{len(there)} of {len(own)}" if own else "not run"}
+    line = _who(group) | {"seeds there": f"{len(there)} of {len(own)}"}
     line["solved before"] = _percent(group.mean("before"))
     end = _percent(group.mean("after"))
     line[AT_THE_END] = f"{end} (collapsed)" if group.collapsed else end
@@ -374,12 +377,11 @@ def _means(courses: Courses, cells: Sequence[str], column: str) -> dict[int, flo
 
 
 def _commands(found: Sequence[Group], command: str) -> str:
-    made = [group for group in found if group.report]
     lines = [
         _who(group)
         | {"seeds": _listed(row["seed"] for row in group.report)}
         | {"command": f"`{command.format_map(group.report[0])}`"}
-        for group in made
+        for group in found
     ]
     text = "Each does what the ledger lacks of a method: to run it again, name another --ledger."
     return f"## Commands\n\n{text}\n\n{markdown_table(lines, (*WHO, 'seeds', 'command'))}"

@@ -383,6 +383,12 @@ def test_the_order_of_a_study_is_that_of_its_runs(monkeypatch):
     assert (found["arcs"], found["reuse_left_to_right"]) == ("random", "left-to-right")
 
 
+def test_a_method_whose_rate_is_still_being_chosen_is_not_on_the_board(tmp_path):
+    cells = [cell("a", 0, 0.3), cell("b", 1000, 0.4, stage="choose"), cell("c", 1000, 0.4, stage="choose", study="t")]
+    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": "random", "t": "left-to-right"})
+    assert {line["method"] for table in tables(text) for line in table} == {"a"} and "left-to-right" not in text
+
+
 def test_a_later_goal_has_a_table_where_one_seed_got_there(tmp_path):
     """Means 0.25 and 0.2: the first goal, 0.25, is that of the mean of a; 0.35 only of its seed 0."""
     cells = [cell("a", 0, 0.4), cell("a", 1, 0.1), cell("b", 0, 0.2, study="t")]
