@@ -783,7 +783,7 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("diffu-GRPO raises the share of Countdown puzzles that are solved: right to left.",
             "arXiv 2504.12216", COMPARE, ONE_RUN,
             "points above the base, the rate chosen on the same puzzles", lambda: points("diffu-grpo"), "> 0"),
-        in_study("The same: random order, the rate chosen on other puzzles by one seed.",
+        in_study("The same: random order, the rate chosen on other puzzles by two other seeds.",
             "likelihoods", ("diffu-grpo",), "points above the base: > 0", gained, "arXiv 2504.12216"),
     ],
     "GDPO": [
