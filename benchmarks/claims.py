@@ -23,13 +23,12 @@ from pathlib import Path
 
 import instability as study
 import instability_page as page
-import numpy as np
 import torch
 from torch import Tensor
 from weight_signal import mask_variances, solved
 
 from minidrl import algorithms as alg
-from minidrl import estimators, intervals, methods, oracle, sampler, tables
+from minidrl import estimators, findings, intervals, methods, oracle, sampler, tables
 from minidrl import features as feat
 from minidrl.ledger import Courses, Group, groups, read_courses, read_ledger
 
@@ -710,8 +709,7 @@ def courses_of(study: str) -> Courses:
 def at_the_calls_of_self_training(run: dict) -> float:
     """Solved once the network calls of the shortest run of self-training are spent; linear between evaluations."""
     spent = [line["calls"] for line in of_study("main_job")["self-training", 1].ended.values()]
-    course = courses_of("main_job")[run["cell"]]
-    return float(np.interp(min(spent), [line["calls"] for line in course], [line["held_out"] for line in course]))
+    return findings.solved_after(courses_of("main_job"), run["cell"], min(spent))
 
 
 def gained(run: dict) -> float:

@@ -300,16 +300,17 @@ def solved_at(courses: Courses, group: Group, budget: float) -> list[float]:
     """
     if len(group.cells) < len(group.report):
         return []
-    found = []
-    for cell in group.cells:
-        calls, held = (
-            [values[0] for values in course(courses, [cell], column).values()]
-            for column in ("calls", "held_out")
-        )
-        if calls[-1] < budget:
-            return []
-        found.append(float(np.interp(budget, calls, held)))
-    return found
+    found = [solved_after(courses, cell, budget) for cell in group.cells]
+    return [] if None in found else found
+
+
+def solved_after(courses: Courses, cell: str, budget: float) -> float | None:
+    """The held-out rate of one run after ``budget`` network calls; None where it spent less."""
+    calls, held = (
+        [values[0] for values in course(courses, [cell], column).values()]
+        for column in ("calls", "held_out")
+    )
+    return float(np.interp(budget, calls, held)) if calls[-1] >= budget else None
 
 
 def _goal(

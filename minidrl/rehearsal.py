@@ -95,8 +95,8 @@ def rehearse(method: Method, settings: config.Train) -> None:
 
 def completions(method: Method, rollout: Rollout) -> Tensor:
     """The record (B, T, L) of what each state would become in one step."""
-    names = ("one_step", "one_step_sampled", "one_step_proposed")
-    name = dict(zip(("greedy", "sampled", "proposed"), names, strict=True))[method.step_value]
+    words = ("greedy", "sampled", "proposed")
+    name = dict(zip(words, sampler.COMPLETIONS, strict=True))[method.step_value]
     if name not in rollout.records:
         what = f"the rollout holds no record {name!r}"
         raise ValueError(f"records: {what}; {method.name} must ask the sampler for it (needs)")
