@@ -305,9 +305,9 @@ row("self-norm-only", "StableDRL (arXiv 2603.06743), by accounts", "ablation: we
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(self_normalized_clip, cap=math.inf), aggregation="group_sum")
 row("spg", "code of SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gradient",
-  differs="as released (token means, weighted by length), but one plan for all updates",
+  differs="as released: token means, weighted by length; its paper averages sequences",
   plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
-  anchor="none", reduction="sequence", normalizer="kept_length",
+  anchor="none", refresh="paired", reduction="sequence", normalizer="kept_length",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(reinforce), aggregation="length_weighted")
 

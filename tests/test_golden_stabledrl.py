@@ -177,3 +177,4 @@ def test_the_shipped_rows_have_the_published_numbers(name):
     assert row.extra.keywords == {"eubo_beta": 1.5, "omega": 0.5}
     assert row.plan.keywords == {"num_states": 2, "block_length": 32, "p_mask": 0.15}
     assert row.objective.keywords == ({} if name == "spg" else {"cap": 5.0})
+    assert row.refresh == ("paired" if name == "spg" else "independent")  # random_masking: new masks for each update
