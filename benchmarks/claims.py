@@ -167,7 +167,7 @@ def one_call(seed: int) -> dict[int, Tensor]:
     return {count: torch.tensor(values, dtype=torch.float64) for count, values in by_count.items()}
 
 
-def time_and_mask(seed: int) -> tuple[float, float]:
+def count_and_mask(seed: int) -> tuple[float, float]:
     """The two parts of the variance of one call: of the mean given the count, and the mean of the variance given it."""
     values = one_call(seed).values()
     return statistics.pvariance([float(v.mean()) for v in values]), statistics.mean(float(v.var(correction=0)) for v in values)
@@ -183,16 +183,51 @@ def share_of_first(parts: tuple[float, float]) -> float:
 # In the second all hidden tokens cost the same while one key token is hidden, and nothing once it is visible.
 
 
-def time_and_mask_solved(length: int) -> tuple[float, float]:
-    """`time_and_mask` of the solved model."""
+def count_and_mask_solved(length: int) -> tuple[float, float]:
+    """`count_and_mask` of the solved model."""
     a = solved(length)
     return length**2 * statistics.pvariance(a), statistics.mean(mask_variances(a))
 
 
-def time_and_mask_key_token(length: int) -> tuple[float, float]:
-    """`time_and_mask` of the model with a key token: -length where it is hidden, which has chance l / length."""
+def count_and_mask_key_token(length: int) -> tuple[float, float]:
+    """`count_and_mask` of the model with a key token: -length where it is hidden, which has chance l / length."""
     chance = [count / length for count in range(1, length + 1)]
     return length**2 * statistics.pvariance(chance), length**2 * statistics.mean(p * (1 - p) for p in chance)
+
+
+@functools.cache
+def random_times(smallest: float = 1e-3, cells: int = 400) -> list[tuple[float, float]]:
+    """(chance, t): a grid that is even in log t, for t uniform from ``smallest`` on; without one V_Bern is infinite (20.4)."""
+    ends = [smallest ** (1 - i / cells) for i in range(cells + 1)]
+    return [((high - low) / (1 - smallest), math.sqrt(low * high)) for low, high in itertools.pairwise(ends)]
+
+
+def time_and_bernoulli(moments: list[tuple[float, float]]) -> tuple[float, float]:
+    """V_time and V_Bern of (50.1), one call of the time form; moments: mean and mean square of S for 1, 2, ... hidden tokens."""
+    length, mean, of_time, total = len(moments), 0.0, 0.0, 0.0
+    for chance, t in random_times():
+        law = [math.comb(length, l) * t**l * (1 - t) ** (length - l) for l in range(1, length + 1)]
+        given = sum(p * first for p, (first, _) in zip(law, moments, strict=True)) / t
+        square = sum(p * second for p, (_, second) in zip(law, moments, strict=True)) / t**2
+        mean, of_time, total = mean + chance * given, of_time + chance * given**2, total + chance * square
+    return of_time - mean**2, total - of_time
+
+
+def moments_of_sums(seed: int) -> list[tuple[float, float]]:
+    """Of S, by count, in table ``seed``."""
+    by_count = [[x for mask, x in sums(seed).items() if len(mask) == count] for count in range(1, LENGTH + 1)]
+    return [(statistics.fmean(values), statistics.fmean(x * x for x in values)) for values in by_count]
+
+
+def moments_solved(length: int) -> list[tuple[float, float]]:
+    """Of S, by count, in the solved model."""
+    a = solved(length)
+    return [(l * x, (l * x) ** 2 + (l / length) ** 2 * v) for l, (x, v) in enumerate(zip(a, mask_variances(a), strict=True), 1)]
+
+
+def moments_key_token(length: int) -> list[tuple[float, float]]:
+    """Of S, by count, in the model with a key token: -l where it is hidden."""
+    return [(-l * l / length, l**3 / length) for l in range(1, length + 1)]
 
 
 def rollout_of(rows: list, **given) -> alg.Rollout:
@@ -249,7 +284,7 @@ def pairs_over_the_count_form(seed: int) -> float:
     chance, z = espo_masks(seed)
     everyone = frozenset(range(LENGTH))
     pair = torch.tensor([(z[m] + z[everyone - m]) / 2 for m in z], dtype=torch.float64)
-    return variance(chance, pair) / (sum(time_and_mask(seed)) / 2)
+    return variance(chance, pair) / (sum(count_and_mask(seed)) / 2)
 
 
 def espo_masks(seed: int) -> tuple[torch.Tensor, dict[frozenset, float]]:
@@ -267,7 +302,7 @@ def pairs_in_the_solved_model(length: int) -> float:
     gaps = {n: a[n] / n - a[length - n] / (length - n) for n in range(1, length)}
     masks = sum(n * (length - n) * gap**2 for n, gap in gaps.items())
     pair = level + (length + 1) / (4 * (length - 1)) * masks
-    return pair / (sum(time_and_mask_solved(length)) / 2)
+    return pair / (sum(count_and_mask_solved(length)) / 2)
 
 
 # ======================================================================================================= d1 / diffu-GRPO
@@ -302,7 +337,7 @@ def quadrature_error(seed: int) -> float:
     for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
         chance = torch.tensor([t ** len(m) * (1 - t) ** (LENGTH - len(m)) for m in sums(seed)], dtype=torch.float64)
         total += w**2 * variance(chance, torch.tensor(list(sums(seed).values()), dtype=torch.float64) / t)
-    return math.sqrt(total / (sum(time_and_mask(seed)) / 3))
+    return math.sqrt(total / (sum(count_and_mask(seed)) / 3))
 
 
 def quadrature_over_double_monte_carlo(seed: int) -> float:
@@ -319,7 +354,7 @@ def quadrature_error_solved(length: int) -> float:
         mean = sum(p * c * x / t for p, c, x in law)
         within = [(c / length) ** 2 * v for c, v in enumerate(mask_variances(a), 1)]
         total += w**2 * (sum(p * ((c * x) ** 2 + v) / t**2 for (p, c, x), v in zip(law, within, strict=True)) - mean**2)
-    return math.sqrt(total / (sum(time_and_mask_solved(length)) / 3))
+    return math.sqrt(total / (sum(count_and_mask_solved(length)) / 3))
 
 
 def lost_by_floor_counts(length: int) -> float:
@@ -700,6 +735,11 @@ def after(run: dict) -> float:
     return run["after"]
 
 
+def greedy(run: dict) -> float:
+    """Solved at the end at temperature 0, in the order of the study, a share."""
+    return run["greedy_after"]
+
+
 @functools.cache
 def courses_of(study: str) -> Courses:
     """The curves of a study's runs."""
@@ -785,18 +825,28 @@ LEDGER: dict[str, list[Claim]] = {
             "likelihoods", ("diffu-grpo",), "points above the base: > 0", gained, "arXiv 2504.12216"),
     ],
     "GDPO": [
+        Claim("Nearly all variance of the time form (2.2) is that of the time: responses of 6 positions.",
+            "accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 05 (50.1)", TABLE_SEEDS,
+            "share of the time", lambda: over_tables(lambda seed: share_of_first(time_and_bernoulli(moments_of_sums(seed)))),
+            ">= 0.9"),
+        Claim("The same: 256 positions, each with costs of its own.",
+            "accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 05 (50.2)", "exact, solved model",
+            "share of the time", lambda: cases([share_of_first(time_and_bernoulli(moments_solved(256)))]), ">= 0.9"),
+        Claim("The same: 256 positions, one of which decides for all.",
+            "accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 02 (20.13)", "exact, key token",
+            "share of the time", lambda: cases([share_of_first(time_and_bernoulli(moments_key_token(256)))]), ">= 0.9"),
         Claim("Nearly all variance of the count form (2.3) is that of the count: responses of 6 positions.",
-            "accounts of arXiv 2510.08554, of the time form (0.9 is ours)",
+            "minidrl, on arXiv 2510.08554 (0.9 is ours)",
             "`law_total_variance_and_its_allocation`, notebook 05 (50.1)", TABLE_SEEDS,
-            "share of the count", lambda: over_tables(lambda seed: share_of_first(time_and_mask(seed))), ">= 0.9"),
-        Claim("Nearly all variance of the count form (2.3) is that of the count: 256 positions, each with costs of its own.",
-            "accounts of arXiv 2510.08554, of the time form (0.9 is ours)",
+            "share of the count", lambda: over_tables(lambda seed: share_of_first(count_and_mask(seed))), ">= 0.9"),
+        Claim("The same: 256 positions, each with costs of its own.",
+            "minidrl, on arXiv 2510.08554 (0.9 is ours)",
             "`law_two_models_with_known_variances`, notebook 05 (50.2)", "exact, solved model",
-            "share of the count", lambda: cases([share_of_first(time_and_mask_solved(256))]), ">= 0.9"),
-        Claim("Nearly all variance of the count form (2.3) is that of the count: 256 positions, one of which decides for all.",
-            "accounts of arXiv 2510.08554, of the time form (0.9 is ours)",
+            "share of the count", lambda: cases([share_of_first(count_and_mask_solved(256))]), ">= 0.9"),
+        Claim("The same: 256 positions, one of which decides for all.",
+            "minidrl, on arXiv 2510.08554 (0.9 is ours)",
             "`law_two_models_with_known_variances`, notebook 02 (20.13)", "exact, key token",
-            "share of the count", lambda: cases([share_of_first(time_and_mask_key_token(256))]), ">= 0.9"),
+            "share of the count", lambda: cases([share_of_first(count_and_mask_key_token(256))]), ">= 0.9"),
         Claim("Quadrature has no bias from half as many nodes as positions on.",
             "minidrl, on arXiv 2510.08554", "`law_quadrature_is_exact_from_half_the_length`, notebook 05 (50.6)", TABLE_SEEDS,
             "bias of 3 nodes at 6 positions, nats", lambda: over_tables(bias_of_three_nodes), "<= 1e-8"),
@@ -822,8 +872,15 @@ LEDGER: dict[str, list[Claim]] = {
         in_study("The same: random order, equal network calls, rates chosen by two other seeds.",
             "likelihoods", ("gdpo", "diffu-grpo"), "points: > 0", after,
             "accounts of arXiv 2510.08554 (its abstract: most benchmarks)"),
+        in_study("The same runs, judged by greedy decoding; rates were chosen at temperature 1.",
+            "likelihoods", ("gdpo", "diffu-grpo"), "points: > 0", greedy,
+            "accounts of arXiv 2510.08554 (its abstract: most benchmarks)"),
+        not_run("SDMC trains better than double Monte Carlo at equal network calls, and more nodes better than fewer.",
+            "accounts of arXiv 2510.08554", "no run has random times, or another number of nodes"),
         in_study("Arcs (2.11) instead of SDMC make GDPO solve more: random order, one rate for both.",
             "arcs", ("gdpo-arcs", "gdpo"), "points: > 0", after),
+        in_study("The same: rates chosen for each, equal network calls; its first five seeds of SDMC are those of the line above.",
+            "likelihoods", ("gdpo-arcs", "gdpo"), "points: > 0", after),
     ],
     "StableDRL": [
         Claim("Masks of their own for old and new are noise in the ratio: of equal weights its mean is above 1.01.",

@@ -69,7 +69,6 @@ def state_chunks(plan: Plan, size: int) -> Iterator[States]:
         yield part.flatten()
 
 
-@torch.no_grad()
 def features(
     model: Network,
     rollout: Rollout,
@@ -79,16 +78,18 @@ def features(
     names: tuple[str, ...] = ("logp",),
     size: int = 256,
     reference: Network | None = None,
+    graph: bool = False,
 ) -> dict[str, Float[Tensor, "K B L *M"]]:
-    """All features of a plan, without a graph: what anchors, references and the first of two passes
-    need."""
+    """All features of a plan. Without a ``graph``: what anchors, references and the first of two
+    passes need."""
     shape = plan.scored.shape
     how = {"temperature": temperature, "names": names, "reference": reference}
     out: dict[str, Tensor] = {}
-    for states in state_chunks(plan, size):
-        for name, value in state_features(model, rollout, plan, states, **how).items():
-            blank = value.new_zeros((shape[0] * shape[1], *value.shape[1:]))
-            out.setdefault(name, blank)[states] = value
+    with torch.set_grad_enabled(graph):
+        for states in state_chunks(plan, size):
+            for name, value in state_features(model, rollout, plan, states, **how).items():
+                blank = value.new_zeros((shape[0] * shape[1], *value.shape[1:]))
+                out.setdefault(name, blank)[states] = value
     nothing = rollout.logp.new_zeros(shape).flatten(0, 1)  # of a plan that needs no forward
     return {name: out.get(name, nothing).unflatten(0, shape[:2]) for name in names}
 

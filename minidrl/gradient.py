@@ -9,7 +9,7 @@ proportional to K B. Instead:
     pass 2   recompute the features state by state and back-propagate  sum <c, feature>
 
 By the chain rule this is the gradient, exactly, provided both passes compute the same function:
-dropout would break that.
+dropout would break that. Where all states fit one micro-batch, `one_pass_backward` saves pass 1.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Loss = Callable[[dict[str, Tensor]], Tensor]  # of the features of a plan
 
 
 class Backward(NamedTuple):
-    """What a two-pass backward found.
+    """What a backward found.
 
     loss    at the features of pass 1
-    seen    the features that pass 2 met; 0 at the states that it skipped
-    calls   sequences that went through the network in pass 2, the reference's included
+    seen    the features that the graph met; 0 at the states that pass 2 skipped
+    calls   sequences that went through the network with a graph, and of the reference beside them
     """
 
     loss: Tensor
@@ -66,10 +66,40 @@ def two_pass_backward(
     if feature is None:
         feature = shared_features(model, rollout, plan, names=names, **how)
     loss, cotangent = cotangents(loss_of, feature)
-    if not torch.isfinite(loss):
-        raise FloatingPointError(f"loss is {float(loss)}")
+    _check_finite(loss)
     seen, calls = second_pass(model, rollout, plan, cotangent, **how)
     return Backward(loss, seen, calls * (2 if "kl_ref" in cotangent else 1))
+
+
+def one_pass_backward(
+    model: Network,
+    rollout: Rollout,
+    plan: Plan,
+    loss_of: Loss,
+    *,
+    temperature: float = 1.0,
+    names: tuple[str, ...] = ("logp",),
+    size: int = 256,
+    reference: Network | None = None,
+) -> Backward:
+    """`two_pass_backward` with the graph of all states: each is computed once, and memory grows
+    with them.
+
+    For one process. Raises as `two_pass_backward` does.
+    """
+    refuse_random_modules(model)
+    how = {"temperature": temperature, "size": size, "reference": reference}
+    found = features(model, rollout, plan, names=names, graph=True, **how)
+    loss = loss_of(found)
+    _check_finite(loss)
+    loss.backward()
+    seen = {name: value.detach() for name, value in found.items()}
+    return Backward(loss.detach(), seen, plan.network_calls * (2 if "kl_ref" in names else 1))
+
+
+def _check_finite(loss: Tensor) -> None:
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"loss is {float(loss.detach())}")
 
 
 def cotangents(loss_of: Loss, feature: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -41,7 +41,7 @@ from minidrl import (
 from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network
-from minidrl.gradient import shared_features, two_pass_backward
+from minidrl.gradient import one_pass_backward, shared_features, two_pass_backward
 from minidrl.launch import Interrupted, RunError, stop_requests
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
@@ -527,7 +527,8 @@ class Learner:
         if not plan.network_calls:
             return self._no_update(clock), None
         feature = assumed = self._without_pass_1(experience, plan, anchor)
-        if assumed is None:
+        at_once = assumed is None and self._in_one_pass(plan)
+        if assumed is None and not at_once:
             feature = self.score(rollout, plan, clock)
         ref = self._reference(rollout, plan, clock)
 
@@ -539,13 +540,17 @@ class Learner:
             return methods.method_loss(method, plan, rollout, found, adv, against(found), ref)
 
         with clock.phase("update"):
-            how = self._how() | {"feature": feature}
-            found = two_pass_backward(self.network, rollout, plan, loss_of, **how)
+            backward, how = two_pass_backward, {"feature": feature}
+            if at_once:
+                backward, how = one_pass_backward, {"names": method.features}
+            found = backward(self.network, rollout, plan, loss_of, **self._how(), **how)
             rate = self._learning_rate(self.updates)
             norm = optimizer_step(self.model, self.optimizer, self.settings.optimizer, rate)
         clock.count("update", found.calls)
         self.updates += 1
         loss, ll = found.loss, None
+        if at_once:
+            feature = found.seen
         if assumed is None:
             ll = methods.reduced(method, plan, rollout, feature)
         else:  # what is logged is what pass 2 met
@@ -556,6 +561,9 @@ class Learner:
         row = {"loss": float(loss), "grad_norm": norm, "learning_rate": rate}
         row |= self._ratios(rollout, plan, adv, against(feature), feature)
         return row | self._penalty(rollout, plan, against(feature), ref, feature), ll
+
+    def _in_one_pass(self, plan: Plan) -> bool:
+        return self.settings.one_pass and plan.network_calls <= self.settings.micro_batch
 
     def _no_update(self, clock: Clock) -> dict:
         # Nothing to learn from: weights and optimiser stay, the schedule goes on, as when resumed.

@@ -1959,6 +1959,48 @@ def law_two_pass_backward(alg: ModuleType) -> None:
 
 
 @judges()
+def law_one_pass_backward(alg: ModuleType) -> None:
+    """Gradient, loss and features of one graph, however it is cut; all that is needed is computed once."""
+    _, rollout, plan = mixed_batch(alg)
+    model, reference = (oracle.TabularDenoiser.random(4, 3, seeded(seed)) for seed in (94, 95))
+    names = ("logp", "entropy", "kl_ref")
+    how = {"temperature": 0.7, "names": names, "reference": reference}
+    c = normal(3, *plan.scored.shape, seed=96)
+
+    def loss(feature: dict) -> Tensor:
+        x, y, z = (c[i] * feature[name] for i, name in enumerate(names))
+        return (0.3 * x + y).sum((0, 2)).exp().sum() + (x * z).sum()
+
+    graph = graph_features(alg, model, rollout, plan, **how)
+    encode, rows = model.encode, []
+    model.encode = lambda *given: (rows.append(len(given[0])), encode(*given))[1]
+    for size in (1, 256):
+        found = alg.one_pass_backward(model, rollout, plan, loss, size=size, **how)
+        close(found.loss, loss(graph), "loss")
+        close(model.table.grad, oracle.table_gradient(model, loss(graph)), f"gradient, {size} states at a time")
+        assert not found.loss.requires_grad and not found.seen["logp"].requires_grad, "what it tells is numbers"
+        for name in names:
+            close(found.seen[name], graph[name], f"seen: {name}")
+        assert sum(rows) == plan.network_calls, f"{sum(rows)} sequences for {plan.network_calls} that are needed"
+        assert found.calls == 2 * plan.network_calls, f"{found.calls} calls, the reference's included"
+        model.zero_grad()
+        rows.clear()
+    alone = alg.one_pass_backward(model, rollout, plan, lambda f: f["logp"].sum().exp(), temperature=0.7)
+    assert alone.calls == plan.network_calls, "calls without a reference"
+    assert not alg.features(model, rollout, plan, temperature=0.7)["logp"].requires_grad, "no graph unless it is asked for"
+    model.zero_grad()
+    for bad in (math.inf, math.nan):
+        try:
+            alg.one_pass_backward(model, rollout, plan, lambda f, bad=bad: f["logp"].sum() * bad, temperature=0.7)
+        except FloatingPointError:
+            assert model.table.grad is None, f"{bad}: before anything is added to the gradient"
+        else:
+            raise AssertionError(f"a loss of {bad} is not refused")
+    model.drop = torch.nn.Dropout(0.1)
+    refuses(lambda: alg.one_pass_backward(model, rollout, plan, loss, **how), "model", "dropout 0.1", "drop")
+
+
+@judges()
 def law_diagnostics(alg: ModuleType) -> None:
     """Means, spread, clipped and bypassed shares and effective sample size by plain arithmetic over entries that exist."""
     rollout, plan, _ = loose_plan(alg)

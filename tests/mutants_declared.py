@@ -6,7 +6,7 @@ CUT = "law_cut_is_what_the_clip_does"
 CLIPS = "law_clips_of_the_rows"
 DECLARED = "law_objectives_are_what_they_declare"
 PARTS = "law_rows_are_what_their_parts_declare"
-BACKWARD = "law_two_pass_backward"
+BACKWARD, ONE_PASS = "law_two_pass_backward", "law_one_pass_backward"
 ON_POLICY = "@declares(reinforce_on_policy=True)"
 TRUNCATED = "(ratio > cap) | (ratio < floor)"
 
@@ -145,11 +145,18 @@ MUTANTS: list[Mutant] = [
     Mutant("", "value.detach().requires_grad_()", "value.detach().square().requires_grad_()", BACKWARD, where="cotangents"),
     Mutant("", "return loss.detach(), found", "return loss, found", BACKWARD, where="cotangents"),
     Mutant("", "if feature is None:", "if True:", BACKWARD, where="two_pass_backward"),
-    Mutant("", "if not torch.isfinite(loss):", "if False:", BACKWARD, where="two_pass_backward"),
-    Mutant("", "if not torch.isfinite(loss):", "if torch.isnan(loss):", BACKWARD, where="two_pass_backward"),
+    Mutant("", "    _check_finite(loss)\n", "", BACKWARD, where="two_pass_backward"),
+    Mutant("", "if not torch.isfinite(loss):", "if torch.isnan(loss):", BACKWARD, where="_check_finite"),
     Mutant("", "Backward(loss, seen,", "Backward(loss_of(seen), seen,", BACKWARD, where="two_pass_backward"),
     Mutant("", '(2 if "kl_ref" in cotangent else 1)', "1", BACKWARD, where="two_pass_backward"),
     Mutant("", '(2 if "kl_ref" in cotangent else 1)', "2", BACKWARD, where="two_pass_backward"),
     Mutant("", "    refuse_random_modules(model)\n", "", BACKWARD, where="two_pass_backward"),
     Mutant("", "if module.training and p:", "if p:", BACKWARD, where="refuse_random_modules"),
+    Mutant("", "    _check_finite(loss)\n", "", ONE_PASS, where="one_pass_backward"),
+    Mutant("", "    refuse_random_modules(model)\n", "", ONE_PASS, where="one_pass_backward"),
+    Mutant("", "Backward(loss.detach(), seen,", "Backward(loss, seen,", ONE_PASS, where="one_pass_backward"),
+    Mutant("", "value.detach() for", "value for", ONE_PASS, where="one_pass_backward"),
+    Mutant("", '(2 if "kl_ref" in names else 1)', "1", ONE_PASS, where="one_pass_backward"),
+    Mutant("", '(2 if "kl_ref" in names else 1)', "2", ONE_PASS, where="one_pass_backward"),
+    Mutant("", "torch.set_grad_enabled(graph)", "torch.set_grad_enabled(True)", ONE_PASS, where="features"),
 ]

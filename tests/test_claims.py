@@ -257,8 +257,8 @@ def printed(number: str, pattern: str) -> list[float]:
 
 def test_variances_are_those_of_the_notebooks():
     small, long = printed("05", r"table, L = 6: ([\d.]+).*256: ([\d.]+)")
-    assert claims.share_of_first(claims.time_and_mask(0)) == pytest.approx(small, abs=0.005)
-    assert claims.share_of_first(claims.time_and_mask_solved(256)) == pytest.approx(long, abs=0.005)
+    assert claims.share_of_first(claims.count_and_mask(0)) == pytest.approx(small, abs=0.005)
+    assert claims.share_of_first(claims.count_and_mask_solved(256)) == pytest.approx(long, abs=0.005)
     draws, quadrature = printed("05", r"256 tokens: (\d+), \d+, (\d+)")  # strata between them
     assert claims.quadrature_error_solved(256) == pytest.approx(quadrature / draws, abs=0.01)
 
@@ -273,7 +273,7 @@ def test_solved_variances_are_those_of_all_masks(length):
         p = math.exp(2 * a[row.bit_count() - 1])
         own[row, ::2] = torch.tensor([p, 1 - p], dtype=torch.float64).log()
     key[1::2] = torch.tensor([math.exp(-1), 1 - math.exp(-1)], dtype=torch.float64).log()
-    for table, found in ((own, claims.time_and_mask_solved(length)), (key, claims.time_and_mask_key_token(length))):
+    for table, found in ((own, claims.count_and_mask_solved(length)), (key, claims.count_and_mask_key_token(length))):
         total = claims.hidden_sums(oracle.TabularDenoiser.from_hidden_table(table), (0,) * length)
         given = [[length / l * s for m, s in total.items() if len(m) == l] for l in range(1, length + 1)]
         parts = statistics.pvariance(map(statistics.mean, given)), statistics.mean(map(statistics.pvariance, given))
@@ -284,9 +284,9 @@ def test_solved_variances_are_those_of_all_masks(length):
     for t, weight in zip((x + 1) / 2, w / 2, strict=True):
         chance = torch.tensor([t ** len(m) * (1 - t) ** (length - len(m)) for m in total], dtype=torch.float64)
         variance += weight**2 * claims.variance(chance, torch.tensor(list(total.values()), dtype=torch.float64) / t)
-    independent = sum(claims.time_and_mask_solved(length)) / 3
+    independent = sum(claims.count_and_mask_solved(length)) / 3
     assert claims.quadrature_error_solved(length) == pytest.approx(math.sqrt(variance / independent), rel=1e-9)
-    assert claims.share_of_first(claims.time_and_mask_key_token(length)) == pytest.approx(1 / 3)
+    assert claims.share_of_first(claims.count_and_mask_key_token(length)) == pytest.approx(1 / 3)
 
 
 def test_what_one_nat_does_to_a_weight_by_arithmetic():
@@ -294,7 +294,7 @@ def test_what_one_nat_does_to_a_weight_by_arithmetic():
     across, and the cap is worth E[1 / (1 + Bin(15, 1/2))] = (1 - 2^-16) / 8. Without noise: e / (e + 15) - 1 / (1 + 15 e)."""
     a, length = claims.solved(256), 256
     halves = statistics.mean(statistics.pvariance(part) for part in (a[:128], a[128:]))
-    s = math.sqrt(2 * (length**2 * halves + claims.time_and_mask_solved(length)[1]) / 2)
+    s = math.sqrt(2 * (length**2 * halves + claims.count_and_mask_solved(length)[1]) / 2)
     assert s == pytest.approx(75.9, abs=0.1)
     gain = 2 / (s * math.sqrt(2 * math.pi)) * (1 - 2**-16) / 8
     found = claims.weight_of_one_nat()
@@ -324,7 +324,7 @@ def test_variances_are_those_of_the_shipped_plans():
 
 @pytest.mark.parametrize("seed", [0, 5])
 def test_spreading_calls_is_the_law_of_total_variance(seed):
-    time, mask = claims.time_and_mask(seed)
+    time, mask = claims.count_and_mask(seed)
     assert claims.spread_over_times(seed) == pytest.approx((time + mask / 2) / (time / 2 + mask / 2), rel=1e-9)
 
 

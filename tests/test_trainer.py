@@ -988,9 +988,9 @@ NEED_A_FIRST_PASS |= {"gdpo-released", "stabledrl", "stabledrl-released", "stabl
 NEED_A_FIRST_PASS |= {"clip-only", "self-norm-only", "espo", "coupled-grpo", "unigrpo"}
 
 
-def one_update(monkeypatch, name: str, updates: int | None, always: bool = False) -> tuple[torch.Tensor, dict, bool]:
+def one_update(monkeypatch, name: str, updates: int | None, always: bool = False, **words) -> tuple[torch.Tensor, dict, bool]:
     """(gradient, metrics, was there a first pass?) of the first update on a rollout; ``always``: with a first pass."""
-    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=1)
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=1, **words)
     experience = dataclasses.replace(tiny.experience(learner), updates=updates)
     ((plan, adv),) = learner.plans(0, experience)
     (anchor,) = learner.anchors(0, [plan], experience.rollout, trainer.Clock())
@@ -1010,6 +1010,24 @@ def test_a_first_pass_is_left_out_where_it_would_find_out_nothing_and_only_there
     assert scored == (name in NEED_A_FIRST_PASS)
     assert exact.norm() > 1e-4 and (gradient - exact).norm() < 1e-12 * exact.norm()
     assert row == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_update_in_one_pass_is_that_of_two(name, monkeypatch):
+    exact, wanted, _ = one_update(monkeypatch, name, updates=None, always=True)
+    for size, scored in ((1, True), (1000, False)):  # a sequence at a time: two passes all the same
+        gradient, row, found = one_update(monkeypatch, name, None, always=True, one_pass=True, micro_batch=size)
+        assert found == scored
+        assert exact.norm() > 1e-4 and (gradient - exact).norm() < 1e-12 * exact.norm()
+        assert row == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_one_pass_counts_no_first_pass(base):
+    """Where there would be one: not in an update whose loss is linear."""
+    words = {"num_iterations": 2, "one_pass": True, "micro_batch": 1000}
+    for name in ("ppo", "reinforce"):
+        row = trainer.Learner(tiny.settings(base, method=name, **words)).step(0)
+        assert "network_calls/scoring" not in row and row["network_calls/update"] > 0
 
 
 @pytest.mark.parametrize("name", [m.name for m in methods.METHODS.values() if m.anchor == "behaviour" and not m.extra])
