@@ -33,7 +33,8 @@ MANY = 30  # pairs from which on the surest differences come first
 GOALS = (0.1, 0.2)  # of the leaderboard, above the best decoder of the base
 BUDGETS = (50_000, 100_000, 250_000, 500_000, 750_000)  # of its comparison, in network calls
 SPENT = {"calls": "network calls", "updates": "updates", "seconds": "seconds"}
-SPENT_IN_ALL, AT_THE_END = "calls spent", "at the end"
+SPENT_IN_ALL, AT_THE_END, GREEDY = "calls spent", "at the end", "greedy, at the end"
+FACTS = ("method", "rate", "updates", "seed", "steps", "before", "after", "calls")  # of one run
 GOAL_HEAD = """## Until a goal
 
 Spent until the mean over seeds is there; in brackets the lowest and highest of the seeds' own \
@@ -251,6 +252,7 @@ def leaderboard(
         found = [(group, courses) for group in groups(rows, study) if group.report]
         if found:
             every.setdefault(orders[study], []).extend(found)
+    every = {order: _once(found) for order, found in every.items()}
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
     head = f"""# Leaderboard
 
@@ -258,7 +260,8 @@ First what each method solves of held-out puzzles once it has spent so many netw
 equivalents, which can be compared between machines as seconds cannot); then what it spends until \
 it is {goals} points above {_percent(best_decoder)} %, the rate of the base with its best decoder, \
 whatever order the runs have. Between two evaluations a curve is taken as straight. A table has \
-the runs of one order, for runs of different orders start from different rates. \
+the runs of one order, for runs of different orders start from different rates. Runs that are \
+among those of a line with more seeds, digit for digit, are shown in that one. \
 Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
 bed {_listed(row["bed"] for row in reported)}."""
     parts = [_goal(every, goal, best_decoder + goal, goal == GOALS[0]) for goal in GOALS]
@@ -267,13 +270,25 @@ bed {_listed(row["bed"] for row in reported)}."""
     return "\n\n".join([head, _equal_calls(every), *ends]) + "\n"
 
 
+def _once(found: Sequence[tuple[Group, Courses]]) -> list[tuple[Group, Courses]]:
+    # Without lines all of whose runs another line has, too.
+    runs = [{tuple(row[name] for name in FACTS) for row in g.ended.values()} for g, _ in found]
+    return [
+        pair
+        for pair, own in zip(found, runs, strict=True)
+        if not any(own and own < o for o in runs)
+    ]
+
+
 def _equal_calls(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
     # Sorted by the largest budget that all lines of a table came to.
     text = """## At equal network calls
 
 Solved, in percent: the mean over seeds [95 % interval, Student]; blank where a seed's run ended \
 before, or failed. Sorted by the last column that has no blank. Rates were chosen as the study \
-says, and an interval is of one line: pairs are compared, seed by seed, in docs/results.md. With \
+says, and an interval is of one line: pairs are compared, seed by seed, in docs/results.md. \
+Temperature 1 but for the column "greedy", which is the mean at temperature 0 after the last \
+update: the ranks change, and rates were not chosen for it. With \
 one update a rollout nothing is stale, so that a method made for reuse (a clip, a trust region, \
 StableDRL's weights) shows here what it costs and not what it is for."""
     parts = [text]
@@ -285,10 +300,11 @@ StableDRL's weights) shows here what it costs and not what it is for."""
             cells = {_count(budget): _mean(x) for budget, x in zip(BUDGETS, values, strict=True)}
             before = {"solved before": _percent(group.mean("before"))}
             key = fmean(values[shared[-1]]) if shared else 0.0
+            cells[GREEDY] = _percent(group.mean("greedy_after"))
             lines.append((-key, _who(group) | before | cells))
         lines = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
         met = [_count(b) for b in BUDGETS if any(line[_count(b)] for line in lines)]
-        table = markdown_table(lines, (*WHO, "solved before", *met))
+        table = markdown_table(lines, (*WHO, "solved before", *met, GREEDY))
         parts.append(f"### Decoding in {order} order\n\n{table}")
     return "\n\n".join(parts)
 

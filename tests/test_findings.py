@@ -305,13 +305,28 @@ def test_at_equal_calls_each_seed_is_read_on_its_own_line(tmp_path, monkeypatch)
     lines = [line for row in cells for line in (course(row, [0.1, 0.28]) if row in b else course(row))]
     text = findings.leaderboard(*write(tmp_path, cells, lines), 0.15, {"s": "random"})
     first, *_ = tables(text)
-    assert list(first[0])[-4:] == ["solved before", "600", "1,500", "3,000"]  # nobody spent 3,001
+    assert list(first[0])[-5:] == ["solved before", "600", "1,500", "3,000", "greedy, at the end"]  # nobody spent 3,001
     by = {line["method"]: line for line in first}
     assert by["a"]["600"].startswith("16.0 [") and by["a"]["3,000"].startswith("40.0 [")
     assert by["b"]["600"].startswith("17.2 [") and by["b"]["3,000"] == ""
     assert (by["c"]["600"], by["c"]["solved before"]) == ("", "10.0")
     text = findings.leaderboard(*write(tmp_path, cells[:4], lines), 0.15, {"s": "random"})
     assert [line["method"] for line in tables(text)[0]] == ["b", "a"]  # by 1,500, where b has 28 and a 25
+
+
+def test_runs_that_a_larger_line_has_too_are_shown_once(tmp_path):
+    """Seed 0 of study t is that of s; its b has one seed more than s knows, its c ends elsewhere."""
+    both = [cell(name, seed, 0.4 + seed / 10) for name in "abc" for seed in (0, 1)]
+    again = [cell("a", 0, 0.4, study="t"), cell("b", 2, 0.4, study="t"), cell("c", 0, 0.3, study="t")]
+    text = findings.leaderboard(*write(tmp_path, both + again), 0.15, {"s": "random", "t": "random"})
+    for table in (tables(text)[0], tables(text)[-1]):
+        assert sorted((line["study"], line["method"]) for line in table) == [("s", x) for x in "abc"] + [("t", "b"), ("t", "c")]
+
+
+def test_greedy_decoding_stands_beside_the_other(tmp_path):
+    cells = [cell("a", 0, 0.5) | {"greedy_after": 0.3}, cell("a", 1, 0.5) | {"greedy_after": 0.4}]
+    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": "random"})
+    assert tables(text)[0][0]["greedy, at the end"] == "35.0"
 
 
 def test_what_is_spent_until_a_goal(tmp_path):
