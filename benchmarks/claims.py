@@ -203,7 +203,7 @@ def random_times(smallest: float = 1e-3, cells: int = 400) -> list[tuple[float, 
 
 
 def time_and_bernoulli(moments: list[tuple[float, float]]) -> tuple[float, float]:
-    """V_time and V_Bern of (50.1), one call of the time form; moments: mean and mean square of S for 1, 2, ... hidden tokens."""
+    """V_time and V_Bern of (50.1), one call of the time form; moments: mean and mean square of S, for l = 1, 2, ... hidden."""
     length, mean, of_time, total = len(moments), 0.0, 0.0, 0.0
     for chance, t in random_times():
         law = [math.comb(length, l) * t**l * (1 - t) ** (length - l) for l in range(1, length + 1)]
@@ -879,7 +879,7 @@ LEDGER: dict[str, list[Claim]] = {
             "accounts of arXiv 2510.08554", "no run has random times, or another number of nodes"),
         in_study("Arcs (2.11) instead of SDMC make GDPO solve more: random order, one rate for both.",
             "arcs", ("gdpo-arcs", "gdpo"), "points: > 0", after),
-        in_study("The same: rates chosen for each, equal network calls; its first five seeds of SDMC are those of the line above.",
+        in_study("The same: rates chosen for each, equal network calls; five seeds of SDMC are those of the line above.",
             "likelihoods", ("gdpo-arcs", "gdpo"), "points: > 0", after),
     ],
     "StableDRL": [

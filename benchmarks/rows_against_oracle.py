@@ -671,7 +671,8 @@ def reading(results: Results) -> list[str]:
         {cosines("masks", sure, "first")}. All hidden: {cosines("mean field", sure, "first")}.""",
         f"""**Length.** `gspo` divides the log-likelihood of a text by its length: {c("gspo")} in random order, where `ppo` has
         {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so, too, and `gdpo`,
-        {c("gdpo")}, divides the loss, which at its first update is the same; `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do not, but differ in more. One word at a time, on these models
+        {c("gdpo")}, divides the loss, which at its first update is the same; `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do
+        not, but differ in more. One word at a time, on these models
         ([notebook 10](../notebooks/10_the_map.ipynb)): without the division `grpo` has 0.67, and with masks beyond the end of
         a text, too, 0.77; its z-score changes nothing.""",
         f"""**Which steps.** Two of the four steps drawn uniformly (`replay-uniform`): {c("replay-uniform")}. The two most
