@@ -1,0 +1,118 @@
+"""Tokens only, or tokens and positions? `python benchmarks/position_factor.py [CONFIG]` (two minutes of one CPU thread).
+
+Two estimates of the policy gradient of the low-confidence sampler, on the same rollouts of the config's model: the score of the
+drawn tokens (`reinforce`), which leaves out that the choice of positions depends on the weights, and the score of tokens and
+positions (4.2), which is exact. All steps of a trajectory are scored. One batch is what the config takes for an update. With
+t_i and x_i the two gradients of batch i, means <a, b> over pairs of different batches, which noise does not bias,
+
+    bias     |E t - E x| / |E x|                           <t - x, t - x>^(1/2) / <x, x>^(1/2)
+    noise    (tr Var t)^(1/2) / |E x|, and that of x       (mean |t_i|^2 - <t, t>)^(1/2) / <x, x>^(1/2)
+    level    (tr Var x - tr Var t) / |E t - E x|^2         batches of this size from which on the exact score has less error
+
+where errors are mean squares, |estimate - E x|^2. Intervals: 95 %, jackknife over batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import trange
+
+from minidrl import config, intervals, methods, tables, trainer
+from minidrl.gradient import two_pass_backward
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "tiny_configs" / "countdown20_cpu.yaml"
+ALL_STEPS = {"plan.min_entropy": 0.0}
+
+
+def rows() -> dict[str, methods.Method]:
+    """REINFORCE by either score; its loss is linear in both."""
+    tokens = methods.with_options(methods.METHODS["reinforce"], ALL_STEPS)
+    return {"tokens": tokens, "tokens and positions": dataclasses.replace(tokens, features=("logp", "order_logp"))}
+
+
+def gradient(learner: trainer.Learner, row: methods.Method, experience: trainer.Experience, step: int) -> Tensor:
+    """The gradient that an update by this row would apply, as one vector of doubles."""
+    rollout = experience.rollout
+    plan = row.plan(rollout, learner.generator(step, "plan 0"))
+    adv = methods.advantages(row, plan, rollout, experience.reward)
+    blank = dict.fromkeys(row.features, torch.zeros(plan.scored.shape))
+    learner.model.zero_grad(set_to_none=True)
+    two_pass_backward(
+        learner.network,
+        rollout,
+        plan,
+        lambda feature: methods.method_loss(row, plan, rollout, feature, adv, None, None),
+        temperature=learner.settings.sampler.temperature,
+        size=learner.settings.micro_batch,
+        feature=blank,
+    )
+    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]).double()
+
+
+def across(a: Tensor, b: Tensor) -> float:
+    """The mean of <a_i, b_j> over i != j."""
+    return float((a.sum(0) @ b.sum(0) - (a * b).sum()) / (len(a) * (len(a) - 1)))
+
+
+def spread(a: Tensor) -> float:
+    """tr Var, without bias."""
+    return float(a.square().sum(1).mean()) - across(a, a)
+
+
+# Of the gradients by tokens and by both, (batches, weights) each.
+Measure = Callable[[Tensor, Tensor], float]
+MEASURES: dict[str, Measure] = {
+    "bias of the token score, over the length of the gradient": lambda t, x: math.sqrt(
+        max(across(t - x, t - x), 0.0) / across(x, x)
+    ),
+    "noise of the token score, over the length of the gradient": lambda t, x: math.sqrt(spread(t) / across(x, x)),
+    "noise of the exact score, over the length of the gradient": lambda t, x: math.sqrt(spread(x) / across(x, x)),
+    "noise, exact over token": lambda t, x: math.sqrt(spread(x) / spread(t)),
+    "batches of this size at which both have one error": lambda t, x: (spread(x) - spread(t)) / across(t - x, t - x),
+}
+
+
+def jackknife(measure: Measure, t: Tensor, x: Tensor) -> tuple[float, float, float]:
+    """The number, and its 95 % interval from leaving out each batch once."""
+    count, value = len(t), measure(t, x)
+    keep = [torch.arange(count) != i for i in range(count)]
+    without = torch.tensor([measure(t[k], x[k]) for k in keep], dtype=torch.float64)
+    error = math.sqrt((count - 1) / count * float((without - without.mean()).square().sum()))
+    half = intervals.student(0.975, count - 1) * error
+    return value, value - half, value + half
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
+    parser.add_argument("--batches", type=int, default=24)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = config.load(config.Train, given.config, {"method": "reinforce"})
+    if given.batches < 3 or settings.sampler.order != "low_confidence":
+        sys.exit("position_factor: got too few batches or another order; allowed are 3 batches or more, low_confidence")
+    learner, found = trainer.Learner(settings), {name: [] for name in rows()}
+    for step in trange(given.batches, desc="batches", file=sys.stderr):
+        experience = learner.collect(step, trainer.Clock())
+        for name, row in rows().items():
+            found[name].append(gradient(learner, row, experience, step))
+    t, x = (torch.stack(each) for each in found.values())
+    lines = [
+        {"measure": name, "found [95 %]": "{:.2f} [{:.2f}, {:.2f}]".format(*jackknife(measure, t, x))}
+        for name, measure in MEASURES.items()
+    ]
+    size = settings.num_prompts * settings.num_generations
+    print(f"{given.batches} batches of {size} responses\n\n{tables.markdown_table(lines, ('measure', 'found [95 %]'))}")
+
+
+if __name__ == "__main__":
+    main()
