@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minidrl import checkpoints, methods
 from minidrl.algorithms import Plan, Rollout
+from minidrl.distributed import num_processes
 from minidrl.features import features
 from minidrl.gradient import two_pass_backward
 from minidrl.sampler import Sampler, generate
@@ -58,6 +59,24 @@ def recorded(made: dict[str, Tensor], group: int, sampler: Sampler) -> Rollout:
     )
 
 
+def refuse(method, rollout: Rollout, plan: Plan) -> None:
+    """ValueError for a rollout on which the row would run, and learn nothing or something else."""
+    prompt, group, kept = rollout.prompt, rollout.num_generations, rollout.keep
+    if num_processes() > 1:
+        raise ValueError(f"processes: got {num_processes()}; allowed 1, as several are taken to hold one rollout together")
+    if group < 2 or len(prompt) % group:
+        raise ValueError(f"num_generations: got {group}; allowed from 2, divisors of the {len(prompt)} responses")
+    if (prompt != prompt[::group].repeat_interleave(group, 0)).any():
+        raise ValueError(f"prompt: got several in a group of {group}; allowed one, its responses one after the other")
+    traced = plan.replay or method.temperature == "sampling"  # a row about the recorded trajectory
+    if traced and rollout.sampler is None:
+        raise ValueError(f"sampler: got None; allowed the sampler's settings, which {method.name} reads")
+    if traced and (rollout.unmask_step[kept] < 0).any():
+        raise ValueError(f"unmask_step: got -1 where keep is True; allowed the step of each token, which {method.name} reads")
+    if method.anchor == "behaviour" and not rollout.logp[kept].any():
+        raise ValueError(f"logp: got 0 everywhere; allowed the log-probabilities of the draws, the anchor of {method.name}")
+
+
 class Update(NamedTuple):
     """What one update on a rollout needs, apart from the weights: found before the first of them."""
 
@@ -89,6 +108,7 @@ def prepare(network, method, rollout, reward: Tensor, noise: torch.Generator, up
     for i in range(count):
         told = {"update": i, "updates": updates, "schedule": torch.Generator().manual_seed(seed)}
         plans.append(methods.draw(method, rollout, noise, **told))
+    refuse(method, rollout, plans[0])
     if plans[0].block_length is not None and not hasattr(network, "encode_staircase"):
         raise ValueError(f"network: got one without encode_staircase; {method.name} is about block diffusion and needs it")
     anchors = [None] * count

@@ -17,8 +17,8 @@ arithmetic: of ``compute_dtype``, or of the weights. The parts below are sums of
 transformers' layers keep for a backward pass:
 
     activations      what autograd keeps of the body. A layer keeps N times
-                         norms      2 (4 D + [2 e D]), the float32 copy, [the two factors of the
-                                    scale]
+                         norms      2 (4 D + 4 + [2 e D]), the float32 copy, one number, [the two
+                                    factors of the scale]
                          attention  4 e A + 4 heads + e T, queries, keys, values, result; log of
                                     the normaliser; mask
                          MLP        3 e F [+ e F]
@@ -268,7 +268,8 @@ def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: in
 
 
 def _norm(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
-    return shape.hidden_size * (FLOAT + (0 if lora.rank else 2 * size)) + 2 * FLOAT
+    # The last number is the norm's scale of the token, in float32.
+    return shape.hidden_size * (FLOAT + (0 if lora.rank else 2 * size)) + FLOAT
 
 
 def _gradients(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:

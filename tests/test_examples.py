@@ -106,6 +106,124 @@ def test_what_the_plain_loop_leaves_out_it_refuses(name, monkeypatch):
         plain.prepare(learner.model, learner.method, experience.rollout, experience.reward, torch.Generator())
 
 
+def without(rollout: plain.Rollout, *names: str) -> plain.Rollout:
+    """What `Rollout.of` makes of a rollout when some of its arguments are left out."""
+    told = {key: value for key, value in vars(rollout).items() if key not in ("response", *names)}
+    return plain.Rollout.of(rollout.response, **told)
+
+
+def read_by(method: methods.Method, plan: plain.Plan) -> dict[str, str]:
+    """The page's table: what a row reads beside prompt and response, and how its absence is refused."""
+    found = {"num_generations": "num_generations: got 1; allowed from 2"}
+    if plan.replay or method.plan.func is methods.merged_plan:
+        found |= {"sampler": "sampler: got None; allowed|order: got None", "unmask_step": "unmask_step: got -1"}
+    if method.anchor == "behaviour":
+        found["logp"] = "logp: got 0 everywhere"
+    if method.plan.func is methods.entropy_plan or "topk_logp" in method.features:
+        found["records"] = "records: the rollout holds no record '(entropy|topk_ids)'"
+    return found
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_row_reads_what_the_page_says_and_nothing_beside_it(name, monkeypatch):
+    """What it reads is refused by name where it is missing; the rest may be left out, all at once."""
+    learner, experience = learner_and_experience(monkeypatch, name)
+    theirs, found = experience.rollout, []
+
+    def gradient(rollout: plain.Rollout) -> torch.Tensor:
+        told = learner.model, learner.method, rollout
+        (update,) = plain.prepare(*told, experience.reward, torch.Generator().manual_seed(5))
+        plain.backward(*told, update)
+        return tiny.gradient(learner.model)
+
+    reads = read_by(learner.method, methods.draw(learner.method, theirs, torch.Generator().manual_seed(5)))
+    for field, message in reads.items():
+        with pytest.raises(ValueError, match=message):
+            gradient(without(theirs, field))
+    rest = {"num_generations", "sampler", "unmask_step", "logp", "records"} - reads.keys()
+    found = [gradient(theirs), gradient(without(theirs, *rest))]
+    assert found[0].norm() > 0
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5 * float(found[0].norm()))  # without logp: weights in float32
+
+
+def test_groups_that_are_none_are_refused(monkeypatch):
+    """A number that does not divide; the responses of two prompts in turn, which would be compared with each other."""
+    learner, experience = learner_and_experience(monkeypatch, "gdpo")
+    rollout, told = experience.rollout, (experience.reward, torch.Generator())
+    in_turn = torch.arange(tiny.GROUPS * tiny.GENERATIONS).view(tiny.GROUPS, -1).T.flatten()
+    wrong = {
+        "num_generations: got 5; allowed from 2, divisors of the 12 responses": {"num_generations": 5},
+        "prompt: got several in a group of 4; allowed one": {"prompt": rollout.prompt[in_turn]},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            plain.prepare(learner.model, learner.method, dataclasses.replace(rollout, **change), *told)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    learner, experience = learner_and_experience(monkeypatch, "gdpo")
+    monkeypatch.setattr(plain, "num_processes", lambda: 2)
+    with pytest.raises(ValueError, match="processes: got 2; allowed 1"):
+        plain.prepare(learner.model, learner.method, experience.rollout, experience.reward, torch.Generator())
+
+
+COMPARED = [name for name in REFUSED if methods.METHODS[name].step_value == "none"]
+
+
+def compared(method, rollout, network, reference, update, ll_of=methods.kl_target) -> torch.Tensor:
+    """The page's paragraph on a KL to a reference: what `backward` becomes. Returns the loss."""
+    plan, exact = update.plan, method.kl.form == "exact"
+    how, ref = {"names": method.features, "temperature": plain.temperature(method, rollout)}, None
+    if not exact:
+        ref = ll_of(method, plan, rollout, plain.features(reference, rollout, plan, **how))
+
+    def loss_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
+        return methods.method_loss(method, plan, rollout, found, update.adv, update.anchor, ref)
+
+    how |= {"reference": reference} if exact else {}
+    return plain.two_pass_backward(network, rollout, plan, loss_of, **how).loss
+
+
+@pytest.mark.parametrize("name", [*COMPARED, "exact"])
+def test_a_reference_as_on_the_page_has_the_gradient_of_the_trainer(name, monkeypatch):
+    """Of the first update on a rollout, with a reference that is not the policy."""
+    words = {"method": name, "num_iterations": 1}
+    if name == "exact":
+        words = {"method": "gdpo", "num_iterations": 1, "method_options": {"kl.form": "exact", "kl.beta": 0.5}}
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), **words)
+    tiny.perturb(learner.reference, 0.3)
+    experience, found = tiny.experience(learner), []
+    noise = torch.Generator().manual_seed(5)
+    seed = int(torch.randint(2**31, (1,), generator=noise))
+    streams = {"schedule": lambda: torch.Generator().manual_seed(seed)}
+    monkeypatch.setattr(learner, "generator", lambda step, purpose: streams.get(purpose, lambda: noise)())
+    monkeypatch.setattr(learner, "collect", lambda *_: experience)
+    monkeypatch.setattr(trainer, "optimizer_step", lambda model, *_: found.append(tiny.gradient(model)) or 0.0)
+    learner.step(0)
+
+    noise.manual_seed(5)
+    bare, told = methods.with_options(learner.method, {"kl.beta": 0.0}), (experience.reward, noise)
+    (update,) = plain.prepare(learner.model, bare, experience.rollout, *told)
+    assert float(compared(learner.method, experience.rollout, learner.model, learner.reference, update)) != 0
+    mine = tiny.gradient(learner.model)
+    plain.backward(learner.model, bare, experience.rollout, update)
+    torch.testing.assert_close(mine, found[0], rtol=1e-9, atol=1e-9 * float(found[0].norm()))
+    assert (tiny.gradient(learner.model) - mine).norm() > 1e-4 * mine.norm()  # of the KL
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_reference_that_is_the_policy_costs_nothing(name, monkeypatch):
+    """With equal rewards the loss is 0; with `reduced` in the place of `kl_target` that of espo is not."""
+    learner, experience = learner_and_experience(monkeypatch, name)
+    method, rollout, model = learner.method, experience.rollout, learner.model
+    bare = methods.with_options(method, {"kl.beta": 0.0})
+    told = torch.ones_like(experience.reward), torch.Generator().manual_seed(5)
+    (update,) = plain.prepare(model, bare, rollout, *told)
+    assert float(compared(method, rollout, model, model, update)) == pytest.approx(0, abs=1e-12)
+    wrong = float(compared(method, rollout, model, model, update, methods.reduced))
+    assert wrong == pytest.approx(0.1 if name == "espo" else 0, abs=0.05 if name == "espo" else 1e-12)
+
+
 BLOCKS = [name for name in methods.METHODS if tiny.in_blocks(name) and name not in REFUSED]
 
 
