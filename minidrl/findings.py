@@ -264,7 +264,7 @@ the runs of one order, for runs of different orders start from different rates. 
 among those of a line with more seeds, digit for digit, are shown in that one. \
 Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
 bed {_listed(row["bed"] for row in reported)}."""
-    parts = [_goal(every, goal, best_decoder + goal, goal == GOALS[0]) for goal in GOALS]
+    parts = [_goal(every, goal, best_decoder + goal) for goal in GOALS]
     found = [group for of_order in every.values() for group, _ in of_order]
     ends = [GOAL_HEAD, *parts, _commands(found, command)]
     return "\n\n".join([head, _equal_calls(every), *ends]) + "\n"
@@ -329,10 +329,8 @@ def solved_after(courses: Courses, cell: str, budget: float) -> float | None:
     return float(np.interp(budget, calls, held)) if calls[-1] >= budget else None
 
 
-def _goal(
-    every: Mapping[str, Sequence[tuple[Group, Courses]]], goal: float, target: float, always: bool
-) -> str:
-    # A table for each order; after the first goal only where a seed got there.
+def _goal(every: Mapping[str, Sequence[tuple[Group, Courses]]], goal: float, target: float) -> str:
+    # A table for each order in which a seed got there.
     parts = [f"### {100 * goal:.0f} points above: {_percent(target)} %"]
     for order, found in every.items():
         lines = _goal_lines(found, target)
@@ -340,7 +338,7 @@ def _goal(
         columns = (*WHO, "solved before", "seeds there", *SPENT.values(), SPENT_IN_ALL, AT_THE_END)
         none = f"Decoding in {order} order: no seed of these runs got there."
         table = f"#### Decoding in {order} order\n\n{markdown_table(lines, columns)}"
-        parts.append(table if there or always else none)
+        parts.append(table if there else none)
     return "\n\n".join(parts)
 
 
