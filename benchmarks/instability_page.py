@@ -348,8 +348,8 @@ Reading:
 `python benchmarks/instability.py` trains a network of 50,000 weights to write {length} letters: {updates} updates,
 {reuse} on each rollout of {batch} responses. It is not the setting of StableDRL's released code: one masked state a
 response, where the code and the row `stabledrl` have two, the code's of blocks; no clip of the gradient norm, where the code
-has 0.2; {reuse} updates on a rollout, where the code has two. The setting was searched for, and the trials were not recorded: the
-comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. "Collapse" is this
+has 0.2; {reuse} updates on a rollout, where the code has two. The setting was searched for, and the trials were not recorded:
+the comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. "Collapse" is this
 project's criterion: a run ends below its start. The same command runs what is not run yet.
 
 **One state leaves the sandwich out.** With one masked state the EUBO (5.2) is the ELBO plus a constant: their gradients are

@@ -19,6 +19,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,34 +59,48 @@ def gradient(learner: trainer.Learner, row: methods.Method, experience: trainer.
     return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]).double()
 
 
-def across(a: Tensor, b: Tensor) -> float:
-    """The mean of <a_i, b_j> over i != j."""
-    return float((a.sum(0) @ b.sum(0) - (a * b).sum()) / (len(a) * (len(a) - 1)))
+@dataclass(frozen=True)
+class Products:
+    """<t_i, t_j>, <x_i, x_j> and <t_i - x_i, t_j - x_j>, (batches, batches) each."""
+
+    t: Tensor
+    x: Tensor
+    gap: Tensor
+
+    @classmethod
+    def of(cls, t: Tensor, x: Tensor) -> Products:
+        return cls(t @ t.T, x @ x.T, (t - x) @ (t - x).T)
+
+    def without(self, batch: int) -> Products:
+        """Of the other batches."""
+        keep = torch.arange(len(self.t)) != batch
+        return Products(*(each[keep][:, keep] for each in (self.t, self.x, self.gap)))
 
 
-def spread(a: Tensor) -> float:
+def across(products: Tensor) -> float:
+    """The mean over pairs of different batches: the square of the length of the mean, without bias."""
+    count = len(products)
+    return float((products.sum() - products.trace()) / (count * (count - 1)))
+
+
+def spread(products: Tensor) -> float:
     """tr Var, without bias."""
-    return float(a.square().sum(1).mean()) - across(a, a)
+    return float(products.diagonal().mean()) - across(products)
 
 
-# Of the gradients by tokens and by both, (batches, weights) each.
-Measure = Callable[[Tensor, Tensor], float]
-MEASURES: dict[str, Measure] = {
-    "bias of the token score, over the length of the gradient": lambda t, x: math.sqrt(
-        max(across(t - x, t - x), 0.0) / across(x, x)
-    ),
-    "noise of the token score, over the length of the gradient": lambda t, x: math.sqrt(spread(t) / across(x, x)),
-    "noise of the exact score, over the length of the gradient": lambda t, x: math.sqrt(spread(x) / across(x, x)),
-    "noise, exact over token": lambda t, x: math.sqrt(spread(x) / spread(t)),
-    "batches of this size at which both have one error": lambda t, x: (spread(x) - spread(t)) / across(t - x, t - x),
+MEASURES: dict[str, Callable[[Products], float]] = {
+    "bias of the token score, over the length of the gradient": lambda p: math.sqrt(max(across(p.gap), 0.0) / across(p.x)),
+    "noise of the token score, over the length of the gradient": lambda p: math.sqrt(spread(p.t) / across(p.x)),
+    "noise of the exact score, over the length of the gradient": lambda p: math.sqrt(spread(p.x) / across(p.x)),
+    "noise, exact over token": lambda p: math.sqrt(spread(p.x) / spread(p.t)),
+    "batches of this size at which both have one error": lambda p: (spread(p.x) - spread(p.t)) / across(p.gap),
 }
 
 
-def jackknife(measure: Measure, t: Tensor, x: Tensor) -> tuple[float, float, float]:
+def jackknife(measure: Callable[[Products], float], products: Products) -> tuple[float, float, float]:
     """The number, and its 95 % interval from leaving out each batch once."""
-    count, value = len(t), measure(t, x)
-    keep = [torch.arange(count) != i for i in range(count)]
-    without = torch.tensor([measure(t[k], x[k]) for k in keep], dtype=torch.float64)
+    count, value = len(products.t), measure(products)
+    without = torch.tensor([measure(products.without(i)) for i in range(count)], dtype=torch.float64)
     error = math.sqrt((count - 1) / count * float((without - without.mean()).square().sum()))
     half = intervals.student(0.975, count - 1) * error
     return value, value - half, value + half
@@ -105,9 +120,9 @@ def main() -> None:
         experience = learner.collect(step, trainer.Clock())
         for name, row in rows().items():
             found[name].append(gradient(learner, row, experience, step))
-    t, x = (torch.stack(each) for each in found.values())
+    products = Products.of(*(torch.stack(each) for each in found.values()))
     lines = [
-        {"measure": name, "found [95 %]": "{:.2f} [{:.2f}, {:.2f}]".format(*jackknife(measure, t, x))}
+        {"measure": name, "found [95 %]": "{:.2f} [{:.2f}, {:.2f}]".format(*jackknife(measure, products))}
         for name, measure in MEASURES.items()
     ]
     size = settings.num_prompts * settings.num_generations
