@@ -1,4 +1,4 @@
-"""Tokens only, or tokens and positions? `python benchmarks/position_factor.py [CONFIG]` (two minutes of one CPU thread).
+"""Tokens only, or tokens and positions? `python benchmarks/position_factor.py [CONFIG]` (four minutes of one CPU thread).
 
 Two estimates of the policy gradient of the low-confidence sampler, on the same rollouts of the config's model: the score of the
 drawn tokens (`reinforce`), which leaves out that the choice of positions depends on the weights, and the score of tokens and
@@ -45,7 +45,7 @@ def gradient(learner: trainer.Learner, row: methods.Method, experience: trainer.
     rollout = experience.rollout
     plan = row.plan(rollout, learner.generator(step, "plan 0"))
     adv = methods.advantages(row, plan, rollout, experience.reward)
-    blank = dict.fromkeys(row.features, torch.zeros(plan.scored.shape))
+    blank = dict.fromkeys(row.features, torch.zeros(plan.scored.shape, dtype=rollout.logp.dtype))
     learner.model.zero_grad(set_to_none=True)
     two_pass_backward(
         learner.network,
@@ -88,11 +88,16 @@ def spread(products: Tensor) -> float:
     return float(products.diagonal().mean()) - across(products)
 
 
+def root(a: float, b: float) -> float:
+    """(a / b)^(1/2); not a number where noise hides what b is the square of."""
+    return math.sqrt(max(a, 0.0) / b) if b > 0 else math.nan
+
+
 MEASURES: dict[str, Callable[[Products], float]] = {
-    "bias of the token score, over the length of the gradient": lambda p: math.sqrt(max(across(p.gap), 0.0) / across(p.x)),
-    "noise of the token score, over the length of the gradient": lambda p: math.sqrt(spread(p.t) / across(p.x)),
-    "noise of the exact score, over the length of the gradient": lambda p: math.sqrt(spread(p.x) / across(p.x)),
-    "noise, exact over token": lambda p: math.sqrt(spread(p.x) / spread(p.t)),
+    "bias of the token score, over the length of the gradient": lambda p: root(across(p.gap), across(p.x)),
+    "noise of the token score, over the length of the gradient": lambda p: root(spread(p.t), across(p.x)),
+    "noise of the exact score, over the length of the gradient": lambda p: root(spread(p.x), across(p.x)),
+    "noise, exact over token": lambda p: root(spread(p.x), spread(p.t)),
     "batches of this size at which both have one error": lambda p: (spread(p.x) - spread(p.t)) / across(p.gap),
 }
 
@@ -109,7 +114,7 @@ def jackknife(measure: Callable[[Products], float], products: Products) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
-    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--batches", type=int, default=80)
     given = parser.parse_args()
     torch.set_num_threads(1)
     settings = config.load(config.Train, given.config, {"method": "reinforce"})
