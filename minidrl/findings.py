@@ -37,12 +37,12 @@ SPENT_IN_ALL, AT_THE_END, GREEDY = "calls spent", "at the end", "greedy, at the 
 FACTS = ("method", "rate", "updates", "seed", "steps", "before", "after", "calls")  # of one run
 GOAL_HEAD = """## Until a goal
 
-Spent until the mean over seeds is there; in brackets the lowest and highest of the seeds' own \
-curves. A seed that failed or stayed below has "not reached", and one that failed is not in the \
-mean. Calls spent: of the whole run, the mean over seeds. Runs differ in length: "not reached \
-within" so many calls does not say what more would have done, and a longer run that got there is \
-not thereby the better method. Lines that did not get there are sorted by where they end, which \
-is no comparison at equal cost."""
+Spent until the mean over seeds is there for the first time (it may fall again); in brackets the \
+lowest and highest of the seeds' own curves. A seed that failed or stayed below has "not \
+reached", and one that failed is not in the mean. Calls spent: of the whole run, the mean over \
+seeds. Runs differ in length: "not reached within" so many calls does not say what more would \
+have done, and a longer run that got there is not thereby the better method. Lines that did not \
+get there are sorted by where they end, which is no comparison at equal cost."""
 WHO = ("study", "method", "updates a rollout", "rate")
 COMMAND = "python -m minidrl compare studies/{study}.yaml --methods {method}"
 
@@ -285,12 +285,12 @@ def _equal_calls(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
     text = """## At equal network calls
 
 Solved, in percent: the mean over seeds [95 % interval, Student]; blank where a seed's run ended \
-before, or failed. Sorted by the last column that has no blank. Rates were chosen as the study \
-says, and an interval is of one line: pairs are compared, seed by seed, in docs/results.md. \
-Temperature 1 but for the column "greedy", which is the mean at temperature 0 after the last \
-update: the ranks change, and rates were not chosen for it. With \
-one update a rollout nothing is stale, so that a method made for reuse (a clip, a trust region, \
-StableDRL's weights) shows here what it costs and not what it is for."""
+before, or failed. Sorted by the largest number of calls that all lines spent. Rates were chosen \
+as the study says, and an interval is of one line: pairs are compared, seed by seed, in \
+docs/results.md. Temperature 1 but for the column "greedy", which is the mean at temperature 0 \
+after the last update: the ranks change, and rates were not chosen for it. With one update a \
+rollout nothing is stale, so that a method made for reuse (a clip, a trust region, StableDRL's \
+weights) shows here what it costs and not what it is for."""
     parts = [text]
     for order, found in every.items():
         solved = [[solved_at(c, g, budget) for budget in BUDGETS] for g, c in found]
