@@ -60,11 +60,23 @@ def main(argv: list[str] | None = None) -> int:
             raise
         size = f"{int(asked[1]) / 1e9:.1f} GB"
         return _report(f"memory: got an array of {size}; allowed what is free here", 2, error)
+    except TypeError as error:
+        if "TextEncodeInput" not in str(error):  # what the tokenizer says of a lone surrogate
+            raise
+        allowed = "characters that can be encoded, no lone surrogate"
+        return _report(f"text: got some that is no Unicode text; allowed {allowed}", 2, error)
     except KeyboardInterrupt as error:
         asked, said = getattr(error, "signal", signal.SIGINT), one_line(error) or "interrupted"
         kept = arguments.verb != "evaluate" or arguments.out  # without --out nothing is
         said += f"; {GOES_ON.get(arguments.verb if kept else '', 'nothing was written')}"
         return _report(said, 128 + asked, error)
+    except BaseException as error:
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of the tokenizers library, an Exception to no one
+            raise
+        got = f"files with which the tokenizers library breaks off ({one_line(error)})"
+        return _report(f"tokenizer.json: got {got}; allowed those of a working tokenizer", 2, error)
     return 0
 
 

@@ -153,6 +153,7 @@ GENERATION = {f"{name}_token_id": either(ID, list_of(ID)) for name in ("mask", "
 _TOKEN = either(TEXT, table_of({"content": TEXT}))
 TOKENIZER = {
     "tokenizer_class": TEXT,
+    "model_max_length": either(ABOVE_0, NOTHING),
     "chat_template": either(TEXT, list_of(mapping_to(TEXT))),
     "added_tokens_decoder": mapping_to(
         table_of({"content": TEXT}), Kind(lambda x: re.fullmatch("[0-9]{1,8}", x), "numbers")
@@ -328,6 +329,6 @@ def parsed_yaml(written: str, where: str) -> Any:
     """The plain data that a YAML text stands for."""
     try:
         return yaml.load(written, Loader)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        said = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, OverflowError, LookupError, AttributeError) as error:
+        said = " ".join(str(error).split())  # the last two: a tag such as !!bool on another value
         raise ValueError(f"{where} is no YAML that can be used: {said}") from None

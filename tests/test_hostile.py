@@ -245,6 +245,9 @@ FILES = {
     "steps: " + "9" * 5000: "is no YAML that can be used",
     "steps: !!python/object/apply:os.system ['true']": "could not determine a constructor",
     "? [a, b]\n: 1": "unhashable key",
+    "steps: !!timestamp x": "wrong.yaml is no YAML that can be used",
+    "steps: !!float ''": "wrong.yaml is no YAML that can be used",
+    "steps: !!bool zz": "wrong.yaml is no YAML that can be used",
     "model: \x1b[31m": "special characters are not allowed",
     'model: "\\e[31m"\nsampler: {}': "sampler.order: missing",
     R + "steps: 1:30\n": "twice",
@@ -446,6 +449,7 @@ CHECKPOINTS = {
     "tokenizer text": (raw("tokenizer.json", b"hello"), "cannot be read"),
     "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read"),
     "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
+    "tokenizer length": (edited(T, model_max_length="x"), "tokenizer_config.json has model_max_length 'x'; allowed "),
     "tokenizer token": (edited(T, eos_token=5), "tokenizer_config.json has eos_token 5; allowed text"),
     "tokenizer padding": (edited(T, pad_token="x"), "with 24 tokens in its tokenizer; allowed up to 23"),
     "tokenizer decoder": (edited(T, added_tokens_decoder={"x": {"content": "a"}}), "added_tokens_decoder"),
@@ -650,6 +654,25 @@ def test_files_of_a_run_that_cannot_be_read_are_named(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------- the process itself
+class PanicException(BaseException):
+    """As pyo3 raises it where Rust code panics."""
+
+
+@pytest.mark.parametrize("error, line", [
+    (TypeError("TextEncodeInput must be Union[...]"), "text: got some that is no Unicode text"),
+    (PanicException("no entry\nfound"), "tokenizer.json: got files with which the tokenizers library breaks off (no entry"),
+])  # fmt: skip
+def test_what_the_tokenizers_library_raises_is_one_line(error, line, here, capfd, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: (_ for _ in ()).throw(error))
+    assert line in refused(capfd, "verify", "base")
+
+
+def test_other_errors_of_a_type_are_not_hidden(here, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: (_ for _ in ()).throw(TypeError("a mistake of ours")))
+    with pytest.raises(TypeError, match="a mistake of ours"):
+        main(["verify", "base"])
+
+
 def test_control_characters_do_not_reach_a_terminal():
     assert launch.shown("a\x1b[31m\x07\u202e\x9b\nä") == "a\\x1b[31m\\x07\\u202e\\x9b\nä"
     assert launch.one_line("a\n\tb\x1b") == "a b\\x1b"
