@@ -173,7 +173,7 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
         _tell(
             f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again"
         )
-    _write_config(out, settings)
+    write_config(out, settings)
     return None
 
 
@@ -214,7 +214,6 @@ def _resumed(out: Path, settings: Any) -> Path:
     if step > settings.steps or (step == settings.steps and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
         raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
-    _write_config(out, settings)
     return checkpoint
 
 
@@ -231,7 +230,8 @@ def _check_startable(out: Path, settings: Any) -> None:
     config.check_unchanged(settings, out)
 
 
-def _write_config(out: Path, settings: Any) -> None:
+def write_config(out: Path, settings: Any) -> None:
+    """config.yaml of a run; of one that goes on, once its checkpoint has been read."""
     files.write(out / CONFIG, config.dumped(settings))
 
 

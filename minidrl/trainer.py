@@ -77,6 +77,7 @@ def _train(
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
             state |= distributed.collectively(lambda: learner.restore(checkpoint))
+            distributed.on_main(lambda: runs.write_config(out, settings))
         step = state["step"]
         log = distributed.collectively(
             lambda: MetricsLog(out, checkpoint, step, settings.tensorboard)
@@ -849,6 +850,7 @@ def _pretrain(
     optimizer = make_optimizer(model, settings.optimizer)
     if checkpoint is not None:
         state |= runs.load_checkpoint(checkpoint, model, optimizer)
+        runs.write_config(out, settings)
     log = MetricsLog(out, checkpoint, state["step"])
     started = time.perf_counter() - state["seconds"]
     last, met = settings.stop_after or settings.steps, set(state["met"])

@@ -551,6 +551,22 @@ def test_a_wrong_state_is_refused_before_anything_is_changed(name, tmp_path):
     assert all((slot["exp_avg"] == 7).all() for slot in optimizer.state.values())
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(folder, capfd, monkeypatch):
+    """The settings of the run are written anew only once its checkpoint has been read. Its sums agree with what is there."""
+    monkeypatch.setattr(runs.files, "damage", lambda checkpoint: "")
+    words = ("train", "run.yaml", "--save_every", "1", "--evaluate.n", "2", "--out", "o")
+    assert main([*words, "--steps", "2"]) == 0
+    state = next((folder / "o").glob("checkpoint-*")) / "state.json"
+    good = state.read_text()
+    raw("state.json", b"{}")(state.parent)
+    before = {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()}
+    refused(capfd, *words, "--steps", "3", "--resume")
+    assert {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()} == before
+    raw("state.json", good.encode())(state.parent)
+    assert main([*words, "--steps", "3", "--resume"]) == 0
+    assert "steps: 3" in (folder / "o" / "config.yaml").read_text()
+
+
 # ------------------------------------------------------------------------------------------------------- chat templates
 TURNS = [[{"role": "user", "content": "What is 2+2? <b>&'\""}], [{"role": "user", "content": "ä\n\u2028"}]]
 TEMPLATES = {
