@@ -204,13 +204,19 @@ def random_times(smallest: float = 1e-3, cells: int = 400) -> list[tuple[float, 
 
 def time_and_bernoulli(moments: list[tuple[float, float]]) -> tuple[float, float]:
     """V_time and V_Bern of (50.1), one call of the time form; moments: mean and mean square of S, for l = 1, 2, ... hidden."""
-    length, mean, of_time, total = len(moments), 0.0, 0.0, 0.0
+    mean, of_time, total = 0.0, 0.0, 0.0
     for chance, t in random_times():
-        law = [math.comb(length, l) * t**l * (1 - t) ** (length - l) for l in range(1, length + 1)]
-        given = sum(p * first for p, (first, _) in zip(law, moments, strict=True)) / t
-        square = sum(p * second for p, (_, second) in zip(law, moments, strict=True)) / t**2
+        given, square = at_time(t, moments)
         mean, of_time, total = mean + chance * given, of_time + chance * given**2, total + chance * square
     return of_time - mean**2, total - of_time
+
+
+def at_time(t: float, moments: list[tuple[float, float]]) -> tuple[float, float]:
+    """Mean and mean square of S / t where each position is hidden with probability t; moments: as above."""
+    length = len(moments)
+    law = [math.comb(length, l) * t**l * (1 - t) ** (length - l) for l in range(1, length + 1)]
+    mean, square = (sum(p * values[i] for p, values in zip(law, moments, strict=True)) for i in (0, 1))
+    return mean / t, square / t**2
 
 
 def moments_of_sums(seed: int) -> list[tuple[float, float]]:
@@ -331,13 +337,16 @@ def bias_of_three_nodes(seed: int) -> float:
         return abs(float(estimate - oracle.elbo(model, response)))
 
 
+def quadrature_variance(moments: list[tuple[float, float]]) -> float:
+    """Of three calls of SDMC with Bernoulli masks (50.7); moments: of S, by count."""
+    nodes = zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True)
+    at = [(w, *at_time(t, moments)) for t, w in nodes]
+    return sum(w**2 * (square - mean**2) for w, mean, square in at)
+
+
 def quadrature_error(seed: int) -> float:
     """Three calls: error of quadrature (unbiased here) over that of independent calls of the count form."""
-    total = 0.0
-    for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
-        chance = torch.tensor([t ** len(m) * (1 - t) ** (LENGTH - len(m)) for m in sums(seed)], dtype=torch.float64)
-        total += w**2 * variance(chance, torch.tensor(list(sums(seed).values()), dtype=torch.float64) / t)
-    return math.sqrt(total / (sum(count_and_mask(seed)) / 3))
+    return math.sqrt(quadrature_variance(moments_of_sums(seed)) / (sum(count_and_mask(seed)) / 3))
 
 
 def quadrature_over_double_monte_carlo(seed: int) -> float:
@@ -348,13 +357,7 @@ def quadrature_over_double_monte_carlo(seed: int) -> float:
 
 def quadrature_error_solved(length: int) -> float:
     """`quadrature_error` on the solved model, whose a(l) is a polynomial that three nodes integrate exactly."""
-    a, total = solved(length), 0.0
-    for t, w in zip(*(x.tolist() for x in alg.gauss_legendre(3)), strict=True):
-        law = [(math.comb(length, c) * t**c * (1 - t) ** (length - c), c, a[c - 1]) for c in range(1, length + 1)]
-        mean = sum(p * c * x / t for p, c, x in law)
-        within = [(c / length) ** 2 * v for c, v in enumerate(mask_variances(a), 1)]
-        total += w**2 * (sum(p * ((c * x) ** 2 + v) / t**2 for (p, c, x), v in zip(law, within, strict=True)) - mean**2)
-    return math.sqrt(total / (sum(count_and_mask_solved(length)) / 3))
+    return math.sqrt(quadrature_variance(moments_solved(length)) / (sum(count_and_mask_solved(length)) / 3))
 
 
 def lost_by_floor_counts(length: int) -> float:

@@ -77,18 +77,15 @@ def one_pass_backward(
     plan: Plan,
     loss_of: Loss,
     *,
-    temperature: float = 1.0,
     names: tuple[str, ...] = ("logp",),
-    size: int = 256,
-    reference: Network | None = None,
+    **how,
 ) -> Backward:
     """`two_pass_backward` with the graph of all states: each is computed once, and memory grows
     with them.
 
-    For one process. Raises as `two_pass_backward` does.
+    For one process. ``how``: words of `features`. Raises as `two_pass_backward` does.
     """
     refuse_random_modules(model)
-    how = {"temperature": temperature, "size": size, "reference": reference}
     found = features(model, rollout, plan, names=names, graph=True, **how)
     loss = loss_of(found)
     _check_finite(loss)

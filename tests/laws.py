@@ -1900,6 +1900,24 @@ def law_needs_of_the_rows(alg: ModuleType) -> None:
     assert drawn.needs == ("one_step_sampled",), drawn.needs
 
 
+def sequences_encoded(model: Any) -> list[int]:
+    """From now on, how many sequences each call of the network has."""
+    encode, rows = model.encode, []
+    model.encode = lambda *given: (rows.append(len(given[0])), encode(*given))[1]
+    return rows
+
+
+def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: Any, plan: Any) -> None:
+    """Before anything is added to the gradient."""
+    for bad in (math.inf, math.nan):
+        try:
+            backward(model, rollout, plan, lambda f, bad=bad: f["logp"].sum() * bad, temperature=0.7)
+        except FloatingPointError:
+            assert model.table.grad is None, f"{bad}: before anything is added to the gradient"
+        else:
+            raise AssertionError(f"a loss of {bad} is not refused")
+
+
 @judges("4.1")
 def law_two_pass_backward(alg: ModuleType) -> None:
     """The gradient is that of one graph, at the features of pass 1 or at those given in its place; what it tells is so."""
@@ -1934,21 +1952,14 @@ def law_two_pass_backward(alg: ModuleType) -> None:
     leaves = {name: (value.detach() + 0.1).requires_grad_() for name, value in graph.items()}
     slopes = torch.autograd.grad(loss(leaves), list(leaves.values()))
     truth = oracle.table_gradient(model, sum((g * graph[name]).sum() for name, g in zip(leaves, slopes, strict=True)))
-    encode, rows = model.encode, []
-    model.encode = lambda *given: (rows.append(len(given[0])), encode(*given))[1]
+    rows = sequences_encoded(model)
     found = alg.two_pass_backward(model, rollout, plan, loss, feature=leaves, **how)
     assert sum(rows) == int(needed.sum()), f"{sum(rows)} sequences, where pass 1 is given"
     close(found.loss, loss(leaves), "loss at what is given")
     close(model.table.grad, truth, "gradient at what is given")
     model.zero_grad()
 
-    for bad in (math.inf, math.nan):
-        try:
-            alg.two_pass_backward(model, rollout, plan, lambda f, bad=bad: f["logp"].sum() * bad, temperature=0.7)
-        except FloatingPointError:
-            assert model.table.grad is None, f"{bad}: before anything is added to the gradient"
-        else:
-            raise AssertionError(f"a loss of {bad} is not refused")
+    refuses_a_loss_that_is_no_number(alg.two_pass_backward, model, rollout, plan)
     cotangent = torch.zeros_like(plan.scored, dtype=torch.float64)
     cotangent[tuple(plan.scored.nonzero()[0])] = math.nan
     _, calls = alg.second_pass(model, rollout, plan, {"logp": cotangent}, temperature=0.7, size=1)
@@ -1972,8 +1983,7 @@ def law_one_pass_backward(alg: ModuleType) -> None:
         return (0.3 * x + y).sum((0, 2)).exp().sum() + (x * z).sum()
 
     graph = graph_features(alg, model, rollout, plan, **how)
-    encode, rows = model.encode, []
-    model.encode = lambda *given: (rows.append(len(given[0])), encode(*given))[1]
+    rows = sequences_encoded(model)
     for size in (1, 256):
         found = alg.one_pass_backward(model, rollout, plan, loss, size=size, **how)
         close(found.loss, loss(graph), "loss")
@@ -1989,13 +1999,7 @@ def law_one_pass_backward(alg: ModuleType) -> None:
     assert alone.calls == plan.network_calls, "calls without a reference"
     assert not alg.features(model, rollout, plan, temperature=0.7)["logp"].requires_grad, "no graph unless it is asked for"
     model.zero_grad()
-    for bad in (math.inf, math.nan):
-        try:
-            alg.one_pass_backward(model, rollout, plan, lambda f, bad=bad: f["logp"].sum() * bad, temperature=0.7)
-        except FloatingPointError:
-            assert model.table.grad is None, f"{bad}: before anything is added to the gradient"
-        else:
-            raise AssertionError(f"a loss of {bad} is not refused")
+    refuses_a_loss_that_is_no_number(alg.one_pass_backward, model, rollout, plan)
     model.drop = torch.nn.Dropout(0.1)
     refuses(lambda: alg.one_pass_backward(model, rollout, plan, loss, **how), "model", "dropout 0.1", "drop")
 

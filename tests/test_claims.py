@@ -324,8 +324,8 @@ def test_variances_are_those_of_the_shipped_plans():
 
 @pytest.mark.parametrize("seed", [0, 5])
 def test_spreading_calls_is_the_law_of_total_variance(seed):
-    time, mask = claims.count_and_mask(seed)
-    assert claims.spread_over_times(seed) == pytest.approx((time + mask / 2) / (time / 2 + mask / 2), rel=1e-9)
+    count, mask = claims.count_and_mask(seed)
+    assert claims.spread_over_times(seed) == pytest.approx((count + mask / 2) / (count / 2 + mask / 2), rel=1e-9)
 
 
 @pytest.mark.parametrize("length", [8, 256])
