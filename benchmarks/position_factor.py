@@ -118,8 +118,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     settings = config.load(config.Train, given.config, {"method": "reinforce"})
-    if given.batches < 3 or settings.sampler.order != "low_confidence":
-        sys.exit("position_factor: got too few batches or another order; allowed are 3 batches or more, low_confidence")
+    if given.batches < 3:
+        parser.error(f"--batches: got {given.batches}; allowed integers from 3")
+    if (order := settings.sampler.order) != "low_confidence":
+        parser.error(f"sampler.order: got {order!r} in {given.config}; allowed low_confidence")
     learner, found = trainer.Learner(settings), {name: [] for name in rows()}
     for step in trange(given.batches, desc="batches", file=sys.stderr):
         experience = learner.collect(step, trainer.Clock())

@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, rest = _parser().parse_known_args(argv)
     try:
         _refuse_process(arguments.verb)
+        _refuse_empty(arguments)
         arguments.run(arguments, _overrides(rest))
         sys.stdout.flush()
     except BrokenPipeError:  # who read the output has left, as head does
@@ -91,6 +92,13 @@ def _refuse_process(verb: str) -> None:
     if sys.flags.optimize > 1 and verb not in WITHOUT_DOCSTRINGS:
         allowed = "python and python -O, transformers reads docstrings"
         raise ValueError(f"python -OO: got {verb}, which needs transformers; allowed {allowed}")
+
+
+def _refuse_empty(arguments: argparse.Namespace) -> None:
+    # As if an option had not been given: the default would be taken in silence.
+    for key, value in vars(arguments).items():
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise ValueError(f"{key}: got ''; allowed text, or leave it out")
 
 
 def _report(said: BaseException | str, status: int, error: BaseException) -> int:
@@ -250,7 +258,10 @@ def _no_overrides(overrides: dict[str, str]) -> None:
 
 
 def _out(arguments) -> Path:
+    from minidrl import config
+
     out = Path(arguments.out or Path("runs") / Path(arguments.config).stem)
+    config.check_path("out", str(out))
     if os.fsencode(out) != str(out).encode(errors="replace"):  # safetensors writes names in UTF-8
         allowed = "ASCII, or any name under a locale of UTF-8, or with PYTHONUTF8=1"
         raise ValueError(f"out: got {str(out)!r}; allowed {allowed}")
@@ -332,7 +343,9 @@ def _evaluate(arguments, overrides) -> None:
     from minidrl import checkpoints, config, evaluation
 
     if arguments.compare:
-        _no_overrides(overrides | ({"model": ""} if arguments.model else {}))
+        _no_overrides(overrides)
+        if arguments.model:
+            raise ValueError(f"model: got {arguments.model!r} with --compare; allowed one of them")
         _print(evaluation.compare(*map(Path, arguments.compare)))
         return
     if arguments.model is None:
@@ -354,7 +367,8 @@ def _evaluate(arguments, overrides) -> None:
     with evaluation.opened(out):
         model, tok = checkpoints.load(arguments.model)
         how |= {"name": arguments.model, "out": out}
-        found = [evaluation.evaluate(model, tok, settings.task, s, **how) for s in at]
+        with checkpoints.blamed(model, arguments.model):
+            found = [evaluation.evaluate(model, tok, settings.task, s, **how) for s in at]
         if out is not None:
             evaluation.write(out, found)
     for one in found:
@@ -499,7 +513,9 @@ def _tasks(arguments, overrides) -> None:
     if arguments.check or arguments.name:
         _check_rows(arguments, overrides)
         return
-    _no_overrides(overrides | ({"model": ""} if arguments.model else {}))
+    _no_overrides(overrides)
+    if arguments.model:
+        raise ValueError(f"model: got {arguments.model!r} without --check; allowed with it")
     for name in TASKS:
         _print(f"{name:<12}{task_class(name).about}")
 

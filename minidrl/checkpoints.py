@@ -683,13 +683,15 @@ def _four_bits() -> BitsAndBytesConfig:
     )
 
 
-SLACK = 2**24  # weights; where fewer are missing or too many, loading says which
+STORED = ("F64", "F32", "F16", "BF16")  # dtypes of weights, in the words of safetensors
+SLACK = 2**24  # weights; where fewer are missing, loading says which
 
 
 def _check_size(shape: PreTrainedConfig, paths: list[Path]) -> None:
     """ValueError where the configuration asks for many more weights than the files' headers name.
 
-    Before anything is built: those that are missing would be made up, whatever their size.
+    Before anything is built: those that are missing would be made up, whatever their size. And for
+    weights that are no floating-point numbers.
     """
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     heads = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
@@ -698,8 +700,13 @@ def _check_size(shape: PreTrainedConfig, paths: list[Path]) -> None:
     asked, held = tables + shape.num_hidden_layers * layer, 0
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            held += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
-    if asked > held + SLACK:
+            for name in file.keys():
+                stored = file.get_slice(name)
+                held += math.prod(stored.get_shape())
+                if stored.get_dtype() not in STORED:
+                    got = f"{path.name} has {name} of dtype {stored.get_dtype()}"
+                    raise ValueError(f"{got}; allowed {', '.join(STORED)}")
+    if asked > held + min(SLACK, held):
         raise ValueError(
             f"config.json asks for {asked:,} weights; allowed the {held:,} of its files"
         )
@@ -717,6 +724,8 @@ def shards(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise _refused(folder, f", which lacks {', '.join(missing)}, named by its {INDEX}")
+    if not isinstance(index.get("metadata"), dict):  # transformers reads it
+        raise _refused(folder, f", whose {INDEX} gives no metadata; allowed an object")
     return [folder / name for name in names]
 
 
@@ -731,6 +740,23 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
             if not torch.allclose(read, stored.to(read.dtype), rtol=0, atol=0, equal_nan=True):
                 wrong.append(name)
     return wrong
+
+
+@contextlib.contextmanager
+def blamed(model: Denoiser, source: str | Path):
+    """Numbers that are not finite, met inside, are the files' fault if they hold such weights.
+
+    To look at every weight of a large model before its first use would take longer than loading.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        for name, value in model.named_parameters():
+            own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+            if not own.isfinite().all():
+                got = f"{str(source)!r}, whose weights {name} are not all finite ({error})"
+                raise ValueError(f"model: got {got}; allowed finite numbers") from None
+        raise
 
 
 @contextlib.contextmanager

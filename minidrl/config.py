@@ -24,7 +24,7 @@ from minidrl.untrusted import WHOLE, brief
 
 ASKED = ("prompt_format", "max_prompt_length")  # settings that every task with chats has
 MOST = 2**20  # sequences of a rollout, a batch, an evaluation: beyond it no step would end
-MOST_LAYERS, MOST_UPDATES, MOST_THREADS = 1024, 4096, 256
+MOST_LAYERS, MOST_RANK, MOST_UPDATES, MOST_THREADS = 1024, 2**16, 4096, 256
 
 
 def _one_of(key: str, value: Any, *allowed: str) -> None:
@@ -136,6 +136,7 @@ class Lora:
 
     def __post_init__(self):
         _at_least(self, "lora.", rank=0)
+        _at_most("lora.rank", self.rank, MOST_RANK)
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"lora.alpha: got {self.alpha}; allowed finite numbers above 0")
         names = self.target_modules
@@ -297,17 +298,23 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     path, overrides = Path(path), overrides or {}
     data = read(path)
     if isinstance(data.get("model"), str):
+        check_path("model", data["model"])
         data["model"] = _model(path.parent, data["model"])
     _make_paths_absolute(path.parent, data.get("task"))
+    notes = []
     if "method" in overrides and "method_options" not in overrides:
-        _leave_out_options(data, overrides["method"])
+        notes.append(_leave_out_options(data, overrides["method"]))
     if "task.name" in overrides:
-        _leave_out_settings(data, overrides["task.name"])
+        notes.append(_leave_out_settings(data, overrides["task.name"]))
     for key, value in overrides.items():
         if not isinstance(key, str):
             raise ValueError(f"settings: got the key {brief(key)}; allowed text")
         _set(data, key, parsed(key, value) if isinstance(value, str) else value)
-    return from_dict(kind, data)
+    settings = from_dict(kind, data)
+    for note in filter(None, notes):
+        if launched_rank() == 0:
+            tell(note)
+    return settings
 
 
 def read(path: Path) -> dict:
@@ -322,31 +329,41 @@ def read(path: Path) -> dict:
     return data
 
 
-def _leave_out_options(data: dict, name: Any) -> None:
+def _leave_out_options(data: dict, name: Any) -> str:
     # Those that the file has for its own method, and that the method ``name`` does not have.
+    # Returns what a user should know.
     own, options = data.get("method", Train.method), data.get("method_options")
     known = isinstance(name, str) and name in METHODS
     if name == own or not known or not isinstance(options, dict):
-        return
+        return ""
     words = [key for key in options if isinstance(key, str)]
     left = [key for key in words if not has_option(METHODS[name], key)]
     data["method_options"] = {key: value for key, value in options.items() if key not in left}
-    if left and launched_rank() == 0:
-        said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
-        tell(f"method_options: {said}")
+    said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
+    return f"method_options: {said}" if left else ""
 
 
-def _leave_out_settings(data: dict, name: Any) -> None:
-    # Those that the file has for its own task, but for how the model is asked.
+def _leave_out_settings(data: dict, name: Any) -> str:
+    # Those that the file has for its own task, but for how the model is asked. Returns as above.
     settings = data.get("task") or {}
     own = settings.get("name", DEFAULT) if isinstance(settings, dict) else name
     if name == own or name not in TASKS:
-        return
+        return ""
     stay = {key for key in ASKED if key in task_class(name).__dataclass_fields__}
     left = [str(key) for key in settings if key not in stay | {"name"}]
     data["task"] = {key: value for key, value in settings.items() if key in stay}
-    if left and launched_rank() == 0:
-        tell(f"task: {', '.join(left)} of the file are settings of {own}: left out for {name}")
+    said = f"{', '.join(left)} of the file are settings of {own}: left out for {name}"
+    return f"task: {said}" if left else ""
+
+
+def check_path(key: str, name: str) -> None:
+    """ValueError for what no file system can have as a name."""
+    try:
+        fits = b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        fits = False
+    if not fits:
+        raise ValueError(f"{key}: got {brief(name)}; allowed what can be the name of a file")
 
 
 def _model(parent: Path, name: str) -> str:
@@ -358,6 +375,7 @@ def _model(parent: Path, name: str) -> str:
 def _make_paths_absolute(parent: Path, task: Any) -> None:
     for key in ("path", "train_path", "held_out_path"):
         if isinstance(task, dict) and isinstance(task.get(key), str) and task[key]:
+            check_path(f"task.{key}", task[key])
             task[key] = str((parent / task[key]).resolve())
 
 

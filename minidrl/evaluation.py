@@ -21,6 +21,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import statistics
 import subprocess
 import time
@@ -37,7 +38,7 @@ import minidrl
 from minidrl import files, intervals, sampler, untrusted
 from minidrl.runs import keyed_generator
 from minidrl.sampler import Sampler
-from minidrl.tasks import Problem, Task
+from minidrl.tasks import Problem, Task, held_out
 from minidrl.tasks.text import decode, encode_prompts
 
 LIBRARIES = ("torch", "transformers", "math-verify", "datasets")
@@ -171,7 +172,7 @@ def evaluate(
     another protocol or other weights.
     """
     model.eval()
-    problems = task.held_out(skip + n)[skip:]
+    problems = held_out(task, n, skip)
     where = (task.prompt_length, model.device, task.prompt_format)
     prompt, mask = encode_prompts(tok, problems, *where)
     check_positions(model, prompt.shape[1], settings.length)
@@ -364,7 +365,10 @@ def _is_evaluation(data: Any) -> bool:
     kinds = all(kind.good(row.get(key)) for row in rows for key, kind in _ROW.items())
     # As many different ones as there are places for.
     inside = kinds and all(row["problem"] < n and row["sample"] < samples for row in rows)
-    return inside and len({(row["problem"], row["sample"]) for row in rows}) == len(rows)
+    if not inside or len({(row["problem"], row["sample"]) for row in rows}) < len(rows):
+        return False
+    told, found = data["result"].get("solved"), statistics.fmean(shares(rows, n))
+    return untrusted.SHARE.good(told) and math.isclose(told, found, abs_tol=1e-9)
 
 
 # --------------------------------------------------------------------------------------- comparison

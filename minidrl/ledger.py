@@ -140,6 +140,9 @@ def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) ->
             raise ValueError(f"{path} line 1: {got}; required are {', '.join(columns)}")
         for line in lines:
             where = f"{path} line {lines.line_num}"
+            if None in line:  # where csv puts what no column is for
+                got = f"got {len(line[None])} values more than there are columns"
+                raise ValueError(f"{where}: {got}; allowed {len(lines.fieldnames)}")
             rows.append({name: _value(line[name], columns[name], where, name) for name in columns})
             known = tuple(rows[-1][name] for name in once)
             if known in seen:
@@ -151,6 +154,9 @@ def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) ->
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[csv.DictReader]:
     # The lines of a CSV file, by column.
+    if not path.is_file():
+        allowed = "ledger.csv and curves.csv in one folder, as compare writes them"
+        raise ValueError(f"ledger: got {str(path)!r}, which is no file; allowed {allowed}")
     text = untrusted.decoded(path)
     lines = csv.DictReader(io.StringIO(text, newline=""))
     try:

@@ -46,7 +46,9 @@ STYLE = {
     "legend.fontsize": 10,
 }
 
-SUMMARY_KEYS = ("method", "seed", "steps", "seconds", "solved_before", "solved_after")
+SUMMARY = {"method": untrusted.TEXT, "seed": untrusted.whole(-untrusted.WHOLE, untrusted.WHOLE)}
+SUMMARY |= {"steps": untrusted.whole(1, untrusted.WHOLE), "seconds": untrusted.FROM_0}
+SUMMARY |= dict.fromkeys(("solved_before", "solved_after"), untrusted.SHARE)
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -71,16 +73,18 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 def read_summary(run: str | Path) -> dict[str, Any]:
     """run/summary.json.
 
-    Raises: ValueError when it is missing, is not a JSON object, or lacks a required key.
+    Raises: ValueError when it is missing, is not a JSON object, lacks a required key, or has a
+    value that is not allowed.
     """
     path = Path(run) / "summary.json"
     if not path.is_file():
         got = f"{str(run)!r}, which holds no summary.json"
         raise ValueError(f"run: got {got}; allowed are folders of finished runs")
     summary = _json_object(untrusted.text(path), str(path))
-    missing = ", ".join(key for key in SUMMARY_KEYS if key not in summary)
+    missing = ", ".join(key for key in SUMMARY if summary.get(key) is None)
     if missing:
-        raise ValueError(f"{path}: got no {missing}; required are {', '.join(SUMMARY_KEYS)}")
+        raise ValueError(f"{path}: got no {missing}; required are {', '.join(SUMMARY)}")
+    untrusted.check(summary, SUMMARY, str(path))
     return summary
 
 

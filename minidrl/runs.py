@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from minidrl import checkpoints, config, distributed, files, untrusted
+from minidrl import checkpoints, config, distributed, files, report, untrusted
 from minidrl.denoiser import has_adapters, trained
 from minidrl.launch import one_line, tell
 
@@ -109,6 +109,14 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     return state
 
 
+def complete(state: dict, keys: tuple[str, ...], folder: Path) -> dict:
+    """A checkpoint's counters; ValueError where one that the run goes on from is missing."""
+    if missing := [key for key in keys if state.get(key) is None]:
+        allowed = f"{', '.join(('step', *keys))}"
+        raise ValueError(f"{folder / 'state.json'} has no {missing[0]}; required are {allowed}")
+    return state
+
+
 def _check_slots(path: Path, stored: dict[str, tuple], own: dict[str, tuple]) -> None:
     for name in sorted(stored.keys() | own.keys()):
         if stored.get(name) != own.get(name):
@@ -151,11 +159,30 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
 
     Overwrites no run. The lock is the kernel's: it goes with the process, however that ends.
     """
-    lock = FileLock(out / ".lock")
+    lock, made, new = FileLock(out / ".lock"), not out.exists(), not _contents(out)
     try:
-        yield distributed.on_main(lambda: _open(out, settings, resume, lock))
+        checkpoint = distributed.on_main(lambda: _open(out, settings, resume, lock))
+        try:
+            yield checkpoint
+        except ValueError:
+            if new and distributed.is_main():
+                _leave(out, made)
+            raise
     finally:
         lock.release()
+
+
+def _leave(out: Path, made: bool) -> None:
+    """What a run wrote whose settings were refused before its log had a line goes, for the run
+    with the corrected ones; the folder, too, if that run ``made`` it."""
+    log = out / METRICS
+    if has_checkpoint(out) or (log.is_file() and log.stat().st_size):
+        return
+    for path in (out / CONFIG, log, *([out / ".lock"] if made else [])):
+        path.unlink(missing_ok=True)
+    if made:
+        with contextlib.suppress(OSError):  # others may have put something there
+            out.rmdir()
 
 
 def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None:
@@ -168,7 +195,7 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
             allowed = "another --out, or --resume to continue it"
             raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
         return _resumed(out, settings)
-    if any(_is_content(path) for path in out.iterdir()):
+    if _contents(out):
         _check_startable(out, settings)
         _tell(
             f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again"
@@ -181,7 +208,7 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
     # Before anything is written, the lock included.
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
-    content = [path.name for path in out.iterdir() if _is_content(path)] if out.is_dir() else []
+    content = _contents(out)
     if CONFIG in content or has_checkpoint(out):
         return
     if resume:
@@ -192,8 +219,9 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
         raise ValueError(f"out: got {got}; allowed another --out")
 
 
-def _is_content(path: Path) -> bool:
-    return path.name != ".lock" and not path.name.endswith(files.PART)
+def _contents(out: Path) -> list[str]:
+    names = (path.name for path in out.iterdir()) if out.is_dir() else ()
+    return [name for name in names if name != ".lock" and not name.endswith(files.PART)]
 
 
 def _resumed(out: Path, settings: Any) -> Path:
@@ -254,6 +282,23 @@ def read_summary(out: Path) -> dict:
 # --------------------------------------------------------------------------------------------- log
 
 
+def _logged(checkpoint: Path, step: int) -> str:
+    # What a run goes on from must not be found unreadable when its steps are done.
+    written = untrusted.decoded(checkpoint / METRICS)
+    if step and not report.read_metrics(checkpoint):
+        raise ValueError(f"{checkpoint / METRICS}: got no line; allowed those of {step} steps")
+    return written
+
+
+def _event_writer() -> type:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        allowed = "false, or pip install tensorboard"
+        raise ValueError(f"tensorboard: got true, it is missing; {allowed}") from None
+    return SummaryWriter
+
+
 class MetricsLog:
     """metrics.jsonl, one JSON object a line; TensorBoard's event files where they are asked for.
 
@@ -264,14 +309,10 @@ class MetricsLog:
         self.path, self.writer = folder / METRICS, None
         if not distributed.is_main():
             return
-        files.write(self.path, untrusted.decoded(checkpoint / METRICS) if checkpoint else "")
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                allowed = "false, or pip install tensorboard"
-                raise ValueError(f"tensorboard: got true, it is missing; {allowed}") from None
-            self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+        writer = _event_writer() if tensorboard else None
+        files.write(self.path, _logged(checkpoint, step) if checkpoint else "")
+        if writer is not None:
+            self.writer = writer(folder / "tensorboard", purge_step=step + 1)
 
     def write(self, row: dict) -> None:
         """One line; floats with seven digits."""

@@ -41,6 +41,7 @@ from minidrl.algorithms import Rollout, log_threshold
 from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
+COLDEST = 1e-6  # a lower temperature would divide logits beyond float32
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 RECORDS = ("entropy", "one_step", "one_step_sampled", "one_step_proposed", "topk")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
@@ -118,8 +119,9 @@ class Sampler:
         if self.cache not in CACHES[self.attention]:
             got = f"{self.cache!r} with attention {self.attention}"
             raise ValueError(f"cache: got {got}; allowed {', '.join(CACHES[self.attention])}")
-        if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
-            allowed = "a finite number >= 0 (0 is greedy)"
+        t = self.temperature
+        if not _is_real(t) or not (t == 0 or COLDEST <= t < math.inf):
+            allowed = f"0 (greedy), and finite numbers from {COLDEST:g}"
             raise ValueError(f"temperature: got {self.temperature!r}; allowed {allowed}")
         for key in ("length", "block_length", "tokens_per_step"):
             _check_count(key, getattr(self, key))

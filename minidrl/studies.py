@@ -187,6 +187,7 @@ def study_of(
         data["rates"] = [_number(rate) for rate in data["rates"]]
     _section(data, "choose"), _section(data, "settings")
     study = config.from_dict(Study, data)
+    config.check_path("config", study.config)
     return dataclasses.replace(study, config=str((path.parent / study.config).resolve()))
 
 

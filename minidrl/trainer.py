@@ -46,7 +46,7 @@ from minidrl.launch import Interrupted, RunError, stop_requests
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
 from minidrl.runs import MetricsLog, keyed_generator, keyed_seed
-from minidrl.tasks import Problem, Task, verdicts
+from minidrl.tasks import Problem, Task, held_out, verdicts
 from minidrl.tasks.text import decode, encode_prompts, encode_responses
 
 # ---------------------------------------------------------------------------------------- an RL run
@@ -72,19 +72,24 @@ def _train(
     settings: config.Train, out: Path, resume: bool, kind: Callable[[config.Train], Learner]
 ) -> dict:
     distributed.collectively(lambda: memory.check(settings))
+    judged = settings.evaluate
+    distributed.collectively(lambda: held_out(settings.task, judged.n, judged.skip))
     learner = distributed.collectively(lambda: kind(settings))
     with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
-            state |= distributed.collectively(lambda: learner.restore(checkpoint))
-            distributed.on_main(lambda: runs.write_config(out, settings))
+            stored = distributed.collectively(lambda: learner.restore(checkpoint))
+            state |= runs.complete(stored, ("seconds", "solved_before"), checkpoint)
         step = state["step"]
         log = distributed.collectively(
             lambda: MetricsLog(out, checkpoint, step, settings.tensorboard)
         )
+        if checkpoint is not None:  # which has been read, and is good
+            distributed.on_main(lambda: runs.write_config(out, settings))
         _announce_cache(settings.sampler.cache)
         if state["solved_before"] is None:
-            state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
+            with checkpoints.blamed(learner.model, settings.model):
+                state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
         _train_on(learner, log, out, state, asked)
         return _finish(learner, log, out, state)
 
@@ -737,7 +742,7 @@ def evaluate(
     pass@k: the share of problems solved by at least one of k samples.
     """
     model.eval()
-    problems = task.held_out(skip + n)[skip:]
+    problems = held_out(task, n, skip)
     where = (task.prompt_length, model.device, task.prompt_format)
     prompt, mask = encode_prompts(tok, problems, *where)
     rollout = distributed.generate(
@@ -836,6 +841,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     those met so far, each key once.
     """
     prepare(settings)
+    held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
     memory.check_pretraining(settings)
     with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         return _pretrain(settings, out, checkpoint, asked)
@@ -849,9 +855,11 @@ def _pretrain(
     network = denoiser.compiled(model) if settings.compile else model
     optimizer = make_optimizer(model, settings.optimizer)
     if checkpoint is not None:
-        state |= runs.load_checkpoint(checkpoint, model, optimizer)
-        runs.write_config(out, settings)
+        stored = runs.load_checkpoint(checkpoint, model, optimizer)
+        state |= runs.complete(stored, ("seconds", "met"), checkpoint)
     log = MetricsLog(out, checkpoint, state["step"])
+    if checkpoint is not None:
+        runs.write_config(out, settings)
     started = time.perf_counter() - state["seconds"]
     last, met = settings.stop_after or settings.steps, set(state["met"])
     steps = range(state["step"], last)

@@ -92,7 +92,9 @@ def _number(x: Any) -> bool:
     return type(x) in (int, float) and math.isfinite(x)
 
 
-TEXT = Kind(lambda x: isinstance(x, str), "text")
+TEXT = Kind(  # without half of a pair of surrogates, which no tokenizer and no file takes
+    lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x), "Unicode text"
+)
 FLAG = Kind(lambda x: isinstance(x, bool), "true, false")
 ABOVE_0 = Kind(lambda x: _number(x) and x > 0, "finite numbers above 0")
 FROM_0 = Kind(lambda x: _number(x) and x >= 0, "finite numbers from 0")

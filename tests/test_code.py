@@ -10,10 +10,10 @@ import yaml
 
 import test_chat
 import test_loading
-from minidrl import config, sandbox, tasks, trainer
+from minidrl import checkpoints, config, sandbox, tasks, trainer
 from minidrl.__main__ import main
 from minidrl.tasks import code, rows, task_class
-from minidrl.tasks.code import Code
+from minidrl.tasks.code import Code, _sorted
 
 HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
 
@@ -177,7 +177,7 @@ def test_what_of_pytest_is_not_there_is_seen(line):
 
 
 @HERE
-def test_a_row_whose_own_solution_fails_is_found(tmp_path):
+def test_every_row_of_a_file_that_cannot_be_used_is_named(tmp_path, capfd):
     """In place, or with an object: what no look at the text tells."""
     in_place = {
         "text": "Sort in place.",
@@ -185,9 +185,40 @@ def test_a_row_whose_own_solution_fails_is_found(tmp_path):
         "test_list": ["x = [2, 1]\nf(x)\nassert x == [1, 2]"],
     }
     generator = {"text": "Count.", "code": "def f(n):\n    yield from range(n)", "test_list": ["assert list(f(2)) == [0, 1]"]}
-    task = Code(path=str(written(tmp_path / "rows.json", [MBPP, in_place, generator, ROUND])))
-    found = {asked.question: why for asked, why in task.unfit()}
-    assert found == {"Sort in place.": "AssertionError: ", "Count.": "Lost: generator is no plain data"}
+    path = written(tmp_path / "rows.json", [MBPP, in_place, generator, ROUND, MBPP, MBPP | {"text": "No.", "code": "x = 1"}])
+    assert main(["tasks", "code", "--check", str(path)]) == 0
+    *rows, last = capfd.readouterr().out.splitlines()
+    assert rows == [
+        "row 2 its own solution fails: AssertionError",
+        "row 3 its own solution fails: Lost: generator is no plain data",
+        "row 5 left out: the question is there already",
+        "row 6 left out: the solution has no function",
+    ]
+    longest = max(len(asked.instruction) for asked in _sorted([MBPP, in_place, generator, ROUND], "mbpp", False)[0].values())
+    said = f"{path}: 6 rows, 2 of which can be asked and judged by code; the longest prompt has {longest} characters; "
+    assert last == said + "with --model they are counted in tokens"
+
+
+@HERE
+def test_a_file_without_a_row_to_use_is_refused(tmp_path, capfd):
+    path = written(tmp_path / "rows.json", [MBPP | {"code": "x = 1"}])
+    assert main(["tasks", "code", "--check", str(path)]) == 2
+    line = capfd.readouterr().err
+    assert f"{path}: got no row to use (row 1 left out: the solution has no function); allowed one whose own solution" in line
+
+
+@HERE
+def test_a_prompt_that_is_too_long_is_named_with_its_row(tmp_path):
+    path = str(written(tmp_path / "rows.json", [MBPP, ROUND | {"text": "A long question. " * 40}]))
+    (tmp_path / "model").mkdir()
+    test_loading.llada(tmp_path / "model")
+    test_chat.letters(tmp_path / "model")
+    tok = checkpoints.load_tokenizer(tmp_path / "model")
+    with pytest.raises(ValueError) as caught:
+        Code(max_prompt_length=600).check(path, tok)
+    assert str(caught.value).startswith(f"{path} row 2: question: got a prompt of ")
+    assert str(caught.value).endswith("tokens; allowed up to task.max_prompt_length, 600")
+    assert Code(max_prompt_length=2000).check(path, tok).endswith(" tokens")
 
 
 BAD = {
@@ -195,8 +226,8 @@ BAD = {
         ([], "{path}: got no row; allowed one or more"),
         ({"text": "x"}, "{path} row 1 has no code"),
         ([MBPP, 5], "{path} row 2: got int; allowed an object"),
-        ([MBPP, MBPP | {"test_list": []}], "{path} row 2 has test_list []; allowed a list of text"),
-        ([MBPP | {"code": 5}], "{path} row 1 has code 5; allowed text"),
+        ([MBPP, MBPP | {"test_list": []}], "{path} row 2 has test_list []; allowed a list of Unicode text"),
+        ([MBPP | {"code": 5}], "{path} row 1 has code 5; allowed Unicode text"),
         ([MBPP | {"test_imports": "import os"}], "{path} row 1 has test_imports 'import os'; allowed a list of text"),
         ([{k: v for k, v in MBPP.items() if k != "code"}], "{path} row 1 has no code; a row of mbpp has code, test_list"),
         ([MBPP | {"text": None}], "{path} row 1 has no text; a row of mbpp has"),

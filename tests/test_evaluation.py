@@ -279,6 +279,16 @@ def test_what_is_no_result_is_refused(text, folder, capfd):
     assert "a.json" in refused(capfd, "evaluate", "--compare", "a.json", "a.json")
 
 
+@pytest.mark.parametrize("share", [0.5, float("nan"), "x", None])
+def test_a_solved_rate_that_is_not_that_of_the_rows_is_refused(share, tmp_path):
+    path = result(tmp_path, "a.json", [0, 1, 1])
+    data = json.loads(path.read_text())
+    data["evaluations"][0]["result"]["solved"] = share
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="which holds no evaluation"):
+        evaluation.read(path)
+
+
 @pytest.mark.parametrize("wrong", [{"problem": 3}, {"problem": 1}, {"solved": 1}, {"tokens": -1}, {"sample": None}])
 def test_rows_that_do_not_fit_the_protocol_are_refused(wrong, tmp_path):
     path = result(tmp_path, "a.json", [0, 1, 1])

@@ -117,6 +117,13 @@ def test_a_mean_over_cells_is_taken_where_all_have_a_line(tmp_path):
     assert ledger.course(courses, ["a-3e-4-8-0", "a-3e-4-8-1"], "held_out") == {0: [0.1, 0.1], 100: [0.3, 0.5]}
 
 
+def test_a_line_with_more_values_than_columns_is_named(tmp_path):
+    path, _ = write(tmp_path, [])
+    path.write_text(path.read_text() + "," * (len(ledger.LEDGER) + 1) + "\n")
+    with pytest.raises(ValueError, match=f"line 2: got 2 values more than there are columns; allowed {len(ledger.LEDGER)}$"):
+        ledger.read_ledger(path)
+
+
 def test_columns_that_are_missing_and_lines_that_are_short_are_named(tmp_path):
     path, _ = write(tmp_path, [cell("a", 0, 0.3)])
     path.write_text(path.read_text().replace("rate,", "speed,"))

@@ -95,7 +95,6 @@ WRONG |= {
     "train run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000; allowed up to",
     "train run.yaml --method grpo --method_options.plan.num_states 1000000": "num_states: got 1000000; allowed up to 174762",
     "train run.yaml --method gdpo --method_options.plan.num_nodes 1000000": "num_nodes: got 1000000; allowed up to 174762",
-    "train run.yaml --lora.rank 1000000000000": "memory: got",
     "memory run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000",
     "pretrain base.yaml --batch_size 1000000000": "batch_size: got 1000000000; allowed up to 1048576",
     "pretrain base.yaml --network.num_hidden_layers 1000000": "network.num_hidden_layers: got 1000000; allowed up to 1024",
@@ -105,7 +104,10 @@ WRONG |= {
     "evaluate base --config run.yaml --n 1000000000": "n: got '1000000000'; allowed up to 1048576",
     "evaluate base --config run.yaml --n 1e3": "n: got '1e3'; allowed integers from 1",
     f"evaluate base --config run.yaml --n {'9' * 5000}": "n: got '9999",
-    "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed a finite number",
+    "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed 0 (greedy)",
+    "evaluate base --config run.yaml --temperature 1e-320": "temperature: got 1e-320; allowed 0 (greedy), and finite numbers",
+    "train run.yaml --lora.rank 1000000000000": "lora.rank: got 1000000000000; allowed up to 65536",
+    "train run.yaml --lora.rank 99999": "lora.rank: got 99999; allowed up to 65536",
     "evaluate base --config run.yaml --temperature warm": "temperature: got 'warm'; allowed numbers from 0",
     "memory run.yaml --gpus 9999999999": "gpus: got '9999999999'; allowed up to",
     "compare run.yaml --methods reinforce --seeds 1000000000": "seeds: got 1000000000, 1 in choose: 1000000000 runs",
@@ -155,7 +157,7 @@ WRONG |= {
     "tasks gsm8k --check nowhere.json": "check: got 'nowhere.json', which is no file",
     "tasks gsm8k --check nowhere.json --task.shot 2": "task.shot: unknown key (did you mean task.shots?)",
     "tasks gsm8k --check nowhere.json --steps 2": "--steps: unknown option",
-    "tasks --model base": "--model: unknown option",
+    "tasks --model base": "model: got 'base' without --check",
     "evaluate": "model: got none; allowed a folder, or --compare A B",
     "evaluate base --config run.yaml --length 0": "length: got '0'; allowed integers from 1",
     "evaluate base --config run.yaml --length 4,many": "length: got 'many'; allowed integers from 1",
@@ -168,7 +170,7 @@ WRONG |= {
     "evaluate base --config run.yaml --task gsm8k --task.revision main": "task.revision: got 'main'; allowed a commit",
     "evaluate --compare run.yaml nowhere": "run.yaml",
     "evaluate --compare nowhere run.yaml": "compare: got 'nowhere', which is no file; allowed a file that evaluate --out",
-    "evaluate base --compare nowhere nowhere": "--model: unknown option",
+    "evaluate base --compare nowhere nowhere": "model: got 'base' with --compare; allowed one of them",
     "estimators 5": "argument '5': allowed --key value",
     "controls nowhere": "run: got 'nowhere', which holds no summary.json",
     "controls base": "run: got 'base', which holds no summary.json",
@@ -186,6 +188,16 @@ WRONG |= {
     "compare study.yaml --choose 3": "choose: got 3; allowed a section",
     "compare study.yaml --settings 3": "settings: got 3; allowed a section",
     "compare study.yaml --ledger run.yaml --report": "run.yaml line 1: got no column",
+    "compare study.yaml --report": "ledger: got 'results/ledger.csv', which is no file; allowed ledger.csv and curves.csv",
+    "compare study.yaml --ledger nowhere.csv --report": "ledger: got 'nowhere.csv', which is no file",
+    "pretrain base.yaml --task.name gsm8k": "task.name: got 'gsm8k', which has no demonstrations",
+    # nothing, where it would be taken for the default
+    "train run.yaml --out ": "out: got ''; allowed text, or leave it out",
+    **{f"evaluate base --{key} ": f"{key}: got ''; allowed" for key in ("config", "task", "length", "out", "seed")},
+    **{f"compare study.yaml --{key} ": f"{key}: got ''; allowed" for key in ("methods", "ledger", "out", "seeds")},
+    **{f"verify base --{key} ": f"{key}: got ''; allowed" for key in ("prompt", "text", "device", "out")},
+    "controls ": "runs: got ''; allowed text",
+    "tasks gsm8k --check ": "check: got ''; allowed text",
     "evaluate base --config .": "config: got '.', which is no file",
     "evaluate base --config base/model.safetensors": "base/model.safetensors",
     "evaluate run.yaml --config run.yaml": "model: got 'run.yaml', which holds no config.json",
@@ -256,6 +268,8 @@ FILES = {
     R.replace("steps: 1", "steps: .nan"): "steps: got nan; allowed a value of type int",
     R.replace("steps: 1", "steps: 2020-01-01"): "steps: got '2020-01-01'",
     R.replace("model: base", "model: null"): "model: got None; allowed a value of type str",
+    R.replace("model: base", 'model: "\\ud800"'): r"model: got '\ud800'; allowed what can be the name of a file",
+    R.replace("model: base", 'model: "a\\0b"'): r"model: got 'a\x00b'; allowed what can be the name of a file",
     R + "method: [1]\n": "method: got [1]; allowed a value of type str",
     R + "method_options: {1: 2}\n": "method_options: got the key 1; allowed plan.num_states",
     R + "lora: {target_modules: [1]}\n": "lora.target_modules: got [1]",
@@ -285,6 +299,8 @@ STUDIES = {
     "methods: {reinforce: {method: [1]}}": "method: got [1]",
     "methods: {reinforce: {steps: [1]}}": "steps: got [1]",
     "methods: {reinforce: {1: 2}}": "got the key 1",
+    'config: "a\\0b"': r"a\x00b'; allowed what can be the name of a file",
+    'config: "\\ud800"': r"\ud800'; allowed what can be the name of a file",
     "choose: [1]": "choose: got [1]; allowed a section",
     "settings: [1]": "settings: got [1]; allowed a section",
     "settings: {1: 2}": "got the key 1",
@@ -389,6 +405,12 @@ def adapters(**changes):
     return edit
 
 
+def as_integers(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].view(torch.int32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 C, T = "config.json", "tokenizer_config.json"
 CHECKPOINTS = {
     "head_dim 0": (edited(C, head_dim=0), "config.json has head_dim 0; allowed whole numbers 1 to 4096"),
@@ -443,19 +465,22 @@ CHECKPOINTS = {
     "index without": (index_of({}), "gives no weight_map"),
     "index empty": (index_of({"weight_map": {}}), "gives no weight_map"),
     "index escape": (index_of({"weight_map": {"a": "\x1b[31m.safetensors"}}), r"\x1b[31m"),
+    "index bare": (index_of({"weight_map": {"a": "own.safetensors"}}), "gives no metadata; allowed an object"),
     "index missing": (index_of({"weight_map": {"a": "b.safetensors"}}), "which lacks b.safetensors"),
     "weights text": (raw("model.safetensors", b"hello"), "cannot be read"),
     "weights header": (raw("model.safetensors", b"\xff" * 8 + b"{}"), "cannot be read"),
+    "weights of integers": (as_integers, "model.safetensors has lm_head.weight of dtype I32; allowed F64, F32, F16, BF16"),
+    "weights of 1024 layers": (edited(C, num_hidden_layers=1024), "weights; allowed the "),
     "tokenizer text": (raw("tokenizer.json", b"hello"), "cannot be read"),
     "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read"),
     "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
     "tokenizer length": (edited(T, model_max_length="x"), "tokenizer_config.json has model_max_length 'x'; allowed "),
-    "tokenizer token": (edited(T, eos_token=5), "tokenizer_config.json has eos_token 5; allowed text"),
+    "tokenizer token": (edited(T, eos_token=5), "tokenizer_config.json has eos_token 5; allowed Unicode text"),
     "tokenizer padding": (edited(T, pad_token="x"), "with 24 tokens in its tokenizer; allowed up to 23"),
     "tokenizer decoder": (edited(T, added_tokens_decoder={"x": {"content": "a"}}), "added_tokens_decoder"),
     "tokenizer file": (edited(T, tokenizer_file="/etc/passwd"), "tokenizer_file '/etc/passwd'; allowed null"),
     "tokenizer vocabulary": (edited(T, vocab_file="../x"), "vocab_file '../x'; allowed null"),
-    "template number": (edited(T, chat_template=5), "chat_template 5; allowed text"),
+    "template number": (edited(T, chat_template=5), "chat_template 5; allowed Unicode text"),
     "template bytes": (raw("chat_template.jinja", b"\xff"), "chat_template.jinja is no UTF-8 text"),
     "generation": (edited("generation_config.json", eos_token_id=-1), "generation_config.json has eos_token_id -1"),
     "generation list": (raw("generation_config.json", b"[]"), "generation_config.json holds list"),
@@ -464,7 +489,7 @@ CHECKPOINTS = {
     "adapters regex": (adapters(target_modules=["(a+)+$"]), "target_modules ['(a+)+$']"),
     "adapters layers": (adapters(layer_replication=[[0, 10**6]]), "layer_replication [[0, 1000000]]; allowed nothing"),
     "adapters modules": (adapters(modules_to_save=["lm_head"]), "modules_to_save"),
-    "adapters type": (adapters(peft_type=["LORA"]), "peft_type ['LORA']; allowed text"),
+    "adapters type": (adapters(peft_type=["LORA"]), "peft_type ['LORA']; allowed Unicode text"),
     "adapters other": (adapters(peft_type="IA3"), "adapters of type IA3 for 'nowhere'; allowed LORA"),
     "adapters base": (adapters(), "adapters of a base that cannot be loaded"),
     "adapters none": (raw("adapter_config.json", b"{}"), "adapters of type None"),
@@ -503,7 +528,9 @@ def test_no_weight_is_read_to_check_names_and_sizes(here, monkeypatch):
             return self.file.keys()
 
         def get_slice(self, name):
-            return type("Shape", (), {"get_shape": staticmethod(self.file.get_slice(name).get_shape)})
+            of_file = self.file.get_slice(name)
+            asked = {name: staticmethod(getattr(of_file, name)) for name in ("get_shape", "get_dtype")}
+            return type("Shape", (), asked)
 
     monkeypatch.setattr(checkpoints, "safe_open", Header)
     checkpoints._check_size(shape, checkpoints.shards(Path("base")))
@@ -551,20 +578,77 @@ def test_a_wrong_state_is_refused_before_anything_is_changed(name, tmp_path):
     assert all((slot["exp_avg"] == 7).all() for slot in optimizer.state.values())
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(folder, capfd, monkeypatch):
+DAMAGE = {
+    "state.json: no step": ("state.json", lambda text: "{}", "has step None"),
+    "state.json: no scores": ("state.json", lambda text: text.replace("solved_before", "_"), "has no solved_before"),
+    "state.json: no clock": ("state.json", lambda text: text.replace("seconds", "_"), "has no seconds"),
+    "metrics.jsonl: no JSON": ("metrics.jsonl", lambda text: text + "zzz\n", "metrics.jsonl line"),
+    "metrics.jsonl: empty": ("metrics.jsonl", lambda text: "", "metrics.jsonl: got no line; allowed those of 2 steps"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_refused_resume_leaves_the_run_as_it_was(damage, folder, capfd, monkeypatch):
     """The settings of the run are written anew only once its checkpoint has been read. Its sums agree with what is there."""
     monkeypatch.setattr(runs.files, "damage", lambda checkpoint: "")
     words = ("train", "run.yaml", "--save_every", "1", "--evaluate.n", "2", "--out", "o")
     assert main([*words, "--steps", "2"]) == 0
-    state = next((folder / "o").glob("checkpoint-*")) / "state.json"
-    good = state.read_text()
-    raw("state.json", b"{}")(state.parent)
+    name, change, said = DAMAGE[damage]
+    path = folder / "o" / "checkpoint-2" / name
+    good = path.read_text()
+    path.write_text(change(good))
     before = {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()}
-    refused(capfd, *words, "--steps", "3", "--resume")
+    assert said in refused(capfd, *words, "--steps", "3", "--resume")
     assert {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()} == before
-    raw("state.json", good.encode())(state.parent)
+    path.write_text(good)
     assert main([*words, "--steps", "3", "--resume"]) == 0
     assert "steps: 3" in (folder / "o" / "config.yaml").read_text()
+
+
+REFUSED_LATE = {
+    "train": ("train run.yaml --model other", "prompt: got "),
+    "pretrain": ("pretrain base.yaml --network.hidden_size 7", "network.hidden_size: got 7; allowed multiples of 2 x"),
+}
+
+
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("verb", REFUSED_LATE)
+def test_what_only_the_work_refuses_leaves_the_folder_to_the_corrected_command(verb, made, folder, capfd):
+    shutil.copytree(tiny.ROOT / "tiny_models/sudoku_base", folder / "other")
+    if made:
+        (folder / "o").mkdir()
+    wrong, said = REFUSED_LATE[verb]
+    assert said in refused(capfd, *wrong.split(), "--out", "o")
+    assert (folder / "o").exists() == made
+    assert main([*wrong.split()[:2], "--out", "o"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["train run.yaml", "pretrain base.yaml"])
+def test_more_held_out_problems_than_there_are_is_known_before_the_first_step(verb, here, capfd):
+    """Not once the steps are done: pre-training evaluates after the last one."""
+    assert "evaluate.n: got 5000; allowed at most 35" in refused(capfd, *verb.split(), "--evaluate.n", "5000")
+    line = refused(capfd, *verb.split(), "--evaluate.skip", "5000")
+    assert "evaluate.skip: got 5000; with it evaluate.n: got 5004; allowed at most 35" in line
+
+
+def test_a_file_in_the_place_of_the_controls_is_not_written_over(folder, capfd):
+    assert main(["train", "run.yaml", "--out", "o"]) == 0
+    path = folder / "o" / "controls.json"
+    for content in ("[1]", "{}", '{"base": 2}', "7"):
+        path.write_text(content)
+        assert "controls.json: got " in refused(capfd, "controls", "o")
+        assert path.read_text() == content
+
+
+@pytest.mark.parametrize("words", ["evaluate base --config run.yaml --n 4", "train run.yaml --out o"])
+def test_weights_that_are_no_numbers_are_named(words, folder, capfd):
+    path = folder / "base" / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"][0] = torch.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    line = refused(capfd, *words.split())
+    assert "base" in line and "weights model.lm_head.weight are not all finite" in line
+    assert not (folder / "o").exists()
 
 
 # ------------------------------------------------------------------------------------------------------- chat templates
@@ -636,11 +720,19 @@ def test_padding_inside_a_response_is_seen_by_the_verifier():
     assert texts.decode(tok, torch.tensor([shown, plain])) == ["5*[PAD]8=40+6=46", "5*8=40+6=46"]
 
 
-def test_a_tokenizer_without_an_end_is_refused():
+@pytest.mark.parametrize("name", ["eos_token", "pad_token"])
+def test_a_tokenizer_without_end_or_padding_is_refused(name):
     tok = tokenizer()
-    tok.eos_token = None
-    with pytest.raises(ValueError, match="^model: got a tokenizer without eos_token"):
+    setattr(tok, name, None)
+    with pytest.raises(ValueError, match=f"^model: got a tokenizer without {name}"):
         texts.encode_prompts(tok, Countdown().held_out(1), 20)
+
+
+def test_several_templates_of_which_none_is_the_default_are_refused():
+    tok = tokenizer()
+    tok.chat_template = {"rag": "{{ messages }}", "tool": "{{ messages }}"}
+    with pytest.raises(ValueError, match="^task.prompt_format: got 'chat' with the templates 'rag, tool'; allowed one template"):
+        texts.chats(tok, ["What is 2+2?"])
 
 
 @pytest.mark.parametrize("width", [5, 20])
@@ -660,6 +752,11 @@ def test_files_of_a_run_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "summary.json").write_text("[" * 10**5)
     with pytest.raises(ValueError, match="summary.json: got .*allowed is a JSON object"):
         report.read_summary(tmp_path)
+    summary = {"method": "m", "seed": 0, "steps": 1, "seconds": 1.0, "solved_before": 0.1, "solved_after": 0.2}
+    for key, value in {"solved_after": "x", "solved_before": float("nan"), "seconds": -1, "steps": 1.5}.items():
+        (tmp_path / "summary.json").write_text(json.dumps(summary | {key: value}))
+        with pytest.raises(ValueError, match=f"summary.json has {key} .*; allowed "):
+            report.read_summary(tmp_path)
     (tmp_path / "controls.json").write_text('{"base": "x"}')
     with pytest.raises(ValueError, match="controls.json: got .*allowed a share from 0 to 1"):
         controls.table([tmp_path])

@@ -128,6 +128,16 @@ def verdicts(task: Task, problems: Sequence[Problem], responses: Sequence[str]) 
         return list(pool.map(lambda pair: task.judge(*pair), pairs))
 
 
+def held_out(task: Task, n: int, skip: int = 0) -> Sequence[Problem]:
+    """``n`` held-out problems after the first ``skip``; ValueError where there are not so many."""
+    try:
+        return task.held_out(skip + n)[skip:]
+    except ValueError as error:
+        if skip:
+            raise ValueError(f"evaluate.skip: got {skip}; with it {error}") from None
+        raise
+
+
 def task_class(name: str) -> type:
     """The class of a task; ValueError for an unknown name."""
     if name not in TASKS:

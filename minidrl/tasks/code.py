@@ -16,7 +16,7 @@ in this process they are only parsed.
 Tests call functions of the program and see plain data come back. A row that needs more is left out,
 and a line on stderr counts such rows: one whose tests use a class, import by other ways than ``from
 solution import name``, or want of pytest more than raises, approx and mark.parametrize. What cannot
-be seen in the text, such as an argument that is to be changed in place, ``unfit`` finds: it runs
+be seen in the text, such as an argument that is to be changed in place, ``check`` finds: it runs
 each row's own solution.
 """
 
@@ -30,9 +30,12 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from tqdm import tqdm
 
 from minidrl import sandbox, untrusted
 from minidrl.launch import launched_rank, tell
@@ -237,12 +240,12 @@ FORMATS: dict[str, tuple[dict[str, Kind], dict[str, Kind], Callable[[dict, bool]
 
 
 # ---------------------------------------------------------------------------------------- the file
-def read_rows(path: Path, form: str) -> list[dict]:
-    """The rows of a file, each with the fields of its format.
+def read_rows(path: Path, form: str, key: str = "task.path") -> list[dict]:
+    """The rows of a file, each with the fields of its format; ``key``: what names the file.
 
     Raises ValueError in one line that names file, row (from 1) and field.
     """
-    found = rows.of_file("task.path", path)
+    found = rows.of_file(key, path)
     for number, row in enumerate(found, 1):
         _check_row(row, form, f"{path} row {number}")
     return found
@@ -258,25 +261,37 @@ def _check_row(row: Any, form: str, where: str) -> None:
     untrusted.check(row, needed | optional, where)
 
 
-def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
-    """The rows that can be judged; a line on stderr counts the others by what they need."""
-    read = read_rows(path, form)
-    found: dict[str, Exercise] = {}
-    left: Counter[str] = Counter()
-    for row in read:
+def _sorted(
+    found: list[dict], form: str, show_tests: bool
+) -> tuple[dict[int, Exercise], dict[int, str]]:
+    """By their numbers from 1: the rows that can be judged, and why each of the others cannot."""
+    fitting: dict[int, Exercise] = {}
+    left: dict[int, str] = {}
+    keys: set[str] = set()
+    for number, row in enumerate(found, 1):
         try:
             made = FORMATS[form][2](row, show_tests)
         except _Unfit as why:
-            left[str(why)] += 1
+            left[number] = str(why)
         except RecursionError:  # a test of a thousand brackets
-            left["its code is nested too deeply"] += 1
+            left[number] = "its code is nested too deeply"
         else:
-            left["the question is there already"] += made.key in found
-            found.setdefault(made.key, made)
-    if sum(left.values()) and launched_rank() == 0:
-        said = ", ".join(f"{n} ({why})" for why, n in sorted(left.items()) if n)
-        tell(f"task code: {path}: {len(read)} rows, left out: {said}")
-    return list(found.values())
+            if made.key in keys:
+                left[number] = "the question is there already"
+            else:
+                fitting[number] = made
+                keys.add(made.key)
+    return fitting, left
+
+
+def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
+    """The rows that can be judged; a line on stderr counts the others by what they need."""
+    found = read_rows(path, form)
+    fitting, left = _sorted(found, form, show_tests)
+    if left and launched_rank() == 0:
+        said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
+        tell(f"task code: {path}: {len(found)} rows, left out: {said}")
+    return list(fitting.values())
 
 
 # ---------------------------------------------------------------------------------------- the task
@@ -404,11 +419,41 @@ class Code:
         whole = f"{problem.before}\n{program}" if problem.before else program
         return sandbox.run(whole, problem.names, problem.tests, problem.setup, **limits)
 
-    def unfit(self) -> list[tuple[Exercise, str]]:
-        """Rows whose own solution does not pass its tests here, and why: they teach nothing."""
-        rows = {exercise.key: exercise for split in SPLITS for exercise in self._splits[split]}
-        records = [(exercise, self.run(exercise, exercise.solution)) for exercise in rows.values()]
-        return [(exercise, record.reason) for exercise, record in records if record.reason]
+    def _failures(self, exercises: dict[int, Exercise]) -> dict[int, str]:
+        # Why an exercise's own solution fails its tests, for those whose does: they teach nothing.
+        def why(exercise: Exercise) -> str:
+            return self.run(exercise, exercise.solution).reason.strip(": ")
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            reasons = pool.map(why, exercises.values())
+            told = tqdm(reasons, total=len(exercises), desc="solutions", disable=None)
+            return {row: reason for row, reason in zip(exercises, told, strict=True) if reason}
+
+    # ------------------------------------------------------------------------- a file, row by row
+
+    def check(self, path: str, tok: Any = None) -> str:
+        """What was found in a file: the rows that cannot be used, each with its reason; among them
+        those whose own solution fails its tests here. ``tok`` counts tokens.
+
+        Raises ValueError, one line with file, row and field, for a row of another schema and for a
+        prompt that is too long; also where no row is left, and where there is no sandbox.
+        """
+        if why := sandbox.refusal():
+            raise ValueError(why)
+        found = read_rows(Path(path), self.format, "check")
+        fitting, left = _sorted(found, self.format, self.show_tests)
+        measured = rows.longest_prompt(self, path, fitting, tok, "question")
+        wrong = {row: f"left out: {why}" for row, why in left.items()}
+        failures = self._failures(fitting).items()
+        wrong |= {row: f"its own solution fails: {why}" for row, why in failures}
+        good = len(found) - len(wrong)
+        if not good:
+            row, why = min(wrong.items())
+            allowed = "one whose own solution passes its tests"
+            raise ValueError(f"{path}: got no row to use (row {row} {why}); allowed {allowed}")
+        said = f"{path}: {len(found)} rows, {good} of which can be asked and judged by {self.name}"
+        told = [f"row {row} {why}" for row, why in sorted(wrong.items())]
+        return "\n".join([*told, f"{said}; {measured}"])
 
 
 def answer(response: str) -> str:

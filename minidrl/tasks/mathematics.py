@@ -25,7 +25,6 @@ import numpy as np
 from minidrl.launch import tell
 from minidrl.tasks import Verdict, equality, rows
 from minidrl.tasks.countdown import MAX_RESPONSE, PROMPT_FORMATS, check_choice
-from minidrl.tasks.text import chats
 from minidrl.untrusted import Kind, brief
 
 SPLITS = ("train", "held_out")
@@ -199,28 +198,17 @@ class Mathematics:
         """
         equality.needs(self.name)
         found = self.questions_of(rows.of_file("check", path), path)
-        asked = [self._asked(question, "") for question in found]
-        lengths = [len(question.instruction) for question in asked]
-        if tok is not None:
-            chat = self.prompt_format == "chat"
-            words = [q.instruction if chat else q.prompt for q in asked]
-            ids = tok(chats(tok, words) if chat else words, add_special_tokens=False).input_ids
-            lengths = [len(row) for row in ids]
-        for number, (question, length) in enumerate(zip(asked, lengths, strict=True), 1):
-            if tok is not None and length > self.max_prompt_length:
-                got = f"a prompt of {length} tokens"
-                allowed = f"up to task.max_prompt_length, {self.max_prompt_length}"
-                where = f"{path} row {number}: {self.question_field}"
-                raise ValueError(f"{where}: got {got}; allowed {allowed}")
+        asked = {i: self._asked(question, "") for i, question in enumerate(found, 1)}
+        measured = rows.longest_prompt(self, path, asked, tok, self.question_field)
+        for number, question in asked.items():
             if not equality.parses(question.gold):
                 where = f"{path} row {number}: {self.answer_field}"
                 allowed = "an answer that math-verify can read"
                 raise ValueError(f"{where}: got {brief(question.gold)}; allowed {allowed}")
-        twice = len(asked) - len({question.key for question in asked})
-        unit = "characters; with --model they are counted in tokens" if tok is None else "tokens"
+        twice = len(asked) - len({question.key for question in asked.values()})
         more = f", {twice} of them questions that stand there twice" if twice else ""
         said = f"{path}: {len(asked)} rows{more}; all can be asked and judged by {self.name}"
-        return f"{said}; the longest prompt has {max(lengths)} {unit}"
+        return f"{said}; {measured}"
 
 
 def _each_once(questions: Sequence[Question]) -> list[Question]:

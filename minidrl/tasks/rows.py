@@ -19,6 +19,8 @@ from typing import Any
 
 from minidrl import untrusted
 from minidrl.launch import one_line
+from minidrl.tasks import Problem, Task
+from minidrl.tasks.text import prompt_lengths
 from minidrl.untrusted import Kind, brief
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -89,7 +91,27 @@ def _datasets(what: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is one line of ours
     return datasets
+
+
+def longest_prompt(task: Task, path: str, asked: Mapping[int, Problem], tok: Any, at: str) -> str:
+    """How long the longest prompt is, in words; ``asked``: of each row of a file, by its number.
+
+    Without a tokenizer in characters. ValueError, which names the field ``at``, for a prompt of
+    more tokens than the task has room for.
+    """
+    if tok is None:
+        longest = max((len(problem.instruction) for problem in asked.values()), default=0)
+        unit = "characters; with --model they are counted in tokens"
+        return f"the longest prompt has {longest} {unit}"
+    lengths = prompt_lengths(tok, list(asked.values()), task.prompt_format)
+    for number, length in zip(asked, lengths, strict=True):
+        if length > task.prompt_length:
+            got, allowed = f"a prompt of {length} tokens", "up to task.max_prompt_length"
+            where = f"{path} row {number}: {at}"
+            raise ValueError(f"{where}: got {got}; allowed {allowed}, {task.prompt_length}")
+    return f"the longest prompt has {max(lengths, default=0)} tokens"
 
 
 def texts(rows: Iterable[Row], fields: Mapping[str, Kind], where: str) -> list[dict[str, str]]:

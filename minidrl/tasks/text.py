@@ -26,8 +26,9 @@ def encode_prompts(
     In a chat the longest prompt sets the width. ValueError for one that is longer than ``width`` or
     has characters that the tokenizer lacks, and for a tokenizer that names no end token.
     """
-    if tok.eos_token_id is None:
-        raise ValueError("model: got a tokenizer without eos_token; allowed one that names it")
+    for name in ("eos_token", "pad_token"):
+        if getattr(tok, f"{name}_id") is None:
+            raise ValueError(f"model: got a tokenizer without {name}; allowed one that names it")
     if prompt_format == "chat":
         asked = chats(tok, [problem.instruction for problem in problems])
         batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -60,6 +61,14 @@ def _check_known(tok: Any, texts: list[str], ids: Tensor, mask: Tensor) -> None:
             raise ValueError(f"prompt: got {got}; allowed its own characters")
 
 
+def prompt_lengths(tok: Any, problems: Sequence[Problem], prompt_format: str) -> list[int]:
+    """Tokens of each prompt."""
+    chat = prompt_format == "chat"
+    words = [problem.instruction if chat else problem.prompt for problem in problems]
+    ids = tok(chats(tok, words) if chat else words, add_special_tokens=False).input_ids
+    return [len(row) for row in ids]
+
+
 def chats(tok: Any, questions: list[str]) -> list[str]:
     """Each question as a user's turn and the opening of the answer's, by the template."""
     if tok.chat_template is None:
@@ -67,7 +76,14 @@ def chats(tok: Any, questions: list[str]) -> list[str]:
         raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
     turns = [[{"role": "user", "content": question}] for question in questions]
     words = dict(tok.special_tokens_map) | getattr(tok, "template_words", {})
-    return chat.render(tok.get_chat_template(), turns, words)
+    try:
+        template = tok.get_chat_template()
+    except ValueError:  # of several by name
+        names = brief(", ".join(tok.chat_template))
+        got = f"'chat' with the templates {names}"
+        allowed = "one template, or one of them named default"
+        raise ValueError(f"task.prompt_format: got {got}; allowed {allowed}") from None
+    return chat.render(template, turns, words)
 
 
 def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
