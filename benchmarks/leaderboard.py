@@ -32,13 +32,13 @@ def best_decoder() -> float:
     return max(rate for by_temperature in rates.values() for rate in by_temperature.values())
 
 
-def orders() -> dict[str, str]:
-    """Of each study the order in which its runs decode."""
+def jobs() -> dict[str, tuple[str, int]]:
+    """Of each study the order in which its runs decode, and the responses of a step."""
     found = {}
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = studies.study_of(path, config.read(path), {})
-        order = config.load(config.Train, study.config, study.settings).sampler.order
-        found[path.stem] = order.replace("_", "-")
+        s = config.load(config.Train, study.config, study.settings)
+        found[path.stem] = s.sampler.order.replace("_", "-"), s.num_prompts * s.num_generations
     return found
 
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print("laws: got one that fails; allowed none", file=sys.stderr)
         return 1
     best = best_decoder() if args.best is None else args.best
-    page = findings.leaderboard(LEDGER, CURVES, best, orders(), args.studies)
+    page = findings.leaderboard(LEDGER, CURVES, best, jobs(), args.studies)
     (ROOT / "LEADERBOARD.md").write_text(page, encoding="utf-8")
     return 0
 

@@ -35,15 +35,16 @@ BUDGETS = (50_000, 100_000, 250_000, 500_000, 750_000)  # of its comparison, in 
 SPENT = {"calls": "network calls", "updates": "updates", "seconds": "seconds"}
 SPENT_IN_ALL, AT_THE_END, GREEDY = "calls spent", "at the end", "greedy, at the end"
 FACTS = ("method", "rate", "updates", "seed", "steps", "before", "after", "calls")  # of one run
-GOAL_HEAD = """## Until a goal
+GOAL_HEAD = f"""## Until a goal
 
 Spent until the mean over seeds is there for the first time (it may fall again); in brackets the \
 lowest and highest of the seeds' own curves. A seed that failed or stayed below has "not \
 reached", and one that failed is not in the mean. Calls spent: of the whole run, the mean over \
 seeds. Runs differ in length: "not reached within" so many calls does not say what more would \
 have done, and a longer run that got there is not thereby the better method. Lines that did not \
-get there are sorted by where they end, which is no comparison at equal cost."""
-WHO = ("study", "method", "updates a rollout", "rate")
+get there are sorted by where they end, which is no comparison at equal cost. Collapsed: the mean \
+ends more than {100 * COLLAPSE:.0f} points below the base."""
+WHO = ("study", "method", "responses a step", "updates a rollout", "rate")
 COMMAND = "python -m minidrl compare studies/{study}.yaml --methods {method}"
 
 
@@ -222,7 +223,7 @@ def leaderboard(
     ledger: str | Path,
     curves: str | Path,
     best_decoder: float,
-    orders: Mapping[str, str],
+    jobs: Mapping[str, tuple[str, int]],
     studies: Sequence[str] | None = None,
     command: str = COMMAND,
 ) -> str:
@@ -230,18 +231,19 @@ def leaderboard(
     points above the best decoder of the base.
 
     ``best_decoder``: the solved fraction of the base under its best sampler, on the held-out
-    puzzles of the ledger. ``orders``: of each study the order in which it decodes; each order has
-    tables of its own. ``studies``: those that count, by default all; they share one bed.
+    puzzles of the ledger. ``jobs``: of each study the order in which it decodes, and the responses
+    of a step; each order has tables of its own. ``studies``: those that count, by default all; they
+    share one bed.
     ``command``: makes a cell, with names of columns of the ledger in braces.
     Raises: ValueError as ``study_report`` does, for a fraction that is none, for several beds, or
-    for a study whose order is not told.
+    for a study whose job is not told.
     """
     if not 0 <= best_decoder <= 1:
         raise ValueError(f"best_decoder: got {best_decoder}; allowed are fractions of 0 to 1")
     rows = read_ledger(ledger)
     studies = list(studies or dict.fromkeys(row["study"] for row in rows))
-    if untold := [study for study in studies if study not in orders]:
-        raise ValueError(f"orders: got none of {untold[0]}; required is one for each study")
+    if untold := [study for study in studies if study not in jobs]:
+        raise ValueError(f"jobs: got none of {untold[0]}; required is one for each study")
     reported = [r for r in rows if r["study"] in studies and r["stage"] == "report"]
     for column in ("bed", "judged"):
         single(column, (row[column] for row in reported), "the leaderboard")
@@ -251,7 +253,7 @@ def leaderboard(
         # a method without a reported run has no rate yet
         found = [(group, courses) for group in groups(rows, study) if group.report]
         if found:
-            every.setdefault(orders[study], []).extend(found)
+            every.setdefault(jobs[study][0], []).extend(found)
     every = {order: _once(found) for order, found in every.items()}
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
     head = f"""# Leaderboard
@@ -260,14 +262,28 @@ First what each method solves of held-out puzzles once it has spent so many netw
 equivalents, which can be compared between machines as seconds cannot); then what it spends until \
 it is {goals} points above {_percent(best_decoder)} %, the rate of the base with its best decoder, \
 whatever order the runs have. Between two evaluations a curve is taken as straight. A table has \
-the runs of one order, for runs of different orders start from different rates. Runs that are \
-among those of a line with more seeds, digit for digit, are shown in that one. \
+the runs of one order, for runs of different orders start from different rates. Studies differ in \
+more than the method, in the responses of a step, in updates and in length: compare lines of one \
+study, and those of two with care. A method is named as in the study's file; its row of the table \
+of methods stands in brackets where that is another. Runs that are among those of a line with \
+more seeds, digit for digit, are shown in that one. {_alike(every)}\
 Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
 bed {_listed(row["bed"] for row in reported)}."""
-    parts = [_goal(every, goal, best_decoder + goal) for goal in GOALS]
+    sizes = {study: responses for study, (_, responses) in jobs.items()}
+    parts = [_goal(every, goal, best_decoder + goal, sizes) for goal in GOALS]
     found = [group for of_order in every.values() for group, _ in of_order]
-    ends = [GOAL_HEAD, *parts, _commands(found, command)]
-    return "\n\n".join([head, _equal_calls(every), *ends]) + "\n"
+    ends = [GOAL_HEAD, *parts, _commands(found, command, sizes)]
+    return "\n\n".join([head, _equal_calls(every, sizes), *ends]) + "\n"
+
+
+def _alike(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
+    # Methods of a study that end at the same numbers, seed by seed: one computation, several names.
+    same: dict[tuple, list[str]] = {}
+    for group, _ in itertools.chain(*every.values()):
+        runs = tuple(tuple(row[name] for name in FACTS[1:]) for row in group.ended.values())
+        same.setdefault((_study(group), runs), []).append(group.name)
+    told = [f"{study}: {', '.join(names)}" for (study, _), names in same.items() if names[1:]]
+    return f"Alike to the last digit, one computation: {'; '.join(told)}. " if told else ""
 
 
 def _once(found: Sequence[tuple[Group, Courses]]) -> list[tuple[Group, Courses]]:
@@ -280,31 +296,32 @@ def _once(found: Sequence[tuple[Group, Courses]]) -> list[tuple[Group, Courses]]
     ]
 
 
-def _equal_calls(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
-    # Sorted by the largest budget that all lines of a table came to.
+def _equal_calls(
+    every: Mapping[str, Sequence[tuple[Group, Courses]]], sizes: Mapping[str, int]
+) -> str:
+    # Sorted by where a line ends.
     text = """## At equal network calls
 
 Solved, in percent: the mean over seeds [95 % interval, Student]; blank where a seed's run ended \
-before, or failed. Sorted by the largest number of calls that all lines spent. Rates were chosen \
-as the study says, and an interval is of one line: pairs are compared, seed by seed, in \
-docs/results.md. Temperature 1 but for the column "greedy", which is the mean at temperature 0 \
-after the last update: the ranks change, and rates were not chosen for it. With one update a \
-rollout nothing is stale, so that a method made for reuse (a clip, a trust region, StableDRL's \
-weights) shows here what it costs and not what it is for."""
+before, or failed. Sorted by the mean at the end of the runs, which differ in length: compare \
+within a column. Rates were chosen as the study says, and an interval is of one line: pairs are \
+compared, seed by seed, in docs/results.md. Temperature 1 but for the column "greedy", which is \
+the mean at temperature 0 after the last update: the ranks change, and rates were not chosen for \
+it. In lines with one update a rollout nothing is stale, so that a method made for reuse (a clip, \
+a trust region, StableDRL's weights) shows there what it costs and not what it is for."""
     parts = [text]
     for order, found in every.items():
         solved = [[solved_at(c, g, budget) for budget in BUDGETS] for g, c in found]
-        shared = [i for i in range(len(BUDGETS)) if all(line[i] for line in solved)]
         lines = []
         for (group, _), values in zip(found, solved, strict=True):
             cells = {_count(budget): _mean(x) for budget, x in zip(BUDGETS, values, strict=True)}
             before = {"solved before": _percent(group.mean("before"))}
-            key = fmean(values[shared[-1]]) if shared else 0.0
-            cells[GREEDY] = _percent(group.mean("greedy_after"))
-            lines.append((-key, _who(group) | before | cells))
+            end = group.mean("after")
+            cells |= {AT_THE_END: _percent(end), GREEDY: _percent(group.mean("greedy_after"))}
+            lines.append((-(end or 0.0), _who(group, sizes) | before | cells))
         lines = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
         met = [_count(b) for b in BUDGETS if any(line[_count(b)] for line in lines)]
-        table = markdown_table(lines, (*WHO, "solved before", *met, GREEDY))
+        table = markdown_table(lines, (*WHO, "solved before", *met, AT_THE_END, GREEDY))
         parts.append(f"### Decoding in {order} order\n\n{table}")
     return "\n\n".join(parts)
 
@@ -329,11 +346,16 @@ def solved_after(courses: Courses, cell: str, budget: float) -> float | None:
     return float(np.interp(budget, calls, held)) if calls[-1] >= budget else None
 
 
-def _goal(every: Mapping[str, Sequence[tuple[Group, Courses]]], goal: float, target: float) -> str:
+def _goal(
+    every: Mapping[str, Sequence[tuple[Group, Courses]]],
+    goal: float,
+    target: float,
+    sizes: Mapping[str, int],
+) -> str:
     # A table for each order in which a seed got there.
     parts = [f"### {100 * goal:.0f} points above: {_percent(target)} %"]
     for order, found in every.items():
-        lines = _goal_lines(found, target)
+        lines = _goal_lines(found, target, sizes)
         there = any(not line["seeds there"].startswith("0 of") for line in lines)
         columns = (*WHO, "solved before", "seeds there", *SPENT.values(), SPENT_IN_ALL, AT_THE_END)
         none = f"Decoding in {order} order: no seed of these runs got there."
@@ -342,11 +364,13 @@ def _goal(every: Mapping[str, Sequence[tuple[Group, Courses]]], goal: float, tar
     return "\n\n".join(parts)
 
 
-def _goal_lines(found: Sequence[tuple[Group, Courses]], target: float) -> list[dict[str, str]]:
+def _goal_lines(
+    found: Sequence[tuple[Group, Courses]], target: float, sizes: Mapping[str, int]
+) -> list[dict[str, str]]:
     # Fewest calls first; what does not get there comes last, the best of it first.
     rows = [(group, courses, reached(courses, group.cells, target)) for group, courses in found]
     rows.sort(key=lambda r: (r[2]["calls"] if r[2] else math.inf, -(r[0].mean("after") or 0)))
-    return [_goal_line(*row, target) for row in rows]
+    return [_who(row[0], sizes) | _goal_line(*row, target) for row in rows]
 
 
 def _goal_line(
@@ -355,7 +379,7 @@ def _goal_line(
     own = [reached(courses, [cell], target) for cell in group.cells]
     own += [None] * (len(group.report) - len(own))
     there = [found for found in own if found]
-    line = _who(group) | {"seeds there": f"{len(there)} of {len(own)}"}
+    line = {"seeds there": f"{len(there)} of {len(own)}"}
     line["solved before"] = _percent(group.mean("before"))
     end = _percent(group.mean("after"))
     line[AT_THE_END] = f"{end} (collapsed)" if group.collapsed else end
@@ -391,9 +415,9 @@ def _means(courses: Courses, cells: Sequence[str], column: str) -> dict[int, flo
     return {step: fmean(values) for step, values in course(courses, cells, column).items()}
 
 
-def _commands(found: Sequence[Group], command: str) -> str:
+def _commands(found: Sequence[Group], command: str, sizes: Mapping[str, int]) -> str:
     lines = [
-        _who(group)
+        _who(group, sizes)
         | {"seeds": _listed(row["seed"] for row in group.report)}
         | {"command": f"`{command.format_map(group.report[0])}`"}
         for group in found
@@ -402,10 +426,17 @@ def _commands(found: Sequence[Group], command: str) -> str:
     return f"## Commands\n\n{text}\n\n{markdown_table(lines, (*WHO, 'seeds', 'command'))}"
 
 
-def _who(group: Group) -> dict[str, str]:
+def _study(group: Group) -> str:
+    return (group.report or group.choose)[0]["study"]  # without planned cells one is there
+
+
+def _who(group: Group, sizes: Mapping[str, int]) -> dict[str, str]:
+    row = group.report[0]["options"].get("method", group.method)
+    other = f" ({row})" if row != group.method and group.name == group.method else ""
     return {
-        "study": (group.report or group.choose)[0]["study"],  # without planned cells one is there
-        "method": group.name,
+        "study": _study(group),
+        "method": group.name + other,
+        "responses a step": str(sizes[_study(group)]),
         "updates a rollout": str(group.updates),
         "rate": rate_text(group.rate) if group.rate else "",
     }

@@ -299,8 +299,8 @@ def test_many_pairs_are_sorted_by_p(tmp_path):
 
 
 def board(folder: Path, cells: list[dict], best: float, lines: list[dict] | None = None, **given) -> list[list[dict]]:
-    orders = given.pop("orders", dict.fromkeys(("s", "t"), "random"))
-    found = tables(findings.leaderboard(*write(folder, cells, lines), best, orders, **given))
+    jobs = given.pop("jobs", dict.fromkeys(("s", "t"), ("random", 128)))
+    found = tables(findings.leaderboard(*write(folder, cells, lines), best, jobs, **given))
     return [table for table in found if "seeds there" in table[0] or "command" in table[0]]
 
 
@@ -310,29 +310,46 @@ def test_at_equal_calls_each_seed_is_read_on_its_own_line(tmp_path, monkeypatch)
     b = cell("b", 0, 0.3), cell("b", 1, 0.3)
     cells = [cell("a", 0, 0.5), cell("a", 1, 0.3), *b, failed("c", 0), cell("c", 1, 0.9)]
     lines = [line for row in cells for line in (course(row, [0.1, 0.28]) if row in b else course(row))]
-    text = findings.leaderboard(*write(tmp_path, cells, lines), 0.15, {"s": "random"})
+    text = findings.leaderboard(*write(tmp_path, cells, lines), 0.15, {"s": ("random", 128)})
     first, *_ = tables(text)
-    assert list(first[0])[-5:] == ["solved before", "600", "1,500", "3,000", "greedy, at the end"]  # nobody spent 3,001
+    assert list(first[0])[-6:] == [
+        "solved before",
+        "600",
+        "1,500",
+        "3,000",
+        "at the end",
+        "greedy, at the end",
+    ]  # nobody spent 3,001
     by = {line["method"]: line for line in first}
     assert by["a"]["600"].startswith("16.0 [") and by["a"]["3,000"].startswith("40.0 [")
     assert by["b"]["600"].startswith("17.2 [") and by["b"]["3,000"] == ""
     assert (by["c"]["600"], by["c"]["solved before"]) == ("", "10.0")
-    text = findings.leaderboard(*write(tmp_path, cells[:4], lines), 0.15, {"s": "random"})
-    assert [line["method"] for line in tables(text)[0]] == ["b", "a"]  # by 1,500, where b has 28 and a 25
+    text = findings.leaderboard(*write(tmp_path, cells[:4], lines), 0.15, {"s": ("random", 128)})
+    assert [line["method"] for line in tables(text)[0]] == ["a", "b"]  # by where they end
 
 
 def test_runs_that_a_larger_line_has_too_are_shown_once(tmp_path):
     """Seed 0 of study t is that of s; its b has one seed more than s knows, its c ends elsewhere."""
     both = [cell(name, seed, 0.4 + seed / 10) for name in "abc" for seed in (0, 1)]
     again = [cell("a", 0, 0.4, study="t"), cell("b", 2, 0.4, study="t"), cell("c", 0, 0.3, study="t")]
-    text = findings.leaderboard(*write(tmp_path, both + again), 0.15, {"s": "random", "t": "random"})
+    text = findings.leaderboard(*write(tmp_path, both + again), 0.15, {"s": ("random", 128), "t": ("random", 64)})
     for table in (tables(text)[0], tables(text)[-1]):
         assert sorted((line["study"], line["method"]) for line in table) == [("s", x) for x in "abc"] + [("t", "b"), ("t", "c")]
 
 
+def test_who_a_line_is(tmp_path):
+    """The label of the study, the row where that has another name, the responses of a step; lines with the same runs are named."""
+    cells = [cell(name, seed, 0.3) for name in "ab" for seed in (0, 1)] + [cell("c", 0, 0.4), cell("c", 0, 0.3, study="t")]
+    cells[0] |= {"options": '{"method": "egspo"}'}
+    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": ("random", 128), "t": ("random", 64)})
+    found = [(line["study"], line["method"], line["responses a step"]) for line in tables(text)[0]]
+    assert sorted(found) == [("s", "a (egspo)", "128"), ("s", "b", "128"), ("s", "c", "128"), ("t", "c", "64")]
+    assert "Alike to the last digit, one computation: s: a, b. Held-out" in text
+
+
 def test_greedy_decoding_stands_beside_the_other(tmp_path):
     cells = [cell("a", 0, 0.5) | {"greedy_after": 0.3}, cell("a", 1, 0.5) | {"greedy_after": 0.4}]
-    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": "random"})
+    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": ("random", 128)})
     assert tables(text)[0][0]["greedy, at the end"] == "35.0"
 
 
@@ -383,7 +400,7 @@ def test_the_cheapest_comes_first_and_a_command_can_be_given(tmp_path):
 def test_runs_of_two_orders_are_in_two_tables(tmp_path):
     """a ends above the first goal 0.25, in its order only; nothing comes to 0.35."""
     cells = [cell("a", 0, 0.3), cell("b", 0, 0.2, study="t"), cell("c", 0, 0.22, study="u", before=0.2)]
-    orders = {"s": "random", "t": "right-to-left", "u": "random", "v": "random"}
+    orders = {"s": ("random", 128), "t": ("right-to-left", 128), "u": ("random", 256), "v": ("random", 1)}
     files = write(tmp_path, cells)
     text = findings.leaderboard(*files, 0.15, orders)
     equal, other, first, _ = tables(text)
@@ -394,28 +411,31 @@ def test_runs_of_two_orders_are_in_two_tables(tmp_path):
     assert far.startswith("20 points above: 35.0 %") and "|" not in far
     for order in ("random", "right-to-left"):
         assert f"Decoding in {order} order: no seed of these runs got there." in far
-    with pytest.raises(ValueError, match="orders: got none of t; required is one for each study"):
-        findings.leaderboard(*files, 0.15, {"s": "random", "u": "random"})
+    with pytest.raises(ValueError, match="jobs: got none of t; required is one for each study"):
+        findings.leaderboard(*files, 0.15, {"s": ("random", 128), "u": ("random", 128)})
 
 
 def test_the_order_of_a_study_is_that_of_its_runs(monkeypatch):
     monkeypatch.syspath_prepend(tiny.ROOT / "benchmarks")  # one script imports another
-    found = tiny.script("leaderboard").orders()
-    assert found["main_job"] == found["reuse_confidence"] == "low-confidence"  # of the config, which both leave as it is
-    assert (found["arcs"], found["reuse_left_to_right"]) == ("random", "left-to-right")
+    found = tiny.script("leaderboard").jobs()
+    assert found["main_job"] == ("low-confidence", 256) and found["reuse_confidence"] == (
+        "low-confidence",
+        128,
+    )  # of the config, which both leave as it is
+    assert (found["arcs"], found["reuse_left_to_right"]) == (("random", 128), ("left-to-right", 128))
 
 
 def test_a_method_whose_rate_is_still_being_chosen_is_not_on_the_board(tmp_path):
     cells = [cell("a", 0, 0.3), cell("b", 1000, 0.4, stage="choose"), cell("c", 1000, 0.4, stage="choose", study="t")]
-    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": "random", "t": "left-to-right"})
+    text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": ("random", 128), "t": ("left-to-right", 128)})
     assert {line["method"] for table in tables(text) for line in table} == {"a"} and "left-to-right" not in text
 
 
 def test_a_later_goal_has_a_table_where_one_seed_got_there(tmp_path):
     """Means 0.25 and 0.2: the first goal, 0.25, is that of the mean of a; 0.35 only of its seed 0."""
     cells = [cell("a", 0, 0.4), cell("a", 1, 0.1), cell("b", 0, 0.2, study="t")]
-    orders = {"s": "random", "t": "left-to-right"}
-    near, far, _ = board(tmp_path, cells, 0.15, orders=orders)
+    jobs = {"s": ("random", 128), "t": ("left-to-right", 128)}
+    near, far, _ = board(tmp_path, cells, 0.15, jobs=jobs)
     assert [line["seeds there"] for line in far] == ["1 of 2"]
     assert far[0]["network calls"] == "not reached within 3,000 [2,500, not reached]"
     assert far[0]["at the end"] == near[0]["at the end"] == "25.0"
