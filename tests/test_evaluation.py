@@ -144,6 +144,12 @@ def test_wilsons_interval_is_the_printed_one(counts):
     assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx(found[1:])
 
 
+def test_wilsons_interval_of_one_puzzle_by_hand():
+    """p = 1, n = 1: (1 + z^2 / 2 -+ z^2 / 2) / (1 + z^2) is 1 / (1 + z^2), or 1; at 95 % z^2 = 3.8415."""
+    assert intervals.wilson(1, 1) == pytest.approx((1, 1 / 4.8415, 1), abs=1e-5)
+    assert intervals.wilson(0, 1) == pytest.approx((0, 0, 3.8415 / 4.8415), abs=1e-5)
+
+
 def test_wilsons_interval_refuses_what_is_no_share():
     for counts in ((1, 0), (-1, 3), (4, 3)):
         with pytest.raises(ValueError, match="successes: got"):

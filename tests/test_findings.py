@@ -79,6 +79,7 @@ def report(folder: Path, cells: list[dict], **given) -> tuple[str, list[dict], l
         ("stage", "test", "choose, report"),
         ("status", "failed", "finished, failed: reason"),
         ("after", "41.2", "nothing, a number of 0 to 1"),
+        ("after", "1.2", "nothing, a number of 0 to 1"),
         ("options", "[1]", "a JSON object"),
         ("options", "{", "a JSON object"),
         ("calls", "-1", "nothing, >= 0"),
@@ -195,6 +196,12 @@ def test_rates_tried_and_a_failed_cell_that_counts_as_nothing(tmp_path):
     assert line["notes"].startswith("the rate is not the best one tried; ")
 
 
+def test_a_rate_of_the_report_that_nobody_tried_is_not_the_best_one_tried(tmp_path):
+    tried = [cell("a", 100, 0.2, rate=1e-4, stage="choose")]
+    _, (line,), _ = report(tmp_path, [*tried, cell("a", 0, 0.3, rate=1e-3)])
+    assert (line["rate"], line["tried"], line["notes"]) == ("1e-3", "1e-4: 20.0", "the rate is not the best one tried")
+
+
 def test_collapse_is_more_than_five_points_below_the_base(tmp_path):
     cells = [cell(name, seed, after + 0.1 * seed, before=0.5) for name, after in (("a", 0.4), ("b", 0.398)) for seed in (0, 1)]
     lines = [line for row in cells for line in course(row, [0.5, 0.7 + 0.02 * row["seed"], row["after"]])]
@@ -295,6 +302,13 @@ def test_many_pairs_are_sorted_by_p(tmp_path):
     assert len(fewer) == 28 and p != sorted(p) and len({line["A"] for line in fewer[:7]}) == 1
 
 
+def test_of_many_pairs_those_without_a_test_come_last(tmp_path):
+    """Of nine methods the first has one seed: its eight pairs have no test."""
+    cells = [cell(f"m{k}", s, 0.2 + 0.01 * k + 0.001 * (s + k) ** 2) for k in range(9) for s in range(3) if k or not s]
+    lines = report(tmp_path, cells)[2]
+    assert [line["verdict"].startswith("not tested") for line in lines] == [False] * 28 + [True] * 8
+
+
 # --------------------------------------------------------------------------------------------------------- leaderboard
 
 
@@ -326,6 +340,15 @@ def test_at_equal_calls_each_seed_is_read_on_its_own_line(tmp_path, monkeypatch)
     assert (by["c"]["600"], by["c"]["solved before"]) == ("", "10.0")
     text = findings.leaderboard(*write(tmp_path, cells[:4], lines), 0.15, {"s": ("random", 128)})
     assert [line["method"] for line in tables(text)[0]] == ["a", "b"]  # by where they end
+
+
+def test_the_shipped_board_at_equal_calls_is_that_of_the_shipped_ledger(monkeypatch):
+    """LEADERBOARD.md, up to the goals, which need the rate of the best decoder; its columns are the budgets that it quotes."""
+    monkeypatch.syspath_prepend(tiny.ROOT / "benchmarks")
+    script = tiny.script("leaderboard")
+    page = findings.leaderboard(script.LEDGER, script.CURVES, 0.0, script.orders())
+    made, shipped = (text.split("\n## ")[1] for text in (page, (tiny.ROOT / "LEADERBOARD.md").read_text(encoding="utf-8")))
+    assert made.startswith("At equal network calls") and made == shipped, "run python benchmarks/leaderboard.py"
 
 
 def test_runs_that_a_larger_line_has_too_are_shown_once(tmp_path):

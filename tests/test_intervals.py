@@ -61,6 +61,7 @@ def test_pairs_without_spread():
     assert intervals.paired([0.3, 0.4, 0.1], [0.3, 0.4, 0.1]) == (0, 0, 0, 1)
     assert intervals.paired([0.3, 0.4], [0.1, 0.2]) == pytest.approx((0.2, 0.2, 0.2, 0))  # 0.3 - 0.1 != 0.4 - 0.2 in floats
     assert intervals.paired([0.1 + 0.2, 1.0], [0.3, 1.0]).p == 1  # nor is 0.1 + 0.2 = 0.3
+    assert intervals.paired([0.1 + 0.2, 0.0], [0.3, 0.0]).p == 1  # beside a pair of seeds that solved nothing
     assert intervals.paired([1e-9, 3e-9], [0.0, 0.0]).p == pytest.approx(intervals.p_value(2.0, 1))  # small is not nothing
 
 

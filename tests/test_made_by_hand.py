@@ -114,3 +114,7 @@ def test_made_by_hand_they_are_what_the_library_computes_with():
             truth = oracle.token_logp(model, tuple(text), masked)[i].item()
             assert abs(logp[k, b, i].item() - truth) < 1e-12
     assert behaviour_anchor(METHODS["trace-block"], plan, rollout).tolist() == [[[-0.5]] * 2] * 3
+    allowed = "replay plans scored at the sampling temperature, without order_logp (which the sampler does not record)"
+    with pytest.raises(ValueError) as error:
+        behaviour_anchor(METHODS["egspo-exact"], plan, rollout)
+    assert str(error.value) == f"anchor: egspo-exact asks for behaviour; allowed only for {allowed}"

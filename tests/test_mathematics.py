@@ -48,6 +48,7 @@ EQUAL = {  # by arithmetic, or by what the notation means
         "18",
         " 18 ",
         "$18$",
+        "$18",
         "**18**",
         "18.",
         "\\$18",
@@ -70,7 +71,9 @@ EQUAL = {  # by arithmetic, or by what the notation means
     "3, 5, 7": ["3,5,7", "\\{3, 5, 7\\}"],
 }
 DIFFERENT = {
-    "18": ["", "17", "-18", "180", "1 8", "18 19", "17 or 18", "17, 18", "18, 17", "\\{17,18\\}", "18\\pm1", "18=17", "17=18"],
+    "18": ["", "17", "-18", "180", "1 8", "18 19", "17 or 18", "17, 18", "18, 17", "\\{17,18\\}", "18\\pm1", "18=17", "17=18"]
+    + ["17, or the final answer is $18$. I hope", "$18$ or $17$", "$17$, $18$", "**18** or **17**"],
+    "1": ["$18", "**18"],
     "9": [
         "1 8",
         "3^2",
@@ -117,7 +120,7 @@ def test_endless_work_ends_and_the_next_answer_is_judged(judge, monkeypatch):
     assert equality.equal("18", "18.0")
     first = judge.process.pid
     told = judge.ask("x", "(" * 12 + "1+" * 2000 + "1" + ")" * 12)
-    assert told["failed"] == "CPU time" and not told["equal"]
+    assert told == {"equal": False, "gold": False, "answer": False, "failed": "CPU time"}
     assert equality.equal("18", "18.0") and judge.process.pid == first and judge.starts == 1
 
 
@@ -126,6 +129,27 @@ def test_memory_and_files_are_limited(judge):
     assert not judge.ask("x", "2^{2^{35}}+y")["equal"] and judge.ask("18", "18.0")["equal"]
     limits = Path(f"/proc/{judge.process.pid}/limits").read_text()
     assert re.search(f"Max address space +{equality.BYTES} ", limits) and re.search("Max file size +0 ", limits)
+
+
+def test_the_limits_are_those_that_the_page_of_commands_names():
+    text = (tiny.ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    seconds, gibibytes = map(int, re.search(r"(\d+) s of CPU time, (\d+) GiB of memory", text).groups())
+    assert (equality.SECONDS, equality.BYTES) == (seconds, gibibytes * 2**30)
+
+
+def test_nothing_is_written_to_the_pipe_that_nobody_reads(judge):
+    """A full one would stop the process."""
+    for gold, answer in (("18", "18.0"), ("x", "\\frac{"), ("\\text{east}", "\\text{west}"), ("x^2-1", "(x-1)(x+1)")):
+        judge.ask(gold, answer)
+    judge.stop()
+    assert judge.said == []
+
+
+def test_the_process_ends_where_its_questions_end():
+    asked = {"input": b'["18", "18.0"]\n', "capture_output": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-P", equality.__file__], **asked)
+    ready, told = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, ready) == (0, b"", b"ready") and json.loads(told)["equal"]
 
 
 def test_a_judge_that_somebody_ended_is_started_again(judge):

@@ -116,6 +116,14 @@ def test_a_credit_that_is_unknown_or_knows_no_states_is_refused():
 # ------------------------------------------------------------------------------------------------------------------- KL
 
 
+def test_a_row_without_a_kl_term_has_the_two_options_that_give_it_one_and_no_other():
+    """What a config sets beside these for another row is left out where grpo is run instead."""
+    grpo, diffu = methods.METHODS["grpo"], methods.METHODS["diffu-grpo"]
+    assert [key for key in PENALTY if methods.has_option(grpo, key)] == ["kl.form", "kl.beta"]
+    assert [key for key in [*PENALTY, "kl.gamma"] if methods.has_option(diffu, key)] == PENALTY
+    assert methods.has_option(grpo, "plan.num_states") and not methods.has_option(grpo, "extra.omega")
+
+
 @pytest.mark.parametrize("name", methods.METHODS)
 @pytest.mark.parametrize("form", ["k1", "k2", "k3", "exact"])
 def test_a_penalty_can_be_chosen_for_every_row(form, name):
