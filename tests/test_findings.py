@@ -346,7 +346,7 @@ def test_the_shipped_board_at_equal_calls_is_that_of_the_shipped_ledger(monkeypa
     """LEADERBOARD.md, up to the goals, which need the rate of the best decoder; its columns are the budgets that it quotes."""
     monkeypatch.syspath_prepend(tiny.ROOT / "benchmarks")
     script = tiny.script("leaderboard")
-    page = findings.leaderboard(script.LEDGER, script.CURVES, 0.0, script.orders())
+    page = findings.leaderboard(script.LEDGER, script.CURVES, 0.0, script.jobs())
     made, shipped = (text.split("\n## ")[1] for text in (page, (tiny.ROOT / "LEADERBOARD.md").read_text(encoding="utf-8")))
     assert made.startswith("At equal network calls") and made == shipped, "run python benchmarks/leaderboard.py"
 
