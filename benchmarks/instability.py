@@ -180,7 +180,7 @@ def summary(result: dict) -> dict:
     return kept | {"every": EVERY} | facts | curves
 
 
-COLOURS = {"grpo, fresh masks": "#D55E00", "stabledrl": "#0072B2"}
+COLOURS = {"grpo, fresh masks": "#D55E00", "stabledrl": "#0072B2", "grpo, shared masks": "#009E73"}
 PANELS = {
     "spread": "spread of the\nlog ratio (std)",
     "bypass": "bypass: adv < 0\nand ratio > 1.2",
@@ -200,8 +200,8 @@ def figure(results: list[dict], path: Path) -> None:
         column[-1].set_xlabel("updates (4 on each rollout)")
     for axis, label in zip(axes[:, 0], PANELS.values(), strict=True):
         axis.set_ylabel(label)
-    for axis in axes[0]:  # the scales may have different numbers of runs
-        axis.legend(frameon=False, loc="upper left", fontsize=9)
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     FigureCanvasAgg(fig).print_png(path)
 
 

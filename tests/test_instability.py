@@ -269,6 +269,23 @@ def test_pairs_are_paired_by_seed_and_corrected(page):
     assert page.differences(results, "sequence") == []
 
 
+def test_the_links_of_the_argument_are_counted_over_all_noisy_lines(page):
+    """One grows and rises, one grows and ends below its start, one falls; the fourth is not noisy."""
+    made = {
+        "stabledrl": ([0.3, 0.6], [0.4, 0.5, 0.6]),
+        "clip-only": ([0.3, 0.6], [0.4, 0.5, 0.3]),
+        "grpo, fresh masks": ([0.6, 0.3], [0.4, 0.5, 0.6]),
+        "grpo, shared masks": ([0.1, 0.6], [0.4, 0.5, 0.6]),
+    }
+    results = []
+    for name, ((first, last), reward) in made.items():
+        results.append(a_run(name, 0, reward) | {"spread": [first] * 15 + [last] * 15})
+    text = " ".join(page.chain(results).split())
+    assert "Of the 3 lines whose ratio is noisy" in text
+    assert "grows in 2, of which 1 have a run that ends below its start, and falls in 1, of which 0 have one" in text
+    assert "clip-only" not in text and "| stabledrl | 0.30 | 50 % |" in text
+
+
 def test_what_is_not_run_is_said(page):
     """Once for all tables; a line at one scale only with the scale; a line without a ratio has no scale to miss."""
     results = [a_run(name, seed, [0.4, 0.5, 0.6]) for seed in (0, 1) for name in ("stabledrl", "spg")]
