@@ -40,9 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     0; 1 where a run had to stop; 2 for wrong settings and files; 130 and 143 after Ctrl-C and
     SIGTERM.
     """
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not know every character
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # it may not know every character
     arguments, rest = _parser().parse_known_args(argv)
     try:
         _refuse_process(arguments.verb)
@@ -72,9 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         said += f"; {GOES_ON.get(arguments.verb if kept else '', 'nothing was written')}"
         return _report(said, 128 + asked, error)
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of the tokenizers library, an Exception to no one
+        # The tokenizers library raises Exception itself, and panics that are none.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         got = f"files with which the tokenizers library breaks off ({one_line(error)})"
         return _report(f"tokenizer.json: got {got}; allowed those of a working tokenizer", 2, error)
@@ -83,12 +84,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _refuse_process(verb: str) -> None:
     processes, rank = launched_processes(), launched_rank()
-    if verb != "train" and processes > 1:
-        allowed = "1, only train shares its work"
-        raise ValueError(f"{verb}: got {processes} processes; allowed {allowed}")
     if rank >= processes:
         allowed = f"below WORLD_SIZE ({processes})"
         raise LocalError(f"RANK: got {rank} in the environment; allowed {allowed}")
+    if verb != "train" and processes > 1:
+        allowed = "1, only train shares its work"
+        raise ValueError(f"{verb}: got {processes} processes; allowed {allowed}")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("cwd: got a folder that was removed; allowed one that is there") from None
     if sys.flags.optimize > 1 and verb not in WITHOUT_DOCSTRINGS:
         allowed = "python and python -O, transformers reads docstrings"
         raise ValueError(f"python -OO: got {verb}, which needs transformers; allowed {allowed}")
@@ -247,6 +252,8 @@ def _overrides(rest: list[str]) -> dict[str, str]:
             if i + 1 >= len(rest):
                 raise ValueError(f"{key[2:]}: no value given; allowed --{key[2:]} value")
             i, value = i + 1, rest[i + 1]
+        if "" in key[2:].split("."):
+            raise ValueError(f"argument {key!r}: allowed --key value, a name around each point")
         pairs[key[2:]] = value
         i += 1
     return pairs
@@ -257,11 +264,17 @@ def _no_overrides(overrides: dict[str, str]) -> None:
         raise ValueError(f"--{next(iter(overrides))}: unknown option; see python -m minidrl --help")
 
 
-def _out(arguments) -> Path:
+def _written(key: str, name: str) -> Path:
+    """A path that will be written to; one that goes up is made plain, so that no folder is made
+    only to leave it."""
     from minidrl import config
 
-    out = Path(arguments.out or Path("runs") / Path(arguments.config).stem)
-    config.check_path("out", str(out))
+    config.check_path(key, name)
+    return Path(name).resolve() if ".." in Path(name).parts else Path(name)
+
+
+def _out(arguments) -> Path:
+    out = _written("out", arguments.out or str(Path("runs") / Path(arguments.config).stem))
     if os.fsencode(out) != str(out).encode(errors="replace"):  # safetensors writes names in UTF-8
         allowed = "ASCII, or any name under a locale of UTF-8, or with PYTHONUTF8=1"
         raise ValueError(f"out: got {str(out)!r}; allowed {allowed}")
@@ -344,13 +357,16 @@ def _evaluate(arguments, overrides) -> None:
 
     if arguments.compare:
         _no_overrides(overrides)
-        if arguments.model:
-            raise ValueError(f"model: got {arguments.model!r} with --compare; allowed one of them")
+        for key in ("model", "task", "config", "length", "out", "json"):
+            if value := getattr(arguments, key):
+                raise ValueError(f"{key}: got {value!r} with --compare; allowed one of them")
         _print(evaluation.compare(*map(Path, arguments.compare)))
         return
     if arguments.model is None:
         raise ValueError("model: got none; allowed a folder, or --compare A B")
     _no_overrides({key: x for key, x in overrides.items() if not key.startswith(_OF_EVALUATION)})
+    if (key := "sampler.temperature") in overrides:
+        raise ValueError(f"{key}: got {overrides[key]!r}; allowed in its place --temperature")
     n = _count("n", arguments.n, config.MOST)
     samples = _count("samples", arguments.samples, config.MOST // n)
     how = {"n": n, "samples": samples, "batch": _count("batch", arguments.batch, config.MOST)}
@@ -363,7 +379,7 @@ def _evaluate(arguments, overrides) -> None:
     at = [evaluation.with_length(decoding, n) for n in lengths or [decoding.length]]
     for one in at:
         config.check_length(settings.task, one.length)
-    out = Path(arguments.out) if arguments.out else None
+    out = _written("out", arguments.out) if arguments.out else None
     with evaluation.opened(out):
         model, tok = checkpoints.load(arguments.model)
         how |= {"name": arguments.model, "out": out}
@@ -463,9 +479,11 @@ def _study(arguments, overrides):
 
 
 def _controls(arguments, overrides) -> None:
-    from minidrl import controls, report
+    from minidrl import config, controls, report
 
     _no_overrides(overrides)
+    for run in arguments.runs:
+        config.check_path("runs", run)
     folders = [Path(run) for run in arguments.runs]
     for folder in folders:
         if not controls.read(folder):
@@ -526,7 +544,7 @@ def _check_rows(arguments, overrides) -> None:
 
     kind = task_class(arguments.name or DEFAULT)
     if not arguments.check:
-        _no_overrides(overrides)
+        _no_overrides(overrides | ({"model": ""} if arguments.model else {}))
         _print(f"{arguments.name:<12}{kind.about}")
         return
     if not hasattr(kind, "check"):

@@ -256,6 +256,8 @@ def _load_adapters(
         denoiser, tokenizer = load(base, device, dtype)
     except ValueError as error:
         raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
+    if config.r > (widest := denoiser.model.config.hidden_size):
+        raise _refused(folder, f", adapters of rank {config.r}; allowed up to {widest}, its width")
     with _reading(folder):
         inject_adapters(denoiser, config, 0)
     read_adapters(denoiser, folder)
@@ -265,6 +267,7 @@ def _load_adapters(
 def read_adapters(denoiser: Denoiser, folder: Path) -> None:
     """The saved values into a network's adapters; ValueError unless names and shapes agree."""
     with _reading(folder):
+        untrusted.check_regular(Path(folder) / ADAPTER_WEIGHTS)
         stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
         weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
         own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
@@ -589,6 +592,8 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
 def _check_tokenizer_files(folder: Path) -> None:
     """ValueError for a file that is too large, no text, or does not say what it is asked for."""
     for path in (folder / name for name in FILES):
+        if path.exists():
+            untrusted.check_regular(path)
         if path.is_file() and path.suffix != ".json":
             untrusted.text(path)
     tables = {
@@ -714,8 +719,10 @@ def _check_size(shape: PreTrainedConfig, paths: list[Path]) -> None:
 
 def shards(folder: Path) -> list[Path]:
     """The weight files; the ones that the index names must all be there, in this folder."""
-    if (folder / "model.safetensors").is_file() or not (folder / INDEX).is_file():
+    if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
+    if not (folder / INDEX).is_file():
+        raise _refused(folder, ", which holds no file model.safetensors and no index of several")
     with _reading(folder):
         index = untrusted.json_object(folder / INDEX, untrusted.WEIGHT_INDEX)
         names = sorted(set((index.get("weight_map") or {}).values()))

@@ -24,6 +24,8 @@ from minidrl.untrusted import WHOLE, brief
 
 ASKED = ("prompt_format", "max_prompt_length")  # settings that every task with chats has
 MOST = 2**20  # sequences of a rollout, a batch, an evaluation: beyond it no step would end
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes, of the systems that this runs on
+MOST_ALPHA = 1e6
 MOST_LAYERS, MOST_RANK, MOST_UPDATES, MOST_THREADS = 1024, 2**16, 4096, 256
 
 
@@ -98,6 +100,8 @@ class Optimizer:
                 allowed = "0 up to, not including, 1"
                 raise ValueError(f"optimizer.{name}: got {getattr(self, name)}; allowed {allowed}")
         _at_least(self, "optimizer.", weight_decay=0, warmup=0)
+        if self.weight_decay == math.inf:
+            raise ValueError("optimizer.weight_decay: got inf; allowed finite numbers from 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +141,9 @@ class Lora:
     def __post_init__(self):
         _at_least(self, "lora.", rank=0)
         _at_most("lora.rank", self.rank, MOST_RANK)
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"lora.alpha: got {self.alpha}; allowed finite numbers above 0")
+        if not 0 < self.alpha <= MOST_ALPHA:
+            allowed = f"numbers above 0, up to {MOST_ALPHA:g}"
+            raise ValueError(f"lora.alpha: got {self.alpha}; allowed {allowed}")
         names = self.target_modules
         if not names or not all(isinstance(name, str) for name in names):
             allowed = "names of linear layers, at least one"
@@ -319,6 +324,7 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
 
 def read(path: Path) -> dict:
     """The mapping in a YAML file; ValueError where there is none."""
+    check_path("config", str(path))
     if not path.is_file():
         shipped = "the configs that ship are in tiny_configs/"
         raise ValueError(f"config: got {str(path)!r}, which is no file; {shipped}")
@@ -359,7 +365,8 @@ def _leave_out_settings(data: dict, name: Any) -> str:
 def check_path(key: str, name: str) -> None:
     """ValueError for what no file system can have as a name."""
     try:
-        fits = b"\0" not in os.fsencode(name)
+        fits = b"\0" not in os.fsencode(name) and len(os.fsencode(name)) < LONGEST_PATH
+        fits = fits and all(len(os.fsencode(part)) <= LONGEST_NAME for part in Path(name).parts)
     except UnicodeEncodeError:  # half of a pair of surrogates
         fits = False
     if not fits:
@@ -473,7 +480,12 @@ def dumped(settings: Any) -> str:
 
 def of_run(kind: type, folder: Path) -> Any:
     """The settings with which the run in ``folder`` was started."""
-    return from_dict(kind, read(folder / "config.yaml"))
+    path = folder / "config.yaml"
+    data = read(path)
+    try:
+        return from_dict(kind, data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:

@@ -124,9 +124,12 @@ def read(run: Path) -> dict:
     ValueError for a JSON file that ``measure`` has not written: it is not written over.
     """
     path = run / CONTROLS
+    if not path.exists():
+        return {}
+    untrusted.check_size(path)
     try:
         row = untrusted.parsed_json(untrusted.text(path), str(path))
-    except (OSError, ValueError):
+    except ValueError:
         return {}
     if not isinstance(row, dict) or not row or not all(map(untrusted.SHARE.good, row.values())):
         allowed = "a share from 0 to 1 for each control, or no such file: it is then measured"
@@ -137,7 +140,12 @@ def read(run: Path) -> dict:
 def table(runs: list[Path]) -> str:
     """Markdown table of several runs' controls (percent): one column a seed, and the mean."""
     rows = [read(run) for run in runs]
+    if len({run.resolve() for run in runs}) < len(runs):
+        got = ", ".join(map(str, runs))
+        raise ValueError(f"runs: got {untrusted.brief(got)}; allowed each folder once")
     columns = [run.name for run in runs]
+    if len(set(columns)) < len(columns):
+        columns = list(map(str, runs))
     for run, row in zip(runs, rows, strict=True):
         if row.keys() != rows[0].keys():
             allowed = f"a share for each of {', '.join(rows[0])}"

@@ -40,6 +40,7 @@ from minidrl.runs import keyed_generator
 from minidrl.sampler import Sampler
 from minidrl.tasks import Problem, Task, held_out
 from minidrl.tasks.text import decode, encode_prompts
+from minidrl.untrusted import Kind
 
 LIBRARIES = ("torch", "transformers", "math-verify", "datasets")
 MOST_BYTES = 2**30  # of a result file
@@ -48,6 +49,9 @@ _ROW = {
     "sample": untrusted.whole(0, untrusted.WHOLE),
 }
 _ROW |= {"solved": untrusted.FLAG, "tokens": untrusted.whole(0, untrusted.WHOLE)}
+_KEPT = _ROW | {"reward": untrusted.NUMBER, "calls": untrusted.whole(0, untrusted.WHOLE)}
+_KEPT |= {"text": Kind(lambda x: isinstance(x, str), "text")}
+_KEPT |= {"marks": untrusted.mapping_to(untrusted.NUMBER)}
 
 Row = dict[str, Any]
 
@@ -231,6 +235,8 @@ def check_positions(model: Any, width: int, length: int) -> None:
     if most is not None and width + length > most:
         got = f"{length} after prompts of {width} tokens"
         allowed = f"up to {most - width}, as the model has {most} positions"
+        if most <= width:
+            allowed = f"a model of more than its {most} positions"
         raise ValueError(f"length: got {got}; allowed {allowed}")
 
 
@@ -271,7 +277,7 @@ class Kept:
     """
 
     def __init__(self, path: Path | None, how: dict[str, Any], weights: str):
-        self.path, self.rows, self.seconds = path, {}, 0.0
+        self.path, self.how, self.rows, self.seconds = path, how, {}, 0.0
         header = {"protocol": how, "weights": weights}
         if path is None:
             return
@@ -279,35 +285,58 @@ class Kept:
             files.write(path, json.dumps(header) + "\n")
             return
         text = untrusted.decoded(path)
+        if "\n" not in text:
+            allowed = "another --out, or remove that file"
+            raise ValueError(f"{path} line 1: got no header; allowed {allowed}")
         first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1]
         self._check(untrusted.parsed_json(first, f"{path} line 1"), header)
         if not text.endswith("\n"):
             files.write(path, "\n".join([first, *lines]) + "\n")
         for number, line in enumerate(lines, 2):
             where = f"{path} line {number}"
-            self._take(untrusted.parsed_json(line, where), where)
+            self._read(untrusted.parsed_json(line, where), where)
 
     def _check(self, stored: Any, header: dict[str, Any]) -> None:
         if stored == header:
             return
+        stored = stored.get("protocol") if isinstance(stored, dict) else {}
         stored = stored if isinstance(stored, dict) else {}
-        named = differing(stored.get("protocol") or {}, header["protocol"]) or ["weights"]
+        named = differing(stored, header["protocol"]) or ["weights"]
         got = f"{str(self.path)!r}, an evaluation that differs in {', '.join(named)}"
         raise ValueError(f"out: got {got}; allowed another --out, or remove that file")
 
-    def _take(self, line: Any, where: str = "") -> None:
-        try:
-            self.rows |= {(row["problem"], row["sample"]): row for row in line["rows"]}
-            self.seconds += line["seconds"]
-        except (KeyError, TypeError):
-            raise ValueError(f"{where}: got {untrusted.brief(line)}; allowed rows") from None
+    def _read(self, line: Any, where: str) -> None:
+        """A line of the file, which a stranger may have written."""
+        known = isinstance(line, dict) and isinstance(line.get("rows"), list)
+        if not known or not untrusted.FROM_0.good(line.get("seconds")):
+            raise ValueError(f"{where}: got {untrusted.brief(line)}; allowed rows and seconds")
+        for row in line["rows"]:
+            if not self._fits(row):
+                got = f"{where}: got the row {untrusted.brief(row)}"
+                raise ValueError(f"{got}; allowed those of this evaluation, each once")
+            self._take([row])
+        self.seconds += line["seconds"]
+
+    def _fits(self, row: Any) -> bool:
+        if not isinstance(row, dict) or not all(k.good(row.get(n)) for n, k in _KEPT.items()):
+            return False
+        place, others = (row["problem"], row["sample"]), next(iter(self.rows.values()), row)
+        inside = place[0] < self.how["n"] and place[1] < self.how["samples"]
+        return inside and place not in self.rows and row["marks"].keys() == others["marks"].keys()
+
+    def _take(self, rows: list[Row]) -> None:
+        self.rows |= {(row["problem"], row["sample"]): row for row in rows}
 
     def add(self, rows: list[Row], seconds: float) -> None:
-        """The rows of a batch."""
-        line = {"rows": rows, "seconds": seconds}
+        """The rows of a batch; ValueError where those of the file have other marks."""
+        known, own = next(iter(self.rows.values()), rows[0])["marks"], rows[0]["marks"]
+        if known.keys() != own.keys():
+            got = f"{self.path}: got rows with the marks {list(known)}"
+            raise ValueError(f"{got}; allowed {list(own)}, or another --out")
         if self.path is not None:
-            files.append(self.path, json.dumps(line))
-        self._take(line)
+            files.append(self.path, json.dumps({"rows": rows, "seconds": seconds}))
+        self._take(rows)
+        self.seconds += seconds
 
 
 # ------------------------------------------------------------------------------------- result files
@@ -319,6 +348,7 @@ def opened(out: Path | None) -> Iterator[None]:
         return
     lock = FileLock(f"{out}.lock")
     files.acquire(lock, "out", out)
+    own = not Path(lock.lock_file).stat().st_size  # else it is somebody's, and stays
     try:
         if out.exists():
             got = f"{str(out)!r}, which is there already"
@@ -326,7 +356,8 @@ def opened(out: Path | None) -> Iterator[None]:
         yield
     finally:
         lock.release()
-        Path(lock.lock_file).unlink(missing_ok=True)
+        if own:
+            Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def write(out: Path, found: Sequence[dict[str, Any]]) -> None:
@@ -358,6 +389,8 @@ def _is_evaluation(data: Any) -> bool:
         return False
     how, rows = data["protocol"], data["rows"]
     n, samples, count = how.get("n"), how.get("samples"), untrusted.whole(1, untrusted.WHOLE)
+    if how.get("length") is not None and not count.good(how["length"]):
+        return False
     if not count.good(n) or not count.good(samples) or len(rows) != n * samples:
         return False
     if not all(isinstance(row, dict) for row in rows):

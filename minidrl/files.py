@@ -37,6 +37,8 @@ def write(path: Path, content: str | bytes) -> None:
     part = _beside(path, PART)
     with _writing(path):
         try:
+            if part.exists() and not part.is_file():  # a pipe, which nobody reads
+                remove(part)
             part.write_bytes(content.encode() if isinstance(content, str) else content)
             sync(part)
             os.replace(part, path)
@@ -66,7 +68,7 @@ def acquire(lock: FileLock, key: str, path: Path) -> None:
 def read_object(path: Path) -> dict:
     """The JSON object of a file; empty if there is no file, or none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -110,12 +112,22 @@ def into(path: Path) -> Iterator[Path]:
 def _filled(path: Path, part: Path) -> Iterator[None]:
     # An empty ``part`` to fill; what still has that name at the end was not finished, or is empty.
     with _writing(path):
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         try:
             part.mkdir(parents=True)
             yield
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
+
+
+def remove(path: Path) -> None:
+    """Whatever has the name, if anything does: a folder with all in it, a link without what it
+    points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -132,7 +144,11 @@ def damage(path: Path) -> str:
 
     Hidden files are nobody's.
     """
+    if not path.is_dir():
+        return "is no folder"
     try:
+        if (path / SUMS).exists() and not (path / SUMS).is_file():
+            return f"holds a {SUMS} that is no file"
         lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
         told = {name: total for total, _, name in (line.partition("  ") for line in lines)}
         present = _sums(path)
@@ -157,16 +173,16 @@ def settle(parent: Path, pattern: str) -> None:
     """
     for part in sorted(parent.glob(pattern + PART)):
         path = part.with_name(part.name.removesuffix(PART))
-        if not damage(part) and damage(path):
+        if not part.is_symlink() and not damage(part) and damage(path):
             _put(part, path)
         else:
-            shutil.rmtree(part)
+            remove(part)
     for old in sorted(parent.glob(pattern + OLD)):
         path = old.with_name(old.name.removesuffix(OLD))
         if not damage(path):
-            shutil.rmtree(old)
-        elif not damage(old):
-            shutil.rmtree(path, ignore_errors=True)
+            remove(old)
+        elif not old.is_symlink() and not damage(old):
+            remove(path)
             os.replace(old, path)
 
 
@@ -184,11 +200,11 @@ def _put(part: Path, path: Path) -> None:
     # No moment is without a whole folder: the old one, under one name or another, or the new one.
     old = _beside(path, OLD)
     if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
         os.replace(path, old)
     os.replace(part, path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 def _files(path: Path) -> list[Path]:

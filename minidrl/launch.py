@@ -51,7 +51,8 @@ def one_line(error: BaseException | str) -> str:
 
 def tell(said: BaseException | str) -> None:
     """One line on stderr."""
-    print(f"minidrl: {one_line(said)}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a full disk behind it changes no exit status
+        print(f"minidrl: {one_line(said)}", file=sys.stderr)
 
 
 def launched_processes() -> int:

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 
 TEXT = Kind(str, lambda x: True, "text")
-NAME = Kind(str, bool, "a name")
+NAME = Kind(str, lambda x: x.isprintable() and x != "", "a name")
 STAGE = Kind(str, {"choose", "report"}.__contains__, "choose, report")
 STATUS = Kind(str, re.compile("finished|failed: .+").fullmatch, "finished, failed: reason")
 OBJECT = Kind(json.loads, lambda x: isinstance(x, dict), "a JSON object")
@@ -78,6 +78,9 @@ class Ledger:
 
     def __init__(self, path: Path):
         self.path, self.curves = path, path.with_name("curves.csv")
+        if path.name == self.curves.name:
+            got = f"{str(path)!r}, the name of the curves beside it"
+            raise ValueError(f"ledger: got {got}; allowed another")
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -110,7 +113,11 @@ def _put(path: Path, columns: Mapping[str, Kind], rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(row for row in before if (row["study"], row["cell"]) not in cells)
+    started = text.tell()
     writer.writerows(rows)
+    for line in csv.DictReader(io.StringIO(text.getvalue()[started:], newline=""), list(columns)):
+        for name, kind in columns.items():  # what could not be read again would lock the file
+            _value(line[name], kind, f"{path}: the line of {line['cell']}", name)
     files.write(path, text.getvalue())
 
 

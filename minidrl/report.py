@@ -51,6 +51,12 @@ SUMMARY |= {"steps": untrusted.whole(1, untrusted.WHOLE), "seconds": untrusted.F
 SUMMARY |= dict.fromkeys(("solved_before", "solved_after"), untrusted.SHARE)
 
 
+# Of a line of metrics.jsonl; the other values are numbers, finite or not.
+METRICS = {"step": untrusted.whole(0, untrusted.WHOLE), "seconds": untrusted.FROM_0}
+METRICS |= {"solved": untrusted.SHARE, "eval/solved": untrusted.SHARE}
+METRICS |= {"eval/temperature": untrusted.FROM_0}
+
+
 # ------------------------------------------------------------------------------------------ reading
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """The lines of run/metrics.jsonl in order of writing.
@@ -66,8 +72,18 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     rows, lines = [], untrusted.decoded(path).split("\n")[:-1]
     for number, line in enumerate(lines, 1):
         if line.strip():
-            rows.append(_json_object(line, f"{path} line {number}"))
+            rows.append(_measured(line, f"{path} line {number}"))
     return rows
+
+
+def _measured(line: str, where: str) -> dict[str, Any]:
+    row = _json_object(line, where)
+    untrusted.check(row, METRICS, where)
+    for key, value in row.items():
+        whole = type(value) is int and abs(value) < untrusted.WHOLE
+        if not whole and not isinstance(value, float):
+            raise ValueError(f"{where} has {key} {untrusted.brief(value)}; allowed numbers")
+    return row
 
 
 def read_summary(run: str | Path) -> dict[str, Any]:

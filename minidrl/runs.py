@@ -91,6 +91,7 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     other, in their shapes, and the counters are those of the step that the folder is named for.
     """
     path, state = folder / "optimizer.safetensors", _counters(folder)
+    untrusted.check_regular(path)
     slots = {
         f"{name}/{key}": value
         for name, p in trained(model)
@@ -102,6 +103,8 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
             if not stored and not state["step"]:  # older versions: none before the first update
                 return state
             _check_slots(path, stored, {name: tuple(slot.shape) for name, slot in slots.items()})
+            for name in slots:
+                _check_step(path, name, file)
             for name, slot in slots.items():
                 slot.copy_(distributed.sharded_like(file.get_tensor(name), slot))
     except (SafetensorError, RuntimeError) as error:
@@ -123,6 +126,16 @@ def _check_slots(path: Path, stored: dict[str, tuple], own: dict[str, tuple]) ->
             got = f"{name} of shape {stored.get(name, 'missing')}"
             allowed = f"shape {own[name]}" if name in own else "no such tensor, for this network"
             raise ValueError(f"{path} has {got}; allowed {allowed}")
+
+
+def _check_step(path: Path, name: str, file: Any) -> None:
+    # AdamW divides by what it computes from the number of its updates.
+    kind = file.get_slice(name).get_dtype()
+    if kind not in checkpoints.STORED:
+        allowed = ", ".join(checkpoints.STORED)
+        raise ValueError(f"{path} has {name} of dtype {kind}; allowed {allowed}")
+    if name.endswith("/step") and not (value := file.get_tensor(name).item()) >= 0:
+        raise ValueError(f"{path} has {name} {value}; allowed numbers from 0")
 
 
 def _counters(folder: Path) -> dict:

@@ -108,6 +108,9 @@ class Study:
         if not self.methods:
             raise ValueError("methods: got none; allowed at least one")
         _all_numbers("rates", self.rates, lambda x: isinstance(x, float) and x > 0, "above 0")
+        if len(set(map(rate_text, self.rates))) < len(self.rates):  # they name cells
+            allowed = "numbers that differ in their first digits"
+            raise ValueError(f"rates: got {brief(self.rates)}; allowed {allowed}")
         _all_numbers("updates", self.updates, lambda x: type(x) is int and x > 0, "whole, from 1")
         for name, low in {"seeds": 1, "hours": 0}.items():
             if getattr(self, name) < low:
@@ -343,6 +346,18 @@ def _calls(row: dict) -> dict[str, int]:
     return {"rollout": both, "scoring": calls["scoring"], "update": 3 * calls["update"]}
 
 
+def _measured(run: Path) -> list[dict]:
+    """The lines of a cell's log, of which the ledger needs these."""
+    metrics, path = report.read_metrics(run), run / "metrics.jsonl"
+    for number, row in enumerate(metrics, 1):
+        needed = ("step", "seconds") if row.keys() & {"solved", "eval/solved"} else ()
+        if missing := [key for key in needed if row.get(key) is None]:
+            raise ValueError(f"{path} line {number} has no {missing[0]}; required for the ledger")
+    if not any("eval/solved" in row for row in metrics):
+        raise ValueError(f"{path}: got no line with eval/solved; required is one")
+    return metrics
+
+
 def curve(cell: Cell, metrics: list[dict]) -> list[dict]:
     """A line of curves.csv for each evaluation of a run."""
     lines, since, calls = [], [], 0
@@ -460,7 +475,7 @@ class _Work:
         with tqdm(total=total, initial=done, desc=f"{self.grid.name}, {stage}", smoothing=0) as bar:
             for cell, left in self._finished(cells):
                 told = files.read_object(self.out / cell.name / CELL)
-                metrics = report.read_metrics(self.out / cell.name)
+                metrics = _measured(self.out / cell.name)
                 line = ledger_line(cell, told, metrics, self.bed)
                 self.ledger.add(line, curve(cell, metrics))
                 bar.update()

@@ -18,6 +18,7 @@ import json
 import math
 import re
 import reprlib
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ TEXT = Kind(  # without half of a pair of surrogates, which no tokenizer and no 
     lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x), "Unicode text"
 )
 FLAG = Kind(lambda x: isinstance(x, bool), "true, false")
+NUMBER = Kind(_number, "finite numbers")
 ABOVE_0 = Kind(lambda x: _number(x) and x > 0, "finite numbers above 0")
 FROM_0 = Kind(lambda x: _number(x) and x >= 0, "finite numbers from 0")
 SHARE = Kind(lambda x: _number(x) and 0 <= x <= 1, "numbers 0 to 1")
@@ -155,6 +157,7 @@ GENERATION = {f"{name}_token_id": either(ID, list_of(ID)) for name in ("mask", "
 _TOKEN = either(TEXT, table_of({"content": TEXT}))
 TOKENIZER = {
     "tokenizer_class": TEXT,
+    "model_input_names": list_of(one_of("input_ids", "attention_mask", "token_type_ids")),
     "model_max_length": either(ABOVE_0, NOTHING),
     "chat_template": either(TEXT, list_of(mapping_to(TEXT))),
     "added_tokens_decoder": mapping_to(
@@ -173,7 +176,7 @@ ADAPTERS = {
     "base_model_name_or_path": TEXT,
     "peft_type": TEXT,
     "r": whole(1, 2**16),
-    "lora_alpha": ABOVE_0,
+    "lora_alpha": Kind(lambda x: _number(x) and 0 < x <= 1e6, "numbers above 0, up to 1e6"),
     "target_modules": list_of(LAYER),
     "use_rslora": FLAG,
     "lora_dropout": BELOW_1,
@@ -215,12 +218,20 @@ def text(path: Path) -> str:
 def check_size(path: Path) -> None:
     """ValueError for a file that is larger than any of its kind."""
     most = LARGEST.get(path.name, LARGEST.get(path.suffix, OTHERS))
+    check_regular(path)
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{path} has {size} bytes; allowed up to {most}")
 
 
+def check_regular(path: Path) -> None:
+    """ValueError for a pipe, a device or a folder: to read of one may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is no regular file; allowed a file, or a link to one")
+
+
 def decoded(path: Path) -> str:
     """The text of a file of any size; ValueError where it is no UTF-8."""
+    check_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

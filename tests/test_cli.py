@@ -108,7 +108,7 @@ MISTAKES = {
     "--quantize true --lora.rank 2 --rollout_dtype bfloat16": "quantize: got True; allowed with lora.rank from 1 and without",
     "--gradient_checkpointing true --compile true": "gradient_checkpointing: got True with compile; allowed one of the two",
     "--lora.rank -1": "lora.rank: got -1; allowed from 0",
-    "--lora.alpha 0": "lora.alpha: got 0.0; allowed finite numbers above 0",
+    "--lora.alpha 0": "lora.alpha: got 0.0; allowed numbers above 0, up to 1e+06",
     "--lora.target_modules []": "lora.target_modules: got []; allowed names of linear layers, at least one",
     "--lora.target_modules q_proj": "lora.target_modules: got 'q_proj'; allowed a value of type list",
     "--lora.rank 2 --lora.target_modules [attn_out]": "lora.target_modules: got 'attn_out', which matches no module",

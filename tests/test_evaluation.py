@@ -251,7 +251,8 @@ def test_lengths_are_evaluated_one_by_one_and_two_files_are_compared(folder, cap
 def result(folder: Path, name: str, solved: list[int]) -> Path:
     rows = [{"problem": i, "sample": 0, "solved": bool(x), "tokens": 1} for i, x in enumerate(solved)]
     how = {"n": len(solved), "samples": 1, "length": 4}
-    found = {"protocol": how, "made_by": {"model": name}, "result": {}, "rows": rows}
+    found = {"protocol": how, "made_by": {"model": name}, "rows": rows}
+    found["result"] = {"solved": sum(solved) / len(solved)}
     (folder / name).write_text(json.dumps({"evaluations": [found]}))
     return folder / name
 

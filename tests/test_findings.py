@@ -361,7 +361,7 @@ def test_runs_that_a_larger_line_has_too_are_shown_once(tmp_path):
 
 
 def test_who_a_line_is(tmp_path):
-    """The label of the study, the row where that has another name, the responses of a step; lines with the same runs are named."""
+    """The label of the study, its row where that has another name, the responses of a step; lines with the same runs."""
     cells = [cell(name, seed, 0.3) for name in "ab" for seed in (0, 1)] + [cell("c", 0, 0.4), cell("c", 0, 0.3, study="t")]
     cells[0] |= {"options": '{"method": "egspo"}'}
     text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": ("random", 128), "t": ("random", 64)})

@@ -107,6 +107,20 @@ WRONG |= {
     "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed 0 (greedy)",
     "evaluate base --config run.yaml --temperature 1e-320": "temperature: got 1e-320; allowed 0 (greedy), and finite numbers",
     "train run.yaml --lora.rank 1000000000000": "lora.rank: got 1000000000000; allowed up to 65536",
+    "train run.yaml --lora.alpha 1e308": "lora.alpha: got 1e+308; allowed numbers above 0, up to 1e+06",
+    "train run.yaml --optimizer.weight_decay .inf": "optimizer.weight_decay: got inf; allowed finite numbers",
+    "train run.yaml --. 3": "argument '--.': allowed --key value, a name around each point",
+    "train run.yaml --..steps=3": "argument '--..steps': allowed --key value, a name around each point",
+    f"train {'x' * 5000}.yaml": "config: got 'xxx",
+    f"train run.yaml --out {'x' * 300}": "out: got 'xxx",
+    f"evaluate base --config run.yaml --out {'x' * 300}": "out: got 'xxx",
+    f"controls {'x' * 5000}": "runs: got 'xxx",
+    "evaluate base --config run.yaml --sampler.temperature 0.3": "sampler.temperature: got '0.3'; allowed in its place",
+    "evaluate --compare a b --json": "json: got True with --compare; allowed one of them",
+    "evaluate --compare a b --out z": "out: got 'z' with --compare",
+    "tasks gsm8k --model base": "--model: unknown option",
+    "compare study.yaml --ledger curves.csv": "ledger: got 'curves.csv', the name of the curves beside it",
+    "compare study.yaml --rates 1.0e-4,1.00000001e-4": "allowed numbers that differ in their first digits",
     "train run.yaml --lora.rank 99999": "lora.rank: got 99999; allowed up to 65536",
     "evaluate base --config run.yaml --temperature warm": "temperature: got 'warm'; allowed numbers from 0",
     "memory run.yaml --gpus 9999999999": "gpus: got '9999999999'; allowed up to",
@@ -134,7 +148,7 @@ WRONG |= {
     "verify base more": "argument 'more': allowed --key value",
     "train run.yaml --=5": "argument '--=5': allowed --key value",
     "train run.yaml ---steps 5": "argument '---steps': allowed --key value",
-    "train run.yaml --. 5": "unknown key",
+    "train run.yaml --. 5": "argument '--.': allowed --key value",
     "train run.yaml --a.b.c.d.e 5": "a: unknown key",
     "train run.yaml --steps &a": "steps: got ",
     "train run.yaml --steps *a": "steps: got '*a'; allowed a value in YAML",
@@ -475,6 +489,8 @@ CHECKPOINTS = {
     "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read"),
     "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
     "tokenizer length": (edited(T, model_max_length="x"), "tokenizer_config.json has model_max_length 'x'; allowed "),
+    "tokenizer inputs": (edited(T, model_input_names=["x"]), "model_input_names ['x']; allowed a list of input_ids"),
+    "adapters alpha": (adapters(lora_alpha=1e308), "lora_alpha 1e+308; allowed numbers above 0, up to 1e6"),
     "tokenizer token": (edited(T, eos_token=5), "tokenizer_config.json has eos_token 5; allowed Unicode text"),
     "tokenizer padding": (edited(T, pad_token="x"), "with 24 tokens in its tokenizer; allowed up to 23"),
     "tokenizer decoder": (edited(T, added_tokens_decoder={"x": {"content": "a"}}), "added_tokens_decoder"),
@@ -651,6 +667,152 @@ def test_weights_that_are_no_numbers_are_named(words, folder, capfd):
     assert not (folder / "o").exists()
 
 
+# ------------------------------------------------------------------------------------------- rows that an evaluation left
+def damaged_rows(**changes):
+    return lambda header, row: [header, {"rows": [row | changes], "seconds": 0.1}]
+
+
+KEPT = {
+    "problem outside": damaged_rows(problem=99),
+    "problem text": damaged_rows(problem="0"),
+    "problem true": damaged_rows(problem=True),
+    "sample outside": damaged_rows(sample=5),
+    "solved text": damaged_rows(solved="yes"),
+    "tokens negative": damaged_rows(tokens=-5),
+    "calls missing": damaged_rows(calls=None),
+    "marks list": damaged_rows(marks=[]),
+    "marks text": damaged_rows(marks={"well_formed": "x"}),
+    "marks of another": damaged_rows(marks={"x": 1}),
+    "text number": damaged_rows(text=5),
+    "a row twice": lambda header, row: [header, {"rows": [row, row], "seconds": 0.1}],
+    "rows an object": lambda header, row: [header, {"rows": {}, "seconds": 0.1}],
+    "seconds negative": lambda header, row: [header, {"rows": [row], "seconds": -1}],
+    "seconds endless": lambda header, row: [header, {"rows": [row], "seconds": float("inf")}],
+    "protocol list": lambda header, row: [header | {"protocol": [1]}],
+    "protocol number": lambda header, row: [header | {"protocol": 5}],
+    "header list": lambda header, row: [[]],
+    "nothing": lambda header, row: [],
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_that_do_not_belong_to_an_evaluation_are_refused_and_kept(name, folder, capfd):
+    words = ("evaluate", "base", "--config", "run.yaml", "--n", "2", "--out")
+    assert main([*words, "a.json"]) == 0
+    (whole,) = json.loads((folder / "a.json").read_text())["evaluations"]
+    header = {"protocol": whole["protocol"], "weights": whole["made_by"]["weights"]}
+    lines = KEPT[name](header, whole["rows"][0])
+    path = folder / f"b.json.{whole['protocol']['length']}.rows"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = path.read_bytes()
+    assert path.name in refused(capfd, *words, "b.json")
+    assert path.read_bytes() == before and not (folder / "b.json").exists()
+
+
+def test_a_length_that_is_none_is_no_evaluation(folder, capfd):
+    assert main(["evaluate", "base", "--config", "run.yaml", "--n", "2", "--out", "a.json"]) == 0
+    data = json.loads((folder / "a.json").read_text())
+    data["evaluations"][0]["protocol"]["length"] = [14]
+    (folder / "b.json").write_text(json.dumps(data))
+    assert "b.json', which holds no evaluation" in refused(capfd, "evaluate", "--compare", "b.json", "b.json")
+
+
+def test_a_users_file_in_the_place_of_a_lock_stays(folder, capfd):
+    (folder / "poetry.lock").write_text("mine")
+    refused(capfd, "evaluate", "nowhere", "--config", "run.yaml", "--out", "poetry")
+    assert main(["evaluate", "base", "--config", "run.yaml", "--n", "2", "--out", "poetry"]) == 0
+    assert (folder / "poetry.lock").exists()
+
+
+# ------------------------------------------------------------------------------------- pipes, devices, links, other places
+def test_what_is_no_file_or_folder_neither_holds_up_a_run_nor_blocks_it(folder, capfd):
+    words = ("train", "run.yaml", "--save_every", "1", "--evaluate.n", "2", "--out", "o", "--resume")
+    assert main([*words[:-1], "--steps", "2"]) == 0
+    out = folder / "o"
+    for name in ("config.yaml.part", "metrics.jsonl.part", "curve.png.part"):
+        os.mkfifo(out / name)
+    (out / "checkpoint-3.part").symlink_to("checkpoint-1")
+    (out / "checkpoint-2.old").write_text("x")
+    (out / "failed-3.part").write_text("x")
+    (out / "checkpoint-3").write_text("x")
+    assert main([*words, "--steps", "3"]) == 0
+    assert main([*words, "--steps", "4"]) == 0
+    assert not list(out.glob("*.old")) and not list(out.glob("*.part")) and (out / "checkpoint-1").is_dir()
+
+
+@pytest.mark.parametrize("name", ["SHA256SUMS", "metrics.jsonl", "state.json", "optimizer.safetensors", "config.yaml"])
+def test_a_pipe_in_a_checkpoint_is_damage(name, folder, capfd):
+    words = ("train", "run.yaml", "--evaluate.n", "2", "--out", "o")
+    assert main([*words, "--steps", "2"]) == 0
+    path = folder / "o" / "checkpoint-2" / name
+    path.unlink()
+    os.mkfifo(path)
+    assert name in refused(capfd, *words, "--steps", "3", "--resume")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_a_folder_in_a_model_is_named(make, name, folder, capfd):
+    (folder / "base" / name).unlink(missing_ok=True)
+    make(folder / "base" / name)
+    assert name in refused(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "2")
+
+
+def test_a_device_in_the_place_of_the_controls_is_refused(folder, capfd):
+    assert main(["train", "run.yaml", "--out", "o"]) == 0
+    (folder / "o" / "controls.json").symlink_to("/dev/zero")
+    assert "controls.json is no regular file" in refused(capfd, "controls", "o")
+
+
+def test_a_path_that_goes_up_makes_no_folder_on_its_way(folder, capfd):
+    assert main(["train", "run.yaml", "--out", "new/../o"]) == 0
+    assert main(["evaluate", "base", "--config", "run.yaml", "--n", "2", "--out", "other/../a.json"]) == 0
+    assert (folder / "o" / "summary.json").is_file() and (folder / "a.json").is_file()
+    assert not (folder / "new").exists() and not (folder / "other").exists()
+
+
+def test_two_runs_of_one_name_are_told_apart_and_one_run_counts_once(folder, capfd):
+    for place, share in (("a/run", 0.5), ("b/run", 0.1)):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "controls.json").write_text(json.dumps({"base": share}))
+    assert main(["controls", "a/run", "b/run"]) == 0
+    table = capfd.readouterr().out
+    assert "a/run" in table and "50.0" in table and "10.0" in table and "30.0" in table
+    assert "allowed each folder once" in refused(capfd, "controls", "a/run", "a/../a/run")
+
+
+@pytest.mark.parametrize("line", [
+    "", '{"step": 1, "solved": 0.5}', '{"step": 1, "seconds": "x", "solved": 0.5}', '{"step": 1, "seconds": 1, "solved": "x"}',
+    '{"step": 1, "seconds": 1, "eval/solved": 7}', '{"step": "a", "seconds": 1, "eval/solved": 1}',
+    '{"step": 1, "seconds": 1, "reward": null}', '{"step": 1e400, "seconds": 1}', '{"step": 1, "loss": true}',
+])  # fmt: skip
+def test_a_log_that_cannot_be_right_reaches_no_ledger(line, folder, capfd):
+    words = ("compare", "study.yaml", "--jobs", "1", "--ledger", "led/ledger.csv", "--out", "cells")
+    assert main(list(words)) == 0
+    shutil.rmtree(folder / "led")
+    (path,) = (folder / "cells").glob("reinforce-*/metrics.jsonl")
+    good = path.read_text()
+    path.write_text(f"{line}\n")
+    capfd.readouterr()
+    assert main(list(words)) == 2 and "metrics.jsonl" in capfd.readouterr().err
+    assert not (folder / "led" / "ledger.csv").exists()
+    path.write_text(good)
+    assert main(list(words)) == 0
+
+
+def test_an_optimiser_that_has_counted_below_zero_or_in_integers_is_refused(tmp_path):
+    for change, said in (
+        (lambda t: t.update({k: v - 5 for k, v in t.items() if k.endswith("/step")}), "allowed numbers from 0"),
+        (lambda t: t.update({HEAD: t[HEAD].int()}), f"{HEAD} of dtype I32; allowed F64"),
+    ):
+        model = tiny.network()
+        optimizer = trainer.make_optimizer(model, config.Optimizer())
+        runs.save_checkpoint(tmp_path / "checkpoint-3", model, tokenizer(), optimizer, {"step": 3, "seconds": 1.0})
+        tensors(change)(tmp_path / "checkpoint-3")
+        with pytest.raises(ValueError, match=said):
+            runs.load_optimizer(tmp_path / "checkpoint-3", model, optimizer)
+
+
 # ------------------------------------------------------------------------------------------------------- chat templates
 TURNS = [[{"role": "user", "content": "What is 2+2? <b>&'\""}], [{"role": "user", "content": "ä\n\u2028"}]]
 TEMPLATES = {
@@ -773,6 +935,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("error, line", [
     (TypeError("TextEncodeInput must be Union[...]"), "text: got some that is no Unicode text"),
+    (Exception("WordLevel error: Missing [UNK]"), "tokenizer.json: got files with which the tokenizers library breaks off"),
     (PanicException("no entry\nfound"), "tokenizer.json: got files with which the tokenizers library breaks off (no entry"),
 ])  # fmt: skip
 def test_what_the_tokenizers_library_raises_is_one_line(error, line, here, capfd, monkeypatch):

@@ -379,7 +379,7 @@ WRONG = {
     "{0}/a.jsonl: got no row": ("a.jsonl", "\n\n"),
     "{0}/a.jsonl row 2: got list; allowed an object": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n[1]'),
     "{0}/a.jsonl row 1: question: missing; the row has 'problem'": ("a.jsonl", '{"problem": 1}'),
-    "{0}/a.jsonl row 1: question: got 5; allowed text that is not blank": ("a.jsonl", '{"question": 5, "answer": ""}'),
+    "{0}/a.jsonl row 1: question: got 5; allowed Unicode text that is not blank": ("a.jsonl", '{"question": 5, "answer": ""}'),
     "{0}/a.jsonl row 1: answer: got '18'; allowed a solution that ends": ("a.jsonl", '{"question": "?", "answer": "18"}'),
     "{0}/a.json row 1: answer: got '#### many'": ("a.json", '[{"question": "?", "answer": "#### many"}]'),
     "{0}/a.json row 1: answer: got '#### 1,00'": ("a.json", '[{"question": "?", "answer": "#### 1,00"}]'),

@@ -129,7 +129,7 @@ MISTAKES = {
     "a device": (["--device", "abacus"], "device: got 'abacus'; allowed cpu, cuda, cuda:0 and so on"),
     "a prompt alone": (["--prompt", "5,5,2>20:"], "answer: got None with prompt '5,5,2>20:'; allowed both or none"),
     "an answer alone": (["--answer", "4"], "answer: got '4' with prompt None; allowed both or none"),
-    "an empty answer": (["--prompt", "5,5,2>20:", "--answer", ""], "allowed both or none, and a word that is not empty"),
+    "an empty answer": (["--prompt", "5,5,2>20:", "--answer", ""], "answer: got ''; allowed text, or leave it out"),
     "a short text": (["--text", "5*8=40"], "text: got '5*8=40', 6 tokens; allowed from 8"),
     "no such folder": (["--out", "nowhere/at/all"], "out: got 'nowhere/at/all'; allowed a folder"),
     "an option": (["--xyzzy", "5"], "--xyzzy: unknown option"),

@@ -21,17 +21,18 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
+from tqdm import tqdm
 
 from minidrl.launch import tell
 from minidrl.tasks import Verdict, equality, rows
 from minidrl.tasks.countdown import MAX_RESPONSE, PROMPT_FORMATS, check_choice
-from minidrl.untrusted import Kind, brief
+from minidrl.untrusted import TEXT, Kind, brief
 
 SPLITS = ("train", "held_out")
 REWARDS = ("correctness", "d1")
 MOST_SHOTS = 16
 OPENING, CLOSING, BOXED = "<answer>", "</answer>", r"\boxed{"
-WRITTEN = Kind(lambda x: isinstance(x, str) and bool(x.strip()), "text that is not blank")
+WRITTEN = Kind(lambda x: TEXT.good(x) and bool(x.strip()), "Unicode text that is not blank")
 _TURN = re.compile(r"</reasoning>\s*<answer>")
 
 
@@ -200,7 +201,7 @@ class Mathematics:
         found = self.questions_of(rows.of_file("check", path), path)
         asked = {i: self._asked(question, "") for i, question in enumerate(found, 1)}
         measured = rows.longest_prompt(self, path, asked, tok, self.question_field)
-        for number, question in asked.items():
+        for number, question in tqdm(asked.items(), desc="answers", disable=None):
             if not equality.parses(question.gold):
                 where = f"{path} row {number}: {self.answer_field}"
                 allowed = "an answer that math-verify can read"
