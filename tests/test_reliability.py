@@ -242,6 +242,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(folder, capfd
         (folder / "parts").rename(folder / f"parts{len(way)}")
 
 
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoint-1/state.json"])
+def test_what_a_run_has_computed_stays_where_it_is_refused_later(kept, base, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="^later$"), runs.opened(out, tiny.settings(base), resume=False):
+        (out / kept).parent.mkdir(exist_ok=True)
+        (out / kept).write_text("{}")
+        raise ValueError("later")
+    assert (out / kept).read_text() == "{}" and (out / "config.yaml").exists()
+
+
 def test_a_run_without_its_summary_is_completed_and_nothing_is_done_twice(folder, capfd, monkeypatch):
     assert train(capfd, "whole")[0] == 0
     for spoilt in (None, "", "[1]"):
@@ -255,6 +265,16 @@ def test_a_run_without_its_summary_is_completed_and_nothing_is_done_twice(folder
         assert (folder / "whole/metrics.jsonl").read_bytes() == before
         assert (folder / "whole/summary.json").read_bytes() == (folder / "summary").read_bytes()
     assert train(capfd, "whole", "--resume") == (2, "minidrl: steps: got 4; allowed above 4, where the run in whole stands")
+
+
+@pytest.mark.parametrize("ending", [files.PART, files.OLD])
+def test_a_run_goes_on_from_a_checkpoint_whose_renaming_was_interrupted(ending, folder, capfd, monkeypatch):
+    assert train(capfd, "whole")[0] == 0
+    (folder / "whole/checkpoint-4").rename(folder / f"whole/checkpoint-4{ending}")
+    (folder / "whole/summary.json").unlink()
+    monkeypatch.setattr(trainer, "evaluate", None)  # nothing is computed again
+    assert train(capfd, "whole", "--resume")[0] == 0
+    assert [path.name for path in (folder / "whole").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_said_so(folder, capfd):

@@ -516,6 +516,29 @@ def test_a_config_written_by_a_run_is_that_run(base, tmp_path, no_curve):
     assert config.load(config.Train, tmp_path / "run/config.yaml") == settings
 
 
+def test_tensorboard_has_the_numbers_of_the_log_and_after_a_resume_no_step_twice(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def logged(checkpoint: Path | None, step: int, rewards: dict[int, float]) -> None:
+        log = runs.MetricsLog(tmp_path, checkpoint, step, tensorboard=True)
+        for step, reward in rewards.items():
+            log.write({"step": step, "reward": reward, "tokens": 7})
+        log.close()
+
+    logged(None, 0, {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0})
+    (tmp_path / "checkpoint-2").mkdir()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "checkpoint-2/metrics.jsonl").write_text("".join(lines[:2]))
+    logged(tmp_path / "checkpoint-2", 2, {3: 0.125})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    shown = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert shown == [(1, 0.25), (2, 0.5), (3, 0.125)] == [(row["step"], row["reward"]) for row in metrics(tmp_path)]
+    runs.MetricsLog(tmp_path / "checkpoint-2", None, 0)
+    assert [path.name for path in (tmp_path / "checkpoint-2").iterdir()] == ["metrics.jsonl"]
+
+
 def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path, no_curve):
     trainer.train(tiny.settings(base, steps=1, optimizer=config.Optimizer(learning_rate=3e-8)), tmp_path / "run")
     assert updates(tmp_path / "run")[0]["learning_rate"] == pytest.approx(3e-8)
@@ -748,6 +771,11 @@ def test_a_step_depends_on_seed_and_step_and_not_on_global_state(base):
         torch.default_generator.manual_seed(5)
         assert row(0, 0) == first
     assert row(1, 0) != first and row(0, 1) != first
+
+
+def test_seeds_are_the_same_in_every_version():
+    """The first seven bytes of what `printf 7/3/rollout | sha256sum` says: as many as every generator takes."""
+    assert f"{runs.keyed_seed(7, 3, 'rollout'):x}" == "fa0414d9064bf3"
 
 
 def test_draws_of_one_run_share_no_stream():
