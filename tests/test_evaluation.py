@@ -422,6 +422,18 @@ def test_reinforcement_learning_runs_on_it(own):
     assert yaml.safe_load((own / "run/config.yaml").read_text())["task"]["name"] == "gsm8k"
 
 
+def test_a_model_without_a_template_is_refused_for_a_chat_before_anything_is_computed(own):
+    from minidrl import checkpoints
+    from minidrl.tasks.gsm8k import Gsm8k
+
+    tok = chat_tokenizer()
+    tok.chat_template = None
+    checkpoints.save(chat_network(), tok, own / "mute")
+    task = Gsm8k(path=str(own / "own.json"))
+    with pytest.raises(ValueError, match="^task.prompt_format: got 'chat'; allowed plain, the model's tokenizer has no"):
+        trainer.Learner(tiny.settings(own / "mute", task=task))
+
+
 CHECKED = {
     "own.json row 2: question: missing": ({1: {"problem": "?", "answer": "#### 2"}}, []),
     "own.json row 3: answer: got": ({2: {"question": "?", "answer": "three"}}, []),

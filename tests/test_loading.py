@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 import tiny
 from minidrl import checkpoints, denoiser, sampler
@@ -649,6 +650,19 @@ def test_a_few_weights_may_be_missing_until_loading_says_which(held, tmp_path):
         with refused:
             shape = types.SimpleNamespace(vocab_size=asked, tie_word_embeddings=True, **one, **nothing)
             checkpoints._check_size(shape, [tmp_path / "model.safetensors"])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_transformers_shows_is_left_as_it_was(shown, folders):
+    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    try:
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        logging.set_verbosity(logging.INFO)
+        checkpoints.load(folders["llada"])
+        assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (shown, logging.INFO)
+    finally:
+        (logging.enable_progress_bar if before[0] else logging.disable_progress_bar)()
+        logging.set_verbosity(before[1])
 
 
 def test_the_mask_may_be_the_first_token():

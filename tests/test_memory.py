@@ -108,7 +108,7 @@ ROTATION = {LLADA: 500000.0, checkpoints.A2D_06B: 1000000.0}
 def test_what_is_known_without_a_file_is_what_the_published_config_says(name):
     shape, _, dtype = checkpoints.describe(name)
     assert {key: getattr(shape, key) for key in KNOWN[name]} == KNOWN[name]
-    assert (checkpoints.PUBLISHED[name]["mask_token_id"], dtype) == (MASKS[name], torch.bfloat16)
+    assert (shape.mask_token_id, dtype) == (MASKS[name], torch.bfloat16)
     assert shape.rope_parameters["rope_theta"] == ROTATION[name]
 
 

@@ -417,7 +417,10 @@ def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):
         patch.setattr(trainer, "demonstration_rollout", third)
         status, line = command(capfd, "pretrain", "base.yaml", "--out", "parts")
     assert status == 130 and "stopped after 3 of 4 steps; parts/checkpoint-3 is saved" in line
-    assert command(capfd, "pretrain", "base.yaml", "--out", "parts", "--resume")[0] == 0
+    assert [path.name for path in (folder / "parts").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert config.load(config.Pretrain, folder / "parts/config.yaml").save_every == 0
+    assert command(capfd, "pretrain", "base.yaml", "--out", "parts", "--resume", "--save_every", "5")[0] == 0
+    assert config.load(config.Pretrain, folder / "parts/config.yaml").save_every == 5
     a, b = (load_file(folder / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(a[key], b[key]) for key in a)
     assert untimed(report.read_metrics(folder / "whole")) == untimed(report.read_metrics(folder / "parts"))

@@ -788,6 +788,15 @@ def test_draws_of_one_run_share_no_stream():
     assert len(set(drawn)) == 27
 
 
+def test_every_draw_of_a_step_is_keyed_by_seed_step_and_what_it_is_for(base, monkeypatch):
+    keyed, drawn = runs.keyed_seed, []
+    for module in (runs, trainer):
+        monkeypatch.setattr(module, "keyed_seed", lambda *key: drawn.append(key) or keyed(*key))
+    trainer.Learner(tiny.settings(base, method=refreshed("independent")[0], seed=5)).step(3)
+    purposes = {"puzzles", "rollout", "plan 0", "plan 1", "schedule", "plan of the old value"}
+    assert {*drawn} == {(5, 3, purpose) for purpose in purposes}
+
+
 # -------------------------------------------------------------------------------------------------- groups without signal
 
 
