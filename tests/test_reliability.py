@@ -343,6 +343,17 @@ def train_in_thread(file: Path, out: str) -> str:
     return told[0]
 
 
+def test_a_refused_run_leaves_its_folder_free_while_the_error_is_at_hand(base, tmp_path):
+    """As a notebook keeps it, with all that it refers to."""
+    out, settings = tmp_path / "run", tiny.settings(base)
+    (out / "checkpoint-1").mkdir(parents=True)
+    with pytest.raises(ValueError, match="which already holds a run") as refused, runs.opened(out, settings, resume=False):
+        pass
+    (out / "checkpoint-1").rmdir()
+    with runs.opened(out, settings, resume=False) as checkpoint:
+        assert checkpoint is None and refused.tb is not None
+
+
 def test_a_folder_that_cannot_be_written_to_is_one_line(folder, capfd, monkeypatch):
     (folder / "file").write_text("")
     status, line = train(capfd, "file/run")

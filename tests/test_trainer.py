@@ -539,6 +539,16 @@ def test_tensorboard_has_the_numbers_of_the_log_and_after_a_resume_no_step_twice
     assert [path.name for path in (tmp_path / "checkpoint-2").iterdir()] == ["metrics.jsonl"]
 
 
+def test_tensorboard_has_all_steps_as_soon_as_a_run_has_ended(base, tmp_path, no_curve):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer.train(tiny.settings(base, tensorboard=True), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    steps = [row["step"] for row in metrics(tmp_path / "run") if "reward" in row]
+    assert [event.step for event in events.Scalars("reward")] == steps != []
+
+
 def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path, no_curve):
     trainer.train(tiny.settings(base, steps=1, optimizer=config.Optimizer(learning_rate=3e-8)), tmp_path / "run")
     assert updates(tmp_path / "run")[0]["learning_rate"] == pytest.approx(3e-8)
