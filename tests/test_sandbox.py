@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -548,7 +549,7 @@ def messages(pieces: list[bytes], pause: float, wall: float) -> tuple[list, bool
 
 def test_verdicts_one_by_one_do_not_hold_up_the_clock():
     said, late, _ = messages([b'"ready"\n'] + [b'[0, true, ""]\n'] * 30, pause=0.1, wall=0.5)
-    assert late and 1 < len(said) < 20
+    assert late and 0 < len(said) < 25
 
 
 def test_verdicts_without_end_are_read_up_to_a_mebibyte():
@@ -647,9 +648,13 @@ def test_a_bubblewrap_that_does_not_work_is_refused(script, said, monkeypatch, t
 
 def test_where_bubblewrap_works_no_wall_is_left_untested(unknown):
     """A sandbox that always fails would have all its tests skipped."""
-    trial = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--ro-bind", "/", "/", "--size", "4096", "--tmpfs", "/tmp", "true"]
-    if shutil.which("bwrap") is None or subprocess.run(trial, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("bubblewrap cannot be used here")
+    words = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--ro-bind", "/", "/", "--size", "4096", "--tmpfs", "/tmp"]
+    with tempfile.TemporaryFile(buffering=0) as filter_:
+        filter_.write(struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))  # every call is allowed
+        filter_.seek(0)
+        trial = [*words, "--seccomp", str(filter_.fileno()), "true"]
+        if shutil.which("bwrap") is None or subprocess.run(trial, pass_fds=[filter_.fileno()], capture_output=True).returncode:
+            pytest.skip("bubblewrap cannot be used here")
     assert sandbox.refusal() == ""
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -547,6 +548,8 @@ def test_tensorboard_has_all_steps_as_soon_as_a_run_has_ended(base, tmp_path, no
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     steps = [row["step"] for row in metrics(tmp_path / "run") if "reward" in row]
     assert [event.step for event in events.Scalars("reward")] == steps != []
+    writing = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("tensorboard")]
+    assert writing == [], "the end of the process would cut off what it has not written"
 
 
 def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path, no_curve):
@@ -729,7 +732,8 @@ def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_pat
         model.model.lm_head.weight.data[5] = torch.nan
         return model, tok
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError):
+    said = "whose weights model.lm_head.weight are not all finite .logits: the model returned NaN"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=said):
         patch.setattr(checkpoints, "load", broken)
         trainer.train(tiny.settings(base), tmp_path / "before")
     settings = tiny.settings(base, num_iterations=1, optimizer=config.Optimizer(learning_rate=1e30))
