@@ -176,6 +176,11 @@ def test_what_of_pytest_is_not_there_is_seen(line):
     assert exercise("kodcode", KODCODE | {"test": KODCODE["test"] + "\nimport math, os.path\nfrom re import sub"})
 
 
+def test_another_module_beside_one_that_is_there_is_seen():
+    with pytest.raises(code._Unfit, match="^the test imports other modules, or by other ways$"):
+        exercise("kodcode", KODCODE | {"test": "import math, numpy\n" + KODCODE["test"]})
+
+
 @HERE
 def test_every_row_of_a_file_that_cannot_be_used_is_named(tmp_path, capfd):
     """In place, or with an object: what no look at the text tells."""
@@ -257,6 +262,20 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "LARGEST", 10)
     with pytest.raises(ValueError, match="has .* bytes; allowed up to 10"):
         code.read_rows(written(tmp_path / "rows.json", [MBPP]), "mbpp")
+
+
+def test_a_file_may_be_as_large_and_have_as_many_rows_as_the_error_says(tmp_path, monkeypatch):
+    path = written(tmp_path / "rows.json", [MBPP, MBPP])
+    size = path.stat().st_size
+    monkeypatch.setattr(rows, "LARGEST", size)
+    monkeypatch.setattr(rows, "MOST", 2)
+    assert len(rows.of_file("task.path", path)) == 2
+    monkeypatch.setattr(rows, "MOST", 1)
+    with pytest.raises(ValueError, match="got 2 rows; allowed up to 1$"):
+        rows.of_file("task.path", path)
+    monkeypatch.setattr(rows, "LARGEST", size - 1)
+    with pytest.raises(ValueError, match=f"has {size} bytes; allowed up to {size - 1}$"):
+        rows.of_file("task.path", path)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -344,6 +363,7 @@ def test_a_file_of_held_out_rows_is_taken_out_of_the_others(tmp_path, assumed):
         ({"seconds": 0}, "task.seconds: got 0; allowed 1 to 600"),
         ({"seconds": 1.5}, "task.seconds: got 1.5; allowed whole numbers"),
         ({"megabytes": 16}, "task.megabytes: got 16; allowed 64 to 65536"),
+        ({"megabytes": 2**16 + 1}, "task.megabytes: got 65537; allowed 64 to 65536"),
         ({"prompt_format": "plain"}, "task.prompt_format: got 'plain'; allowed chat"),
         ({"max_prompt_length": 0}, "task.max_prompt_length: got 0; allowed from 1"),
     ],

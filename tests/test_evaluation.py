@@ -132,6 +132,27 @@ def test_the_result_file_says_who_made_it(model):
     assert evaluation.weights_mark(other) != before
 
 
+def test_a_task_without_examples_has_no_shots_in_its_protocol(model):
+    assert evaluated(model)["protocol"]["shots"] == 0
+
+
+def test_the_commit_has_a_plus_where_the_files_differ_from_it(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    monkeypatch.setattr(evaluation, "__file__", str(tmp_path / "evaluation.py"))
+    assert evaluation._commit() is None
+    (tmp_path / "evaluation.py").write_text("")
+    git("init")
+    assert evaluation._commit() is None
+    git("add", ".")
+    git("commit", "-m", "x")
+    assert evaluation._commit() == git("rev-parse", "HEAD")
+    (tmp_path / "evaluation.py").write_text("x = 1")
+    assert evaluation._commit() == git("rev-parse", "HEAD") + "+"
+
+
 # Newcombe (1998), Statistics in Medicine 17, table I, method 3: the score method without correction.
 NEWCOMBE = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}
 
@@ -239,6 +260,7 @@ def test_lengths_are_evaluated_one_by_one_and_two_files_are_compared(folder, cap
     status, out, _ = run(capfd, *words, "--length", "4,8", "--out", "a.json")
     assert status == 0 and [line.partition(":")[0] for line in out.splitlines()] == ["length 4", "length 8"]
     run(capfd, *words, "--length", "8,6", "--out", "b.json")
+    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "base", "run.yaml"]
     status, out, _ = run(capfd, "evaluate", "--compare", "a.json", "b.json")
     assert status == 0 and out.startswith("length 8: ") and "+0.0 points" in out and "made by the same" in out
     run(capfd, *words, "--length", "8", "--seed", "5", "--sampler.order", "random", "--out", "c.json")
@@ -251,8 +273,7 @@ def test_lengths_are_evaluated_one_by_one_and_two_files_are_compared(folder, cap
 def result(folder: Path, name: str, solved: list[int]) -> Path:
     rows = [{"problem": i, "sample": 0, "solved": bool(x), "tokens": 1} for i, x in enumerate(solved)]
     how = {"n": len(solved), "samples": 1, "length": 4}
-    found = {"protocol": how, "made_by": {"model": name}, "rows": rows}
-    found["result"] = {"solved": sum(solved) / len(solved)}
+    found = {"protocol": how, "made_by": {"model": name}, "result": {"solved": sum(solved) / len(solved)}, "rows": rows}
     (folder / name).write_text(json.dumps({"evaluations": [found]}))
     return folder / name
 
@@ -266,6 +287,14 @@ def test_the_difference_is_paired_and_its_interval_that_of_student(tmp_path):
     assert "37.5% and 62.5%; second less first +25.0 points" in said
     assert f"[{100 * (0.25 - half):.1f}, {100 * (0.25 + half):.1f}]" in said
     assert "of 8 problems the first solves 1 more often, the second 3; made by another model" in said
+
+
+def test_of_one_problem_there_is_no_interval_and_of_two_there_is(tmp_path):
+    """Differences 0 and 1: 1/2 and 12.706 of t(1) times 1/2; p = 1/2, as the distribution is Cauchy's."""
+    one = [result(tmp_path, f"{i}.json", [i]) for i in (0, 1)]
+    assert "; second less first" not in evaluation.compare(*one)
+    two = [result(tmp_path, f"{i}.json", [0, i]) for i in (0, 1)]
+    assert "; second less first +50.0 points, 95 % interval [-585.3, 685.3], p = 0.5;" in evaluation.compare(*two)
 
 
 DAMAGED = [
@@ -290,6 +319,7 @@ def test_what_is_no_result_is_refused(text, folder, capfd):
 def test_a_solved_rate_that_is_not_that_of_the_rows_is_refused(share, tmp_path):
     path = result(tmp_path, "a.json", [0, 1, 1])
     data = json.loads(path.read_text())
+    assert evaluation.read(path) == data["evaluations"]
     data["evaluations"][0]["result"]["solved"] = share
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="which holds no evaluation"):
@@ -301,6 +331,16 @@ def test_rows_that_do_not_fit_the_protocol_are_refused(wrong, tmp_path):
     path = result(tmp_path, "a.json", [0, 1, 1])
     data = json.loads(path.read_text())
     data["evaluations"][0]["rows"][0] |= wrong
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="which holds no evaluation"):
+        evaluation.read(path)
+
+
+@pytest.mark.parametrize("wrong", [{"n": 4}, {"n": 2}, {"n": None}, {"n": "3"}, {"samples": 2}, {"samples": None}])
+def test_another_number_of_rows_than_the_protocol_says_is_refused(wrong, tmp_path):
+    path = result(tmp_path, "a.json", [0, 1, 1])
+    data = json.loads(path.read_text())
+    data["evaluations"][0]["protocol"] |= wrong
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="which holds no evaluation"):
         evaluation.read(path)
@@ -382,6 +422,18 @@ def test_reinforcement_learning_runs_on_it(own):
     assert yaml.safe_load((own / "run/config.yaml").read_text())["task"]["name"] == "gsm8k"
 
 
+def test_a_model_without_a_template_is_refused_for_a_chat_before_anything_is_computed(own):
+    from minidrl import checkpoints
+    from minidrl.tasks.gsm8k import Gsm8k
+
+    tok = chat_tokenizer()
+    tok.chat_template = None
+    checkpoints.save(chat_network(), tok, own / "mute")
+    task = Gsm8k(path=str(own / "own.json"))
+    with pytest.raises(ValueError, match="^task.prompt_format: got 'chat'; allowed plain, the model's tokenizer has no"):
+        trainer.Learner(tiny.settings(own / "mute", task=task))
+
+
 CHECKED = {
     "own.json row 2: question: missing": ({1: {"problem": "?", "answer": "#### 2"}}, []),
     "own.json row 3: answer: got": ({2: {"question": "?", "answer": "three"}}, []),
@@ -404,6 +456,12 @@ def test_a_row_that_cannot_be_used_is_named_with_file_row_and_field(said, own, c
         words = [*words[:-1], str(length - 1)]
         said = said.replace("149", str(length)).replace("148", str(length - 1))
     assert said in refused(capfd, "tasks", "gsm8k", "--check", "own.json", *words)
+
+
+def test_a_prompt_may_be_as_long_as_the_room_for_it(own, capfd):
+    words = ["tasks", "gsm8k", "--check", "own.json", "--model", "chat"]
+    _, told, _ = run(capfd, *words)
+    assert run(capfd, *words, "--task.max_prompt_length", told.split()[-2])[:2] == (0, told)
 
 
 def test_a_known_answer_that_cannot_be_read_is_named(own, capfd):

@@ -594,6 +594,13 @@ def test_a_wrong_state_is_refused_before_anything_is_changed(name, tmp_path):
     assert all((slot["exp_avg"] == 7).all() for slot in optimizer.state.values())
 
 
+def test_a_checkpoint_may_be_moved_to_a_folder_without_a_number(tmp_path):
+    for name in ("kept", "best-run"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text('{"step": 3}')
+        assert runs._counters(tmp_path / name) == {"step": 3}
+
+
 DAMAGE = {
     "state.json: no step": ("state.json", lambda text: "{}", "has step None"),
     "state.json: no scores": ("state.json", lambda text: text.replace("solved_before", "_"), "has no solved_before"),

@@ -4,9 +4,11 @@
 says how it was made. The other checkpoints are made here, with random weights under the published keys.
 """
 
+import contextlib
 import inspect
 import json
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 import tiny
 from minidrl import checkpoints, denoiser, sampler
@@ -621,6 +624,56 @@ def test_a_broken_checkpoint_is_one_line_that_names_it(name, folder, capfd):
         checkpoints.load(path)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("source", [*MAKERS, *checkpoints.PUBLISHED])
+def test_as_many_weights_are_asked_for_as_the_matrices_of_the_network_have(source, folders):
+    shape, family, _ = checkpoints.describe(folders[source] if source in MAKERS else source)
+    with torch.device("meta"):
+        matrices = [p for p in family.network(shape).parameters() if p.dim() == 2]
+    asked = sum(p.numel() for p in matrices)
+    with pytest.raises(ValueError, match=f"^config.json asks for {asked:,} weights; allowed the 0 of its files$"):
+        checkpoints._check_size(shape, [])
+
+
+@pytest.mark.parametrize("held", [1000, 2**25])
+def test_a_few_weights_may_be_missing_until_loading_says_which(held, tmp_path):
+    """No more than there are, and no more than 16 million; the file is a header and a hole."""
+    header = json.dumps({"w": {"dtype": "F16", "shape": [held], "data_offsets": [0, 2 * held]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * held)
+    nothing = dict.fromkeys(("num_hidden_layers", "intermediate_size"), 0)
+    one = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
+    most = held + min(held, 16 * 1024**2)
+    for asked, refused in ((most, contextlib.nullcontext()), (most + 1, pytest.raises(ValueError, match="asks for"))):
+        with refused:
+            shape = types.SimpleNamespace(vocab_size=asked, tie_word_embeddings=True, **one, **nothing)
+            checkpoints._check_size(shape, [tmp_path / "model.safetensors"])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_transformers_shows_is_left_as_it_was(shown, folders):
+    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    try:
+        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+        logging.set_verbosity(logging.INFO)
+        checkpoints.load(folders["llada"])
+        assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (shown, logging.INFO)
+    finally:
+        (logging.enable_progress_bar if before[0] else logging.disable_progress_bar)()
+        logging.set_verbosity(before[1])
+
+
+def test_the_mask_may_be_the_first_token():
+    class Two(dict):
+        mask_token_id, get_vocab = None, dict.copy
+
+    tokenizer, family = Two({"[MASK]": 0, "a": 1}), checkpoints.FAMILIES["llada"]
+    assert checkpoints._mask_token_id(Path(), {"mask_token_id": 0}, tokenizer, family) == 0
+    for index in (-1, 2):
+        with pytest.raises(ValueError, match=f"mask_token_id {index}; allowed the id of one of its tokenizer's 2 tokens$"):
+            checkpoints._mask_token_id(Path(), {"mask_token_id": index}, tokenizer, family)
 
 
 def test_blocks_are_asked_of_sdar_only(folders):

@@ -324,6 +324,12 @@ def test_staircase_forwards_are_checkpointed_too(monkeypatch):
     assert len(seen) == 2
 
 
+def test_layers_are_recomputed_where_the_settings_say_so_and_nowhere_else(base):
+    for again in (False, True):
+        model = trainer.Learner(tiny.settings(base, gradient_checkpointing=again)).model
+        assert {layer.gradient_checkpointing for layer in model.model.model.layers} == {again}
+
+
 @pytest.mark.parametrize("name", ["grpo", "stabledrl", "tracerl"])
 def test_two_passes_give_the_same_update_with_and_without_checkpointing(name, base):
     weights = []

@@ -331,6 +331,18 @@ def test_a_data_set_in_the_layout_of_the_hub_is_read_by_split(tmp_path):
         rows.of_hub("gsm8k", *source, "validation")
 
 
+def test_the_hub_is_asked_for_the_subset_and_its_libraries_words_are_not_shown(monkeypatch):
+    datasets, asked = pytest.importorskip("datasets"), []
+    nothing = datasets.Dataset.from_list([])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **which: asked.append((*names, which)) or nothing)
+    datasets.logging.set_verbosity_info()
+    for subset in ("main", ""):
+        assert rows.of_hub("gsm8k", "a/set", subset, "0" * 40, "test") == []
+    which = {"revision": "0" * 40, "split": "test"}
+    assert asked == [("a/set", "main", which), ("a/set", None, which)]
+    assert datasets.logging.get_verbosity() == datasets.logging.CRITICAL
+
+
 def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or GSM8K[len(asked) - 1 :])

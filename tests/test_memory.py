@@ -92,6 +92,26 @@ def test_the_weights_of_llada_8b_are_as_many_as_its_index_says():
     assert memory.predicted_memory(run(dtype="float32"))["weights"] == 2 * 16_031_162_368
 
 
+KNOWN = {  # what their config.json on the Hub says, under transformers' names; of A2D that of Qwen/Qwen3-0.6B
+    LLADA: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+    | {"intermediate_size": 12288, "vocab_size": 126464, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+    | {"tie_word_embeddings": False, "eos_token_id": 126081},
+    checkpoints.A2D_06B: {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"intermediate_size": 3072, "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6}
+    | {"tie_word_embeddings": True, "eos_token_id": 151645, "head_dim": 128},
+}
+MASKS = {LLADA: 126336, checkpoints.A2D_06B: 151668 + 1}  # <|mdm_mask|>; the id after the last one of Qwen3's tokenizer
+ROTATION = {LLADA: 500000.0, checkpoints.A2D_06B: 1000000.0}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_without_a_file_is_what_the_published_config_says(name):
+    shape, _, dtype = checkpoints.describe(name)
+    assert {key: getattr(shape, key) for key in KNOWN[name]} == KNOWN[name]
+    assert (shape.mask_token_id, dtype) == (MASKS[name], torch.bfloat16)
+    assert shape.rope_parameters["rope_theta"] == ROTATION[name]
+
+
 @pytest.mark.parametrize(("targets", "millions"), [(ALL, 335.5), (ATTENTION, 134.2), (["gate_proj"], 67.1)])
 def test_adapters_are_as_many_as_peft_makes(published, targets, millions):
     predicted = memory.adapter_count(published.model, lora(128, targets))

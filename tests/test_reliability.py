@@ -242,6 +242,16 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(folder, capfd
         (folder / "parts").rename(folder / f"parts{len(way)}")
 
 
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoint-1/state.json"])
+def test_what_a_run_has_computed_stays_where_it_is_refused_later(kept, base, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="^later$"), runs.opened(out, tiny.settings(base), resume=False):
+        (out / kept).parent.mkdir(exist_ok=True)
+        (out / kept).write_text("{}")
+        raise ValueError("later")
+    assert (out / kept).read_text() == "{}" and (out / "config.yaml").exists()
+
+
 def test_a_run_without_its_summary_is_completed_and_nothing_is_done_twice(folder, capfd, monkeypatch):
     assert train(capfd, "whole")[0] == 0
     for spoilt in (None, "", "[1]"):
@@ -255,6 +265,16 @@ def test_a_run_without_its_summary_is_completed_and_nothing_is_done_twice(folder
         assert (folder / "whole/metrics.jsonl").read_bytes() == before
         assert (folder / "whole/summary.json").read_bytes() == (folder / "summary").read_bytes()
     assert train(capfd, "whole", "--resume") == (2, "minidrl: steps: got 4; allowed above 4, where the run in whole stands")
+
+
+@pytest.mark.parametrize("ending", [files.PART, files.OLD])
+def test_a_run_goes_on_from_a_checkpoint_whose_renaming_was_interrupted(ending, folder, capfd, monkeypatch):
+    assert train(capfd, "whole")[0] == 0
+    (folder / "whole/checkpoint-4").rename(folder / f"whole/checkpoint-4{ending}")
+    (folder / "whole/summary.json").unlink()
+    monkeypatch.setattr(trainer, "evaluate", None)  # nothing is computed again
+    assert train(capfd, "whole", "--resume")[0] == 0
+    assert [path.name for path in (folder / "whole").glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_said_so(folder, capfd):
@@ -321,6 +341,17 @@ def train_in_thread(file: Path, out: str) -> str:
     thread.start()
     thread.join()
     return told[0]
+
+
+def test_a_refused_run_leaves_its_folder_free_while_the_error_is_at_hand(base, tmp_path):
+    """As a notebook keeps it, with all that it refers to."""
+    out, settings = tmp_path / "run", tiny.settings(base)
+    (out / "checkpoint-1").mkdir(parents=True)
+    with pytest.raises(ValueError, match="which already holds a run") as refused, runs.opened(out, settings, resume=False):
+        pass
+    (out / "checkpoint-1").rmdir()
+    with runs.opened(out, settings, resume=False) as checkpoint:
+        assert checkpoint is None and refused.tb is not None
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(folder, capfd, monkeypatch):
@@ -397,7 +428,10 @@ def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):
         patch.setattr(trainer, "demonstration_rollout", third)
         status, line = command(capfd, "pretrain", "base.yaml", "--out", "parts")
     assert status == 130 and "stopped after 3 of 4 steps; parts/checkpoint-3 is saved" in line
-    assert command(capfd, "pretrain", "base.yaml", "--out", "parts", "--resume")[0] == 0
+    assert [path.name for path in (folder / "parts").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert config.load(config.Pretrain, folder / "parts/config.yaml").save_every == 0
+    assert command(capfd, "pretrain", "base.yaml", "--out", "parts", "--resume", "--save_every", "5")[0] == 0
+    assert config.load(config.Pretrain, folder / "parts/config.yaml").save_every == 5
     a, b = (load_file(folder / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(a[key], b[key]) for key in a)
     assert untimed(report.read_metrics(folder / "whole")) == untimed(report.read_metrics(folder / "parts"))

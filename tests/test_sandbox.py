@@ -4,16 +4,20 @@
 for the verdict. Where no sandbox can be made, all of this is skipped, with what is missing as the reason.
 """
 
+import contextlib
 import json
 import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -517,6 +521,44 @@ def test_a_call_of_a_program_that_ended_before_it_is_no_error_of_the_programs():
     assert sandbox.run(program, ("f",), (test,))[:3] == (0, 1, "Ended: the program has ended")
 
 
+def test_what_is_no_verdict_does_not_count():
+    others = [[2, True, ""], [-1, True, ""], [True, True, ""], [1.0, True, ""], ["1", True, ""], [None, True, ""]]
+    assert sandbox._record([[0, True, ""], *others], 2, False, 0.0)[:3] == (1, 2, "the tests ended before their verdict")
+    assert sandbox._record([[1, 1, "x"], [0, True, ""]], 2, False, 0.0)[:3] == (1, 2, "x")
+
+
+def messages(pieces: list[bytes], pause: float, wall: float) -> tuple[list, bool, int]:
+    """What `_messages` makes of pieces that are written with pauses; how many of them found a reader."""
+    reader, writer = os.pipe()
+    written = []
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            for piece in pieces:
+                written.append(os.write(writer, piece))
+                time.sleep(pause)
+        os.close(writer)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    said, late = sandbox._messages(reader, wall)
+    os.close(reader)
+    thread.join()
+    return said, late, len(written)
+
+
+def test_verdicts_one_by_one_do_not_hold_up_the_clock():
+    said, late, _ = messages([b'"ready"\n'] + [b'[0, true, ""]\n'] * 30, pause=0.1, wall=0.5)
+    assert late and 0 < len(said) < 25
+
+
+def test_verdicts_without_end_are_read_up_to_a_mebibyte():
+    line = b'[0, true, ""]\n'
+    piece = line * (2**16 // len(line))
+    said, late, count = messages([b'"ready"\n'] + [piece] * 64, pause=0.0, wall=60.0)
+    assert said[0] == "ready" and not late and 2**20 <= len(line) * len(said) < 2**20 + 2**17 and count < 24
+
+
 # -------------------------------------------------------------------------------------------------------- plain data
 PLAIN = [None, True, 0, -1, 10**300, 1.5, float("inf"), "", "\ud800\0\n", b"\xff", 1j, [], (), set(), frozenset({1}), {}]
 PLAIN += [[1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
@@ -587,7 +629,7 @@ def test_without_bubblewrap_it_says_what_to_install(monkeypatch, unknown):
 @pytest.mark.parametrize(
     "script, said",
     [
-        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions to create new namespace"),
+        ("echo 'bwrap: No permissions' >&2; exit 1", "it said: bwrap: No permissions"),
         ("exit 0", "it said: nothing"),
         ('while [ "$1" != /sandboxed.py ]; do last=$1; shift; done; exec "$PYTHON" "$SCRIPT" "$2" "$3" "$4" 9 9', "it said"),
     ],
@@ -602,6 +644,18 @@ def test_a_bubblewrap_that_does_not_work_is_refused(script, said, monkeypatch, t
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("SCRIPT", sandboxed.__file__)
     assert sandbox.refusal().startswith(f"task code: {sandbox.NEEDS}; ") and said in sandbox.refusal()
+
+
+def test_where_bubblewrap_works_no_wall_is_left_untested(unknown):
+    """A sandbox that always fails would have all its tests skipped."""
+    words = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--ro-bind", "/", "/", "--size", "4096", "--tmpfs", "/tmp"]
+    with tempfile.TemporaryFile(buffering=0) as filter_:
+        filter_.write(struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))  # every call is allowed
+        filter_.seek(0)
+        trial = [*words, "--seccomp", str(filter_.fileno()), "true"]
+        if shutil.which("bwrap") is None or subprocess.run(trial, pass_fds=[filter_.fileno()], capture_output=True).returncode:
+            pytest.skip("bubblewrap cannot be used here")
+    assert sandbox.refusal() == ""
 
 
 def test_another_machine_is_refused(monkeypatch, unknown):
@@ -650,6 +704,12 @@ def test_the_filter_refuses_these_calls_and_no_other(machine):
     assert simulated(program, sandbox.AUDIT[machine], 0x40000000 + 57) == 0x00050001
     for other in (0x40000003, 0, *(set(sandbox.AUDIT.values()) - {sandbox.AUDIT[machine]})):
         assert simulated(program, other, 1) == 0x80000000
+
+
+def test_the_limits_are_those_that_the_page_says():
+    text = (Path(__file__).parents[1] / "docs/sandbox.md").read_text(encoding="utf-8")
+    assert sandbox.CLOCK == 5 and "time on the clock, five times the CPU time" in text
+    assert f"a `/tmp` of its own, {sandbox.TMP_BYTES // 2**20} MiB" in text and sandbox.TMP_BYTES % 2**20 == 0
 
 
 # --------------------------------------------------------------------------------------------------------- its cost

@@ -10,6 +10,7 @@ import json
 import math
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -516,6 +517,41 @@ def test_a_config_written_by_a_run_is_that_run(base, tmp_path, no_curve):
     assert config.load(config.Train, tmp_path / "run/config.yaml") == settings
 
 
+def test_tensorboard_has_the_numbers_of_the_log_and_after_a_resume_no_step_twice(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def logged(checkpoint: Path | None, step: int, rewards: dict[int, float]) -> None:
+        log = runs.MetricsLog(tmp_path, checkpoint, step, tensorboard=True)
+        for step, reward in rewards.items():
+            log.write({"step": step, "reward": reward, "tokens": 7})
+        log.close()
+
+    logged(None, 0, {1: 0.25, 2: 0.5, 3: 0.75, 4: 1.0})
+    (tmp_path / "checkpoint-2").mkdir()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "checkpoint-2/metrics.jsonl").write_text("".join(lines[:2]))
+    logged(tmp_path / "checkpoint-2", 2, {3: 0.125})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    shown = [(event.step, event.value) for event in events.Scalars("reward")]
+    assert shown == [(1, 0.25), (2, 0.5), (3, 0.125)] == [(row["step"], row["reward"]) for row in metrics(tmp_path)]
+    runs.MetricsLog(tmp_path / "checkpoint-2", None, 0)
+    assert [path.name for path in (tmp_path / "checkpoint-2").iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_has_all_steps_as_soon_as_a_run_has_ended(base, tmp_path, no_curve):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer.train(tiny.settings(base, tensorboard=True), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    steps = [row["step"] for row in metrics(tmp_path / "run") if "reward" in row]
+    assert [event.step for event in events.Scalars("reward")] == steps != []
+    writing = [thread for thread in threading.enumerate() if type(thread).__module__.startswith("tensorboard")]
+    assert writing == [], "the end of the process would cut off what it has not written"
+
+
 def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path, no_curve):
     trainer.train(tiny.settings(base, steps=1, optimizer=config.Optimizer(learning_rate=3e-8)), tmp_path / "run")
     assert updates(tmp_path / "run")[0]["learning_rate"] == pytest.approx(3e-8)
@@ -696,7 +732,8 @@ def test_logits_that_are_nan_stop_the_run_before_and_within_a_step(base, tmp_pat
         model.model.lm_head.weight.data[5] = torch.nan
         return model, tok
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError):
+    said = "whose weights model.lm_head.weight are not all finite .logits: the model returned NaN"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=said):
         patch.setattr(checkpoints, "load", broken)
         trainer.train(tiny.settings(base), tmp_path / "before")
     settings = tiny.settings(base, num_iterations=1, optimizer=config.Optimizer(learning_rate=1e30))
@@ -750,6 +787,11 @@ def test_a_step_depends_on_seed_and_step_and_not_on_global_state(base):
     assert row(1, 0) != first and row(0, 1) != first
 
 
+def test_seeds_are_the_same_in_every_version():
+    """The first seven bytes of what `printf 7/3/rollout | sha256sum` says: as many as every generator takes."""
+    assert f"{runs.keyed_seed(7, 3, 'rollout'):x}" == "fa0414d9064bf3"
+
+
 def test_draws_of_one_run_share_no_stream():
     drawn = [
         float(torch.rand((), generator=runs.keyed_generator(seed, step, purpose), dtype=torch.float64))
@@ -758,6 +800,15 @@ def test_draws_of_one_run_share_no_stream():
         for purpose in ("rollout", "plan 0", "plan 1")
     ]
     assert len(set(drawn)) == 27
+
+
+def test_every_draw_of_a_step_is_keyed_by_seed_step_and_what_it_is_for(base, monkeypatch):
+    keyed, drawn = runs.keyed_seed, []
+    for module in (runs, trainer):
+        monkeypatch.setattr(module, "keyed_seed", lambda *key: drawn.append(key) or keyed(*key))
+    trainer.Learner(tiny.settings(base, method=refreshed("independent")[0], seed=5)).step(3)
+    purposes = {"puzzles", "rollout", "plan 0", "plan 1", "schedule", "plan of the old value"}
+    assert {*drawn} == {(5, 3, purpose) for purpose in purposes}
 
 
 # -------------------------------------------------------------------------------------------------- groups without signal
