@@ -91,6 +91,18 @@ def test_what_is_drawn_is_what_was_measured():
     assert axes.get_ylim()[0] == 0
 
 
+def test_the_frame_is_lighter_than_the_curve_and_the_legend_smaller_than_the_labels_and_its_lines_apart():
+    figure = report.draw_curve(UPDATES + EVALUATIONS)
+    axes = figure.axes[0]
+    figure.draw_without_rendering()
+    frame, curve = axes.spines["bottom"].get_linewidth(), max(line.get_linewidth() for line in axes.lines)
+    assert frame <= curve / 2 and frame <= axes.yaxis.get_gridlines()[0].get_linewidth()
+    texts = axes.get_legend().get_texts()
+    boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.y0)
+    assert len(boxes) > 1 and all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:], strict=False))
+    assert all(text.get_fontsize() < axes.xaxis.label.get_fontsize() - 1 for text in texts)
+
+
 def test_labels_tell_a_fraction_as_percent():
     axes = report.draw_curve(UPDATES).axes[0]
     assert axes.yaxis.get_major_formatter()(20.0) == "20 %"
