@@ -99,3 +99,7 @@ def stop_requests() -> Iterator[Callable[[], int]]:
     finally:
         for number, how in caught.items():
             signal.signal(number, how)
+    # What came too late for this run is for who started it, such as a study with more of them.
+    outer = caught[asked[0]] if asked else signal.SIG_DFL
+    if outer not in (signal.default_int_handler, signal.SIG_DFL):
+        outer(asked[0], None)

@@ -457,6 +457,19 @@ def test_signals_are_left_alone_where_they_are_ignored_and_outside_the_main_thre
     assert handlers == [before]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_comes_too_late_for_a_run_reaches_the_study_that_started_it(number, capfd):
+    with stop_requests() as study:
+        with stop_requests() as run:
+            assert not run()
+            os.kill(os.getpid(), number)
+            assert run() == number and not study()
+        assert study() == number
+    with stop_requests() as alone:
+        os.kill(os.getpid(), number)
+        assert alone() == number
+
+
 # -------------------------------------------------------------------------------------------------- what is not finite
 
 
