@@ -710,10 +710,10 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
     if denoiser.has_adapters(model):
         allowed = "a base (--resume continues a run)"
         raise ValueError(f"model: got {settings.model!r}, which holds adapters; allowed {allowed}")
-    if lora.rank > (widest := model.model.config.hidden_size):
-        allowed = f"up to {widest}, the width of the network"
-        raise ValueError(f"lora.rank: got {lora.rank}; allowed {allowed}")
     if lora.rank:
+        if lora.rank > (widest := model.model.config.hidden_size):
+            allowed = f"up to {widest}, the width of the network"
+            raise ValueError(f"lora.rank: got {lora.rank}; allowed {allowed}")
         words = dataclasses.asdict(lora)
         denoiser.add_adapters(model, **words, seed=settings.seed, base=settings.model)
     if settings.gradient_checkpointing:
