@@ -30,6 +30,7 @@ from weight_signal import mask_variances, solved
 from minidrl import algorithms as alg
 from minidrl import estimators, findings, intervals, methods, oracle, sampler, tables
 from minidrl import features as feat
+from minidrl.findings import after
 from minidrl.ledger import Courses, Group, groups, read_courses, read_ledger
 
 ROOT = Path(__file__).parents[1]
@@ -743,20 +744,12 @@ def difference(study: str, one: tuple[str, int], other: tuple[str, int], measure
 
     The interval is at the level that the correction leaves to this pair: it contains 0 where the corrected p is 0.05 or more.
     """
-    points_of = {line: by_seed(study, line, measure) for line in of_study(study)}
-    pairs = [pair for pair in itertools.combinations(points_of, 2) if pair[0][1] == pair[1][1]]
-    common = {pair: sorted(points_of[pair[0]].keys() & points_of[pair[1]].keys()) for pair in pairs}
-    tested = [pair for pair in pairs if len(common[pair]) > 1]
-    p_values = [intervals.paired(*([points_of[line][seed] for seed in common[pair]] for line in pair)).p for pair in tested]
-    at = next(i for i, pair in enumerate(tested) if set(pair) == {one, other})
-    left = page.LEVEL * p_values[at] / intervals.holm(p_values)[at]
-    seeds = common[tested[at]]
-    return Found(*intervals.mean_interval([points_of[one][s] - points_of[other][s] for s in seeds], 1 - left), cases=False)
-
-
-def after(run: dict) -> float:
-    """Solved at the end, a share."""
-    return run["after"]
+    lines = of_study(study)
+    asked = [lines[one], lines[other]]
+    found = next(pair for pair in findings.pairs(list(lines.values()), measure) if pair.a in asked and pair.b in asked)
+    ends, others = (by_seed(study, line, measure) for line in (one, other))
+    values = [ends[seed] - others[seed] for seed in sorted(ends.keys() & others.keys())]
+    return Found(*intervals.mean_interval(values, 1 - findings.LEVEL * found.found.p / found.p), cases=False)
 
 
 def greedy(run: dict) -> float:

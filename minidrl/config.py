@@ -20,13 +20,12 @@ from minidrl.launch import launched_rank, tell
 from minidrl.methods import METHODS, has_option
 from minidrl.sampler import Sampler
 from minidrl.tasks import DEFAULT, TASKS, Task, task_class
-from minidrl.untrusted import WHOLE, brief
+from minidrl.untrusted import MOST_ALPHA, MOST_RANK, WHOLE, brief
 
 ASKED = ("prompt_format", "max_prompt_length")  # settings that every task with chats has
 MOST = 2**20  # sequences of a rollout, a batch, an evaluation: beyond it no step would end
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes, of the systems that this runs on
-MOST_ALPHA = 1e6
-MOST_LAYERS, MOST_RANK, MOST_UPDATES, MOST_THREADS = 1024, 2**16, 4096, 256
+MOST_LAYERS, MOST_UPDATES, MOST_THREADS = 1024, 4096, 256
 
 
 def _one_of(key: str, value: Any, *allowed: str) -> None:

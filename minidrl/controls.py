@@ -128,7 +128,7 @@ def read(run: Path) -> dict:
         return {}
     untrusted.check_size(path)
     try:
-        row = untrusted.parsed_json(untrusted.text(path), str(path))
+        row = untrusted.parsed_json(untrusted.decoded(path), str(path))
     except ValueError:
         return {}
     if not isinstance(row, dict) or not row or not all(map(untrusted.SHARE.good, row.values())):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -145,14 +145,22 @@ class Pair(NamedTuple):
         return self.p < LEVEL
 
 
-def pairs(found: Sequence[Group]) -> list[Pair]:
-    """All pairs with one number of updates; p-values adjusted (Holm) over all that have one."""
+def after(row: Mapping[str, Any]) -> float:
+    """Solved at the end of a run."""
+    return row["after"]
+
+
+def pairs(
+    found: Sequence[Group], measure: Callable[[Mapping[str, Any]], float] = after
+) -> list[Pair]:
+    """All pairs with one number of updates, by what ``measure`` reads of a run; p-values adjusted
+    (Holm) over all that have one."""
     made = []
     for a, b in itertools.combinations([group for group in found if group.ended], 2):
         if a.updates == b.updates:
             seeds = sorted(a.ended.keys() & b.ended.keys())
-            after = ([group.ended[seed]["after"] for seed in seeds] for group in (a, b))
-            made.append(Pair(a, b, len(seeds), intervals.paired(*after) if seeds[1:] else None))
+            ends = ([measure(group.ended[seed]) for seed in seeds] for group in (a, b))
+            made.append(Pair(a, b, len(seeds), intervals.paired(*ends) if seeds[1:] else None))
     adjusted = iter(intervals.holm([pair.found.p for pair in made if pair.found]))
     made = [pair._replace(p=next(adjusted)) if pair.found else pair for pair in made]
     if len(made) > MANY:

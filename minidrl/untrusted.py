@@ -171,12 +171,13 @@ TOKENIZER = {
     **{f"{name}_file": NOTHING for name in ("tokenizer", "vocab", "merges", "added_tokens")},
 }
 WEIGHT_INDEX = {"weight_map": mapping_to(SHARD)}
+MOST_RANK, MOST_ALPHA = 2**16, 1e6  # of adapters, here and in settings
 _MISSING = Kind(lambda x: x in (None, False, [], {}, ""), "nothing: plain LoRA")
 ADAPTERS = {
     "base_model_name_or_path": TEXT,
     "peft_type": TEXT,
-    "r": whole(1, 2**16),
-    "lora_alpha": Kind(lambda x: _number(x) and 0 < x <= 1e6, "numbers above 0, up to 1e6"),
+    "r": whole(1, MOST_RANK),
+    "lora_alpha": Kind(lambda x: _number(x) and 0 < x <= MOST_ALPHA, "numbers above 0, up to 1e6"),
     "target_modules": list_of(LAYER),
     "use_rslora": FLAG,
     "lora_dropout": BELOW_1,
