@@ -16,6 +16,7 @@ from pathlib import Path
 from minidrl.launch import (
     LocalError,
     RunError,
+    is_panic,
     launched_processes,
     launched_rank,
     one_line,
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         return _report(said, 128 + asked, error)
     except BaseException as error:
         # The tokenizers library raises Exception itself, and panics that are none.
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
+        if type(error) is not Exception and not is_panic(error):
             raise
         got = f"files with which the tokenizers library breaks off ({one_line(error)})"
         return _report(f"tokenizer.json: got {got}; allowed those of a working tokenizer", 2, error)

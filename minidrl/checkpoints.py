@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from transformers.utils import logging
 
 from minidrl import untrusted
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
-from minidrl.launch import one_line
+from minidrl.launch import is_panic, one_line
 from minidrl.untrusted import brief
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -567,10 +568,9 @@ def _network_config(
 
 def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
     """The tokenizer, padding on the left, with the tokens that only other files name."""
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else family.tokenizer
     with _reading(folder):
         _check_tokenizer_files(folder)
-        tokenizer = kind.from_pretrained(folder, padding_side="left")
+        tokenizer = _tokenizer_of(folder, family)
         generation, told = folder / "generation_config.json", {}
         if generation.is_file():
             told = untrusted.json_object(generation, untrusted.GENERATION)
@@ -587,6 +587,42 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
             raise _refused(folder, f" with {name} {brief(token)}; allowed {allowed}")
     tokenizer.template_words = dict(family.template_words)
     return tokenizer
+
+
+def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
+    whole = (folder / "tokenizer.json").is_file()
+    kind, name = (
+        (PreTrainedTokenizerFast, "tokenizer.json") if whole else (family.tokenizer, "vocab.json")
+    )
+    try:
+        with _without_stderr():
+            tokenizer = kind.from_pretrained(folder, padding_side="left")
+            # Some files are read, and then break off at any text: here at one of their own words.
+            tokenizer(tokenizer.convert_ids_to_tokens(len(tokenizer) // 2) or "")
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        allowed = "the files of a working tokenizer"
+        raise ValueError(f"{name}: got {one_line(error)}; allowed {allowed}") from None
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_stderr():
+    """What a library in Rust writes when it panics, past Python, goes nowhere."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed by who started this
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _check_tokenizer_files(folder: Path) -> None:

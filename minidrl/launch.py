@@ -49,6 +49,11 @@ def one_line(error: BaseException | str) -> str:
     return shown(said)
 
 
+def is_panic(error: BaseException) -> bool:
+    """True for what a library in Rust raises when it breaks off, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def tell(said: BaseException | str) -> None:
     """One line on stderr."""
     with contextlib.suppress(OSError):  # a full disk behind it changes no exit status

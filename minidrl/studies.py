@@ -51,6 +51,8 @@ MEANS = {
     "clip_fraction": "clip_fraction",
     "entropy": "entropy",
 }
+# What tells the cells of a line apart, and where a study says it.
+OF_A_CELL = {"seed": "seeds", "optimizer.learning_rate": "rates", "num_iterations": "updates"}
 # What changes no number of a run beyond rounding.
 _FREE = ("threads", "device", "save_every", "micro_batch", "compile", "tensorboard")
 
@@ -107,6 +109,9 @@ class Study:
                 raise ValueError(f"methods: got {brief(label)}: {brief(how)}; allowed {allowed}")
         if not self.methods:
             raise ValueError("methods: got none; allowed at least one")
+        _refuse_own_keys("settings", self.settings)
+        for label, how in self.methods.items():
+            _refuse_own_keys(f"methods.{label}", how)
         _all_numbers("rates", self.rates, lambda x: isinstance(x, float) and x > 0, "above 0")
         if len(set(map(rate_text, self.rates))) < len(self.rates):  # they name cells
             allowed = "numbers that differ in their first digits"
@@ -122,6 +127,15 @@ class Study:
         if (cells := lines * (self.seeds + chosen)) > MOST_CELLS:
             got = f"{self.seeds}, {self.choose.seeds} in choose: {cells} runs"
             raise ValueError(f"seeds: got {got}; allowed up to {MOST_CELLS} runs")
+
+
+def _refuse_own_keys(key: str, settings: dict) -> None:
+    for name, instead in OF_A_CELL.items():
+        section, _, last = name.rpartition(".")
+        inner = settings.get(section) if section else None
+        if name in settings or (isinstance(inner, dict) and last in inner):
+            allowed = f"{instead} of the study, which every cell takes from there"
+            raise ValueError(f"{key}.{name}: got a value; allowed {allowed}")
 
 
 def _all_numbers(key: str, values: list, right: Callable[[Any], bool], allowed: str) -> None:
@@ -181,10 +195,12 @@ def study_of(
     if isinstance(data["methods"], list):
         if not all(isinstance(label, str) for label in data["methods"]):
             raise ValueError(f"methods: got {brief(data['methods'])}; allowed a list of names")
+        _refuse_twice(data["methods"])
         data["methods"] = dict.fromkeys(data["methods"])
     if isinstance(data["methods"], dict):  # what follows a label may be left out
         data["methods"] = {label: how or {} for label, how in data["methods"].items()}
         if names:
+            _refuse_twice(names)
             data["methods"] = {label: data["methods"].get(label, {}) for label in names}
     if isinstance(data.get("rates"), list):  # YAML reads 3e-4 as a string
         data["rates"] = [_number(rate) for rate in data["rates"]]
@@ -192,6 +208,11 @@ def study_of(
     study = config.from_dict(Study, data)
     config.check_path("config", study.config)
     return dataclasses.replace(study, config=str((path.parent / study.config).resolve()))
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    if len({*names}) < len(names):
+        raise ValueError(f"methods: got {brief(list(names))}; allowed each name once")
 
 
 def _section(data: dict, key: str) -> dict:

@@ -108,8 +108,8 @@ def verify(
         got = f"{answer!r} with prompt {prompt!r}"
         allowed = "both or none, and a word that is not empty"
         raise ValueError(f"answer: got {got}; allowed {allowed}")
-    if out is not None and not Path(out).is_dir():
-        raise ValueError(f"out: got {out!r}; allowed a folder")
+    if out is not None and not _takes_files(Path(out)):
+        raise ValueError(f"out: got {out!r}; allowed a folder that can be written to")
     made: dict[str, Any] = {}
     yield _checked("load", lambda: _load(settings, made))
     if "model" not in made:
@@ -331,6 +331,14 @@ def _adapters(made: dict, out: str | None) -> str:
 
 
 # ---------------------------------------------------------------------------------- save and reload
+def _takes_files(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:  # /proc says of itself that it can be written to
+        return False
+
+
 @contextlib.contextmanager
 def _folder(out: str | None, size: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=out) as folder:

@@ -144,6 +144,9 @@ WRONG |= {
     "verify base --dtype int8": "dtype: got 'int8'; allowed stored, float32, bfloat16",
     "verify base --prompt x": "answer: got None with prompt 'x'",
     "verify base --out nowhere": "out: got 'nowhere'; allowed a folder",
+    "verify base --out /proc": "out: got '/proc'; allowed a folder that can be written to",
+    "compare study.yaml --methods ppo,ppo": "methods: got ['ppo', 'ppo']; allowed each name once",
+    "compare study.yaml --seed 3": "settings.seed: got a value; allowed seeds of the study",
     "verify nowhere": "model: got 'nowhere', which holds no config.json",
     "verify base more": "argument 'more': allowed --key value",
     "train run.yaml --=5": "argument '--=5': allowed --key value",
@@ -192,7 +195,7 @@ WRONG |= {
     "compare nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
     "compare study.yaml --methods ../up": "methods: got '../up'",
     "compare study.yaml --methods a/b": "methods: got 'a/b'",
-    "compare study.yaml --methods ,": "methods: got ''",
+    "compare study.yaml --methods ,": "methods: got ['', '']",
     "compare study.yaml --updates [1]": "updates: got [[1]]; allowed different numbers",
     "compare study.yaml --updates 1,1": "updates: got [1, 1]; allowed different numbers",
     "compare study.yaml --rates .nan": "rates: got [nan]; allowed different numbers",
@@ -313,6 +316,11 @@ STUDIES = {
     "methods: {reinforce: {method: [1]}}": "method: got [1]",
     "methods: {reinforce: {steps: [1]}}": "steps: got [1]",
     "methods: {reinforce: {1: 2}}": "got the key 1",
+    "methods: [reinforce, reinforce]": "methods: got ['reinforce', 'reinforce']; allowed each name once",
+    "settings: {seed: 3}": "settings.seed: got a value; allowed seeds of the study",
+    "settings: {optimizer: {learning_rate: 0.1}}": "settings.optimizer.learning_rate: got a value; allowed rates of",
+    "settings: {optimizer.learning_rate: 0.1}": "settings.optimizer.learning_rate: got a value; allowed rates of",
+    "methods: {reinforce: {num_iterations: 2}}": "methods.reinforce.num_iterations: got a value; allowed updates of",
     'config: "a\\0b"': r"a\x00b'; allowed what can be the name of a file",
     'config: "\\ud800"': r"\ud800'; allowed what can be the name of a file",
     "choose: [1]": "choose: got [1]; allowed a section",
@@ -426,6 +434,7 @@ def as_integers(folder: Path) -> None:
 
 
 C, T = "config.json", "tokenizer_config.json"
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the library prints a stack, past Python
 CHECKPOINTS = {
     "head_dim 0": (edited(C, head_dim=0), "config.json has head_dim 0; allowed whole numbers 1 to 4096"),
     "head_dim odd": (edited(C, head_dim=3), "heads of size 3; allowed even numbers"),
@@ -485,8 +494,9 @@ CHECKPOINTS = {
     "weights header": (raw("model.safetensors", b"\xff" * 8 + b"{}"), "cannot be read"),
     "weights of integers": (as_integers, "model.safetensors has lm_head.weight of dtype I32; allowed F64, F32, F16, BF16"),
     "weights of 1024 layers": (edited(C, num_hidden_layers=1024), "weights; allowed the "),
-    "tokenizer text": (raw("tokenizer.json", b"hello"), "cannot be read"),
-    "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read"),
+    "tokenizer text": (raw("tokenizer.json", b"hello"), "cannot be read: tokenizer.json: got "),
+    "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read: tokenizer.json: got "),
+    "tokenizer panic": (edited("tokenizer.json", normalizer=PANICS), "tokenizer.json: got Precompiled: Error("),
     "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
     "tokenizer length": (edited(T, model_max_length="x"), "tokenizer_config.json has model_max_length 'x'; allowed "),
     "tokenizer inputs": (edited(T, model_input_names=["x"]), "model_input_names ['x']; allowed a list of input_ids"),
