@@ -19,6 +19,7 @@ from minidrl.__main__ import main
 from minidrl.tasks import countdown
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle
+from minidrl.tasks.mathematics import Question
 
 PUZZLE = Puzzle((5, 6, 8), 46)
 TEMPLATE = (
@@ -130,6 +131,15 @@ def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
         text = f"<|startoftext|><|start_header_id|>user: {puzzle.instruction}<|eot_id|><|start_header_id|>assistant: "
         assert tok.decode(row[real]) == text
     assert all(part in PUZZLE.instruction for part in ("5, 6, 8", "46", "<answer>", "</answer>"))
+
+
+def test_the_beginning_of_an_answer_that_a_wording_gives_stands_after_the_template(llada):
+    _, tok = checkpoints.load(llada)
+    asked = [Question("", "", "", "1+1?", opening="<reasoning>"), Question("", "", "", "1+1?")]
+    ids, mask = texts.encode_prompts(tok, asked, 400, prompt_format="chat")
+    opened, plain = (tok.decode(row[real]) for row, real in zip(ids, mask, strict=True))
+    assert opened == f"{plain}<reasoning>"
+    assert texts.prompt_lengths(tok, asked, "chat") == mask.sum(1).tolist()
 
 
 def test_a_prompt_that_is_too_long_is_refused(llada):

@@ -1,5 +1,6 @@
 """Tasks with questions of mathematics: rows, splits, the answer of a response, equality in its limits, rewards."""
 
+import hashlib
 import json
 import os
 import random
@@ -386,6 +387,34 @@ def test_shots_are_the_first_training_questions_with_their_solutions(tmp_path):
         Gsm8k(**paths, shots=3).held_out(1)
 
 
+# sha256 of the prompts that dllm-reasoning/d1 at 837888f makes of the question "What is 2+2?", by running its own code.
+PUBLISHED = {
+    (Gsm8k, "d1"): "efb3960963d31507",
+    (Math500, "d1"): "c3579e22035c0d07",
+    (Gsm8k, "d1-eval"): "d4ab9d7c5ae9f325",
+    (Math500, "d1-eval"): "c068c6ebc4d6df10",
+}
+
+
+@pytest.mark.parametrize(("kind", "wording"), PUBLISHED)
+def test_published_wordings_are_those_of_the_released_code_to_the_blank(kind, wording, tmp_path):
+    asked = {"question": " What is 2+2?\n", "problem": "What is 2+2?", "answer": "#### 4", "solution": ".."}
+    task = kind(path=written(tmp_path, "a.jsonl", [asked]), wording=wording)
+    (question,) = task.held_out(1)
+    assert hashlib.sha256(question.instruction.encode()).hexdigest()[:16] == PUBLISHED[kind, wording]
+    assert question.opening == ("<reasoning>" if wording == "d1-eval" else "")
+    assert question.prompt == f"{question.instruction}\n{question.opening}"
+
+
+def test_a_wording_that_shots_or_a_reward_do_not_fit_is_refused():
+    for kind in (Gsm8k, Math500):
+        with pytest.raises(ValueError, match="^task.shots: got 1; allowed 0 with wording d1, which has none"):
+            kind(wording="d1", shots=1)
+        with pytest.raises(ValueError, match="^task.reward: got 'd1'; allowed correctness with wording d1-eval"):
+            kind(wording="d1-eval", reward="d1")
+        kind(wording="d1", reward="d1")
+
+
 WRONG = {
     "task.path: got '{0}/a.txt', whose ending is another; allowed .jsonl, .json, .parquet files": ("a.txt", "x"),
     "{0}/a.jsonl: got no row": ("a.jsonl", "\n\n"),
@@ -418,6 +447,7 @@ def test_a_wrong_file_is_named_with_row_and_field(said, tmp_path):
         ("shots", -1): "task.shots: got -1; allowed 0 to 16",
         ("reward", "xml"): "task.reward: got 'xml'; allowed correctness, d1",
         ("prompt_format", "html"): "task.prompt_format: got 'html'; allowed plain, chat",
+        ("wording", "d2"): "task.wording: got 'd2'; allowed ours, d1, d1-eval",
         ("max_prompt_length", 0): "task.max_prompt_length: got 0; allowed from 1",
     }.items(),
 )

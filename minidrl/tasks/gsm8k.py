@@ -39,7 +39,8 @@ class Gsm8k(Mathematics):
     ``reward``: correctness (1 or 0), or d1, the sum that the code of diffu-GRPO (arXiv 2504.12216)
     pays: 2 for the right answer, 0.5 for an answer of digits alone, 0.5 and 0.5 for tags in the
     right order and on lines of their own, up to 0.5 for counted tags. ``prompt_format``: chat,
-    whose prompts may have ``max_prompt_length`` tokens, or plain.
+    whose prompts may have ``max_prompt_length`` tokens, or plain. ``wording``: ours, d1 or d1-eval
+    (``minidrl.tasks.wordings``).
     """
 
     name: ClassVar[str] = "gsm8k"
@@ -60,6 +61,7 @@ class Gsm8k(Mathematics):
     shots: int = 0
     reward: str = "correctness"
     prompt_format: str = "chat"
+    wording: str = "ours"
     max_prompt_length: int = 512
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:

@@ -31,6 +31,7 @@ class Math500(Mathematics):
     d1, as the code of diffu-GRPO (arXiv 2504.12216) means it: 2 for the right answer, and for the
     form 1 with answer tags and a box, 0.75 with tags alone, 0.5 with a box alone, 0.25 with
     neither. ``prompt_format``: chat, whose prompts may have ``max_prompt_length`` tokens, or plain.
+    ``wording``: ours, d1 or d1-eval (``minidrl.tasks.wordings``).
     """
 
     name: ClassVar[str] = "math500"
@@ -50,6 +51,7 @@ class Math500(Mathematics):
     shots: int = 0
     reward: str = "correctness"
     prompt_format: str = "chat"
+    wording: str = "ours"
     max_prompt_length: int = 1024
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from minidrl.launch import tell
 from minidrl.tasks import Verdict, equality, rows
 from minidrl.tasks.countdown import MAX_RESPONSE, PROMPT_FORMATS, check_choice
+from minidrl.tasks.wordings import D1_EVAL, OURS, PUBLISHED, WORDINGS
 from minidrl.untrusted import TEXT, Kind, brief
 
 SPLITS = ("train", "held_out")
@@ -38,17 +39,19 @@ _TURN = re.compile(r"</reasoning>\s*<answer>")
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its known answer, a worked solution, and the words in which it is asked."""
+    """A question, its known answer, a worked solution, the words in which it is asked, and those
+    with which the answer's turn begins."""
 
     text: str
     gold: str
     solution: str
     instruction: str = ""
+    opening: str = ""
 
     @property
     def prompt(self) -> str:
         """In the plain format: the same words, and a new line."""
-        return f"{self.instruction}\n"
+        return f"{self.instruction}\n{self.opening}"
 
     @property
     def key(self) -> str:
@@ -80,6 +83,12 @@ class Mathematics:
         check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
         check_choice("task.reward", self.reward, REWARDS)
         check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
+        check_choice("task.wording", self.wording, WORDINGS)
+        if self.wording != OURS:
+            check("shots", self.shots == 0, f"0 with wording {self.wording}, which has none")
+        if self.wording == D1_EVAL:
+            allowed = f"correctness with wording {D1_EVAL}, whose prompt has the first tag"
+            check("reward", self.reward != "d1", allowed)
 
     # ----------------------------------------------------------------------------------- the splits
 
@@ -162,12 +171,15 @@ class Mathematics:
         return "".join(worked)
 
     def _asked(self, question: Question, shots: str) -> Question:
+        if self.wording != OURS:
+            before, opening = PUBLISHED[self.name][self.wording]
+            words = before + question.text
+            return dataclasses.replace(question, instruction=words, opening=opening)
         label = "Question: " if shots else ""
         words = f"{shots}{label}{question.text}\n\n{self._request()}"
         return dataclasses.replace(question, instruction=words)
 
     def _request(self) -> str:
-        # The wording is ours.
         if self.reward == "d1":
             return (
                 "Write your reasoning between <reasoning> and </reasoning>, then "

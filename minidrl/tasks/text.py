@@ -30,7 +30,7 @@ def encode_prompts(
         if getattr(tok, f"{name}_id") is None:
             raise ValueError(f"model: got a tokenizer without {name}; allowed one that names it")
     if prompt_format == "chat":
-        asked = chats(tok, [problem.instruction for problem in problems])
+        asked = asked_in_chats(tok, problems)
         batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
         if (found := batch.input_ids.shape[1]) > width:
             allowed = f"from {found}, as a prompt has"
@@ -64,9 +64,17 @@ def _check_known(tok: Any, texts: list[str], ids: Tensor, mask: Tensor) -> None:
 def prompt_lengths(tok: Any, problems: Sequence[Problem], prompt_format: str) -> list[int]:
     """Tokens of each prompt."""
     chat = prompt_format == "chat"
-    words = [problem.instruction if chat else problem.prompt for problem in problems]
-    ids = tok(chats(tok, words) if chat else words, add_special_tokens=False).input_ids
-    return [len(row) for row in ids]
+    words = asked_in_chats(tok, problems) if chat else [problem.prompt for problem in problems]
+    return [len(row) for row in tok(words, add_special_tokens=False).input_ids]
+
+
+def asked_in_chats(tok: Any, problems: Sequence[Problem]) -> list[str]:
+    """Each problem in a user's turn, and the beginning of the answer's as far as it is given."""
+    opened = chats(tok, [problem.instruction for problem in problems])
+    return [
+        text + getattr(problem, "opening", "")
+        for text, problem in zip(opened, problems, strict=True)
+    ]
 
 
 def chats(tok: Any, questions: list[str]) -> list[str]:
