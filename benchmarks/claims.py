@@ -35,6 +35,7 @@ from minidrl.ledger import Courses, Group, groups, read_courses, read_ledger
 
 ROOT = Path(__file__).parents[1]
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "not distinguishable", "not run here"
+UNSEEN = "not seen here"
 
 # ============================================================================================== numbers, criteria, verdicts
 
@@ -102,6 +103,7 @@ class Claim:
     decided_by   the tests, notebooks or commands that show it at length
     number       what is measured, with its unit; why not, where measure is None
     criterion    of `verdict`
+    can_happen   the sentence says that something happens, not that it always does: a setting without it refutes nothing
     """
 
     text: str
@@ -111,6 +113,18 @@ class Claim:
     number: str
     measure: Callable[[], Found] | None
     criterion: str
+    can_happen: bool = False
+
+
+def judged(claim: Claim, found: Found | None) -> str:
+    """The `verdict` on a claim; of what can happen, that it was not seen."""
+    said = verdict(found, claim.criterion)
+    return UNSEEN if claim.can_happen and said == FAILS else said
+
+
+def happens(*claims: Claim) -> tuple[Claim, ...]:
+    """Claims of what can happen."""
+    return tuple(replace(claim, can_happen=True) for claim in claims)
 
 
 def not_run(text: str, source: str, why: str) -> Claim:
@@ -738,9 +752,13 @@ def in_study(
     return Claim(text, source, f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", number, found, criterion)
 
 
+# Studies whose results were looked at before their last runs were made, and how often in all.
+LOOKS = {"likelihoods": 3}
+
+
 def difference(study: str, one: tuple[str, int], other: tuple[str, int], measure: Callable[[dict], float]) -> Found:
     """Points, by common seeds: of a line of a study less another, with Holm's correction over all pairs of the study that are
-    measured so and have one number of updates each.
+    measured so and have one number of updates each, and p times the number of ``LOOKS``.
 
     The interval is at the level that the correction leaves to this pair: it contains 0 where the corrected p is 0.05 or more.
     """
@@ -749,7 +767,8 @@ def difference(study: str, one: tuple[str, int], other: tuple[str, int], measure
     found = next(pair for pair in findings.pairs(list(lines.values()), measure) if pair.a in asked and pair.b in asked)
     ends, others = (by_seed(study, line, measure) for line in (one, other))
     values = [ends[seed] - others[seed] for seed in sorted(ends.keys() & others.keys())]
-    return Found(*intervals.mean_interval(values, 1 - findings.LEVEL * found.found.p / found.p), cases=False)
+    adjusted = min(1.0, LOOKS.get(study, 1) * found.p)
+    return Found(*intervals.mean_interval(values, 1 - findings.LEVEL * found.found.p / adjusted), cases=False)
 
 
 def greedy(run: dict) -> float:
@@ -854,14 +873,15 @@ LEDGER: dict[str, list[Claim]] = {
     ],
     "GDPO": [
         Claim("Nearly all variance of the time form (2.2) is that of the time: responses of 6 positions.",
-            "accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 05 (50.1)", TABLE_SEEDS,
+            "minidrl, on accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 05 (50.1)", TABLE_SEEDS,
             "share of the time", lambda: over_tables(lambda seed: share_of_first(time_and_bernoulli(moments_of_sums(seed)))),
             ">= 0.9"),
         Claim("The same: 256 positions, each with costs of its own.",
             "accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 05 (50.2)", "exact, solved model",
             "share of the time", lambda: cases([share_of_first(time_and_bernoulli(moments_solved(256)))]), ">= 0.9"),
         Claim("The same: 256 positions, one of which decides for all.",
-            "accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 02 (20.13)", "exact, key token",
+            "minidrl, on accounts of arXiv 2510.08554 (0.9 and t from 0.001 on are ours)", "notebook 02 (20.13)",
+            "exact, key token",
             "share of the time", lambda: cases([share_of_first(time_and_bernoulli(moments_key_token(256)))]), ">= 0.9"),
         Claim("Nearly all variance of the count form (2.3) is that of the count: responses of 6 positions.",
             "minidrl, on arXiv 2510.08554 (0.9 is ours)",
@@ -941,37 +961,37 @@ LEDGER: dict[str, list[Claim]] = {
             "accounts of arXiv 2603.06743", "`law_self_normalized_gradient_is_bounded`, notebook 06 (8.4)",
             "exact, ratios to e^30",
             "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("stabledrl", (0.0, 3.0, 10.0, 30.0)), "<= 1"),
-        *both("GRPO with noisy ratios collapses: it ends below where it began",
-            "arXiv 2603.06743, abstract", ("(60.16)", "(60.15)"), FRESH, "reward gained: < 0"),
-        of_runs("GRPO with noisy ratios rises, then falls back: it ends more than 0.03 below its peak",
-            "arXiv 2603.06743, abstract", race(LINES), FRESH, "token mean", below_the_peak, "peak less end: > 0.03"),
+        *happens(*both("GRPO with noisy ratios collapses: it ends below where it began",
+            "arXiv 2603.06743, abstract", ("(60.16)", "(60.15)"), FRESH, "reward gained: < 0")),
+        *happens(of_runs("GRPO with noisy ratios rises, then falls back: it ends more than 0.03 below its peak",
+            "arXiv 2603.06743, abstract", race(LINES), FRESH, "token mean", below_the_peak, "peak less end: > 0.03")),
         of_runs("StableDRL rises, then falls back: it ends more than 0.03 below its peak",
             "minidrl, on arXiv 2603.06743", race(LINES), "stabledrl",
             "sequence", below_the_peak, "peak less end: > 0.03"),
-        of_runs("GRPO's log-ratios spread further while it trains, one step of the loop",
+        *happens(of_runs("GRPO's log-ratios spread further while it trains, one step of the loop",
             "arXiv 2603.06743, abstract", race("(60.15)"), FRESH,
-            "token mean", growth_of_spread, "spread, end less start: > 0"),
-        of_runs("GRPO's log-ratios spread further while it trains, one step of the loop",
+            "token mean", growth_of_spread, "spread, end less start: > 0")),
+        *happens(of_runs("GRPO's log-ratios spread further while it trains, one step of the loop",
             "arXiv 2603.06743, abstract", race("(60.16)"), FRESH,
-            "sequence", growth_of_spread, "spread, end less start: > 0"),
-        of_runs("GRPO's largest gradients grow while it trains, one step of the loop",
+            "sequence", growth_of_spread, "spread, end less start: > 0")),
+        *happens(of_runs("GRPO's largest gradients grow while it trains, one step of the loop",
             "arXiv 2603.06743, abstract", race("(60.15)"), FRESH,
-            "token mean", growth_of_gradients, "largest norm of ten updates, end over start: > 1"),
-        of_runs("GRPO's largest gradients grow while it trains, one step of the loop",
+            "token mean", growth_of_gradients, "largest norm of ten updates, end over start: > 1")),
+        *happens(of_runs("GRPO's largest gradients grow while it trains, one step of the loop",
             "arXiv 2603.06743, abstract", race(LINES), FRESH,
-            "sequence", growth_of_gradients, "largest norm of ten updates, end over start: > 1"),
-        *both("GRPO with noisy mean fields (prompts masked anew) collapses: it ends below where it began",
-            "arXiv 2603.06743, abstract (mean-field proxies)", (LINES, LINES), NOISY_FIELD, "reward gained: < 0"),
-        of_runs("GRPO with noisy mean fields rises, then falls back: it ends more than 0.03 below its peak",
+            "sequence", growth_of_gradients, "largest norm of ten updates, end over start: > 1")),
+        *happens(*both("GRPO with noisy mean fields (prompts masked anew) collapses: it ends below where it began",
+            "arXiv 2603.06743, abstract (mean-field proxies)", (LINES, LINES), NOISY_FIELD, "reward gained: < 0")),
+        *happens(of_runs("GRPO with noisy mean fields rises, then falls back: it ends more than 0.03 below its peak",
             "arXiv 2603.06743, abstract (mean-field proxies)", race(LINES), NOISY_FIELD, "token mean", below_the_peak,
-            "peak less end: > 0.03"),
+            "peak less end: > 0.03")),
         *both("StableDRL, with fresh masks as well, ends above where it began",
             "arXiv 2603.06743, abstract", ("(60.16)", "(60.15)"), "stabledrl", "reward gained: > 0"),
-        *both("StableDRL's clip alone collapses", ACCOUNTS, ("(60.17)", LINES), "clip-only", "reward gained: < 0"),
-        *both("StableDRL's self-normalisation alone collapses",
-            ACCOUNTS, ("(60.17)", LINES), "self-norm-only", "reward gained: < 0"),
-        *both("StableDRL with epsilon = 1000 collapses",
-            ACCOUNTS, (LINES, LINES), "stabledrl, epsilon 1000", "reward gained: < 0"),
+        *happens(*both("StableDRL's clip alone collapses", ACCOUNTS, ("(60.17)", LINES), "clip-only", "reward gained: < 0")),
+        *happens(*both("StableDRL's self-normalisation alone collapses",
+            ACCOUNTS, ("(60.17)", LINES), "self-norm-only", "reward gained: < 0")),
+        *happens(*both("StableDRL with epsilon = 1000 collapses",
+            ACCOUNTS, (LINES, LINES), "stabledrl, epsilon 1000", "reward gained: < 0")),
         *both("With mean fields of prompts masked anew StableDRL ends above GRPO",
             "arXiv 2603.06743, abstract (mean-field proxies)", (LINES, LINES),
             ("stabledrl, mean field, prompt masking", NOISY_FIELD),
@@ -988,8 +1008,8 @@ LEDGER: dict[str, list[Claim]] = {
             "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.13)",
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
-        of_runs("SPG, its row with two states and the sandwich, collapses where each rollout is used for four updates",
-            ACCOUNTS, race(LINES), "spg", None, reward_gained, "reward gained: < 0"),
+        *happens(of_runs("SPG, its row with two states and the sandwich, collapses where each rollout is used for four updates",
+            ACCOUNTS, race(LINES), "spg", None, reward_gained, "reward gained: < 0")),
     ],
     "Block diffusion": [
         Claim("Blocks of one token make the block ELBO exact.",
@@ -1063,14 +1083,17 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("On the first update GDSD's regression is REINFORCE, times 2 psi / L.",
             "minidrl, on the code of arXiv 2605.29398", "`law_regression`, notebook 10 (100.4)", "exact, 4 advantages",
             "relative error", regression_on_policy, "<= 1e-8"),
-        in_study("With one update a rollout DRPO solves more Countdown puzzles than REINFORCE.",
+        in_study("With one update a rollout DRPO (delta 0.15) solves more Countdown puzzles than REINFORCE: low confidence.",
             "reuse_confidence", ("drpo", "reinforce"), "points: > 0", after, "minidrl, on arXiv 2606.09821"),
-        in_study("With 8 updates a rollout PPO solves more Countdown puzzles than REINFORCE, which has no trust region.",
+        in_study("With 8 updates a rollout PPO solves more Countdown puzzles than REINFORCE: low confidence, "
+            "both at 1e-4, the lower of two rates.",
             "reuse_confidence", ("ppo", "reinforce"), "points: > 0", after, "arXiv 1707.06347", updates=8),
-        in_study("With 8 updates a rollout DPPO solves more Countdown puzzles than PPO.",
+        in_study("With 8 updates a rollout DPPO solves more Countdown puzzles than PPO: low confidence.",
             "reuse_confidence", ("dppo-tv", "ppo"), "points: > 0", after, "arXiv 2602.04879", updates=8),
-        in_study("With 8 updates a rollout DRPO solves more Countdown puzzles than DPPO.",
-            "reuse_confidence", ("drpo", "dppo-tv"), "points: > 0", after, "accounts of arXiv 2606.09821", updates=8),
+        in_study("With 8 updates a rollout DRPO at delta 0.15 (published: 12.5) solves more Countdown puzzles than DPPO: low "
+            "confidence.",
+            "reuse_confidence", ("drpo", "dppo-tv"), "points: > 0", after, "minidrl, on accounts of arXiv 2606.09821",
+            updates=8),
         not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
             "arXiv 2602.04879", "needs long runs with reuse and low precision"),
     ],
@@ -1120,7 +1143,7 @@ def row(claim: Claim, found: Found | None) -> dict[str, str]:
     words = (claim.text, claim.source, claim.decided_by, claim.seeds)
     if found is None:
         return dict(zip(COLUMNS, (*words, "", "", f"{NOT_RUN}: {claim.number}"), strict=True))
-    ends = (f"{claim.number}: {shown(found)}", claim.criterion, verdict(found, claim.criterion))
+    ends = (f"{claim.number}: {shown(found)}", claim.criterion, judged(claim, found))
     return dict(zip(COLUMNS, (*words, *ends), strict=True))
 
 
@@ -1146,10 +1169,10 @@ ORIGINS = {
 
 def origins(results: Results) -> str:
     """Verdicts by where the claims come from, as a table."""
-    verdicts, lines = (HOLDS, FAILS, UNDECIDED, NOT_RUN), []
+    verdicts, lines = (HOLDS, FAILS, UNSEEN, UNDECIDED, NOT_RUN), []
     pairs = [pair for rows in results.values() for pair in rows]
     for origin, starts in ORIGINS.items():
-        own = [verdict(found, claim.criterion) for claim, found in pairs if claim.source.startswith(starts)]
+        own = [judged(claim, found) for claim, found in pairs if claim.source.startswith(starts)]
         lines.append({"claims": origin} | {name: own.count(name) for name in verdicts})
     if sum(sum(line[name] for name in verdicts) for line in lines) != len(pairs):
         raise ValueError(f"source: got one of another beginning; allowed {', '.join(itertools.chain(*ORIGINS.values()))}")
@@ -1177,14 +1200,15 @@ def is_identity(claim: Claim) -> bool:
 
 def document(results: Results) -> str:
     """CLAIMS.md."""
-    every = [verdict(found, claim.criterion) for rows in results.values() for claim, found in rows]
-    words = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not distinguishable", NOT_RUN: "were not run here"}
+    every = [judged(claim, found) for rows in results.values() for claim, found in rows]
+    words = {HOLDS: "hold", FAILS: "do not hold", UNSEEN: "were not seen here"}
+    words |= {UNDECIDED: "are not distinguishable", NOT_RUN: "were not run here"}
     count = ", ".join(f"{every.count(name)} {word}" for name, word in words.items())
     found = {title: tables.markdown_table([row(*pair) for pair in rows], COLUMNS) for title, rows in results.items()}
     found["StableDRL"] = f"{one_script(results)}\n\n{found['StableDRL']}"
     commands = "\n".join(f"{i}. {recorded(words)}" for i, words in enumerate(RECORDED.values(), 1))
     pairs = itertools.chain(*results.values())
-    exact = sum(is_identity(claim) and verdict(found, claim.criterion) == HOLDS for claim, found in pairs)
+    exact = sum(is_identity(claim) and judged(claim, found) == HOLDS for claim, found in pairs)
     head = INTRODUCTION.format(total=len(every), count=count, identities=exact, commands=commands, origins=origins(results))
     return "\n\n".join([head, *(f"## {title}\n\n{table}" for title, table in found.items())]) + "\n"
 
@@ -1208,9 +1232,12 @@ eight billion weights.
   evaluations]; what another seed of the training would change is not in it.
 - **several tests**: where two lines of `benchmarks/instability.py` are compared, the interval is at the level that Holm's
   correction over all pairs of that scale leaves, and contains 0 where the corrected test does not reject. So it is where two
-  methods of a study of `compare` are, over all its pairs with one number of updates a rollout. All other rows are judged each
-  for itself, without a correction for their number.
+  methods of a study of `compare` are, over all its pairs with one number of updates a rollout. Where runs were added
+  after others had been looked at, p is multiplied by the number of looks as well (`likelihoods`: 3). All other rows are judged
+  each for itself, without a correction for their number.
 - **not distinguishable**: the interval contains both answers.
+- **not seen here**: the sentence says that something happens, such as a collapse, and in this setting it does not. One setting
+  refutes no such sentence.
 
 Recorded runs, of which `benchmarks/claims.json` and `benchmarks/results/instability.json` hold the numbers:
 
