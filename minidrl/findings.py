@@ -289,8 +289,12 @@ def _alike(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
     same: dict[tuple, list[str]] = {}
     for group, _ in itertools.chain(*every.values()):
         runs = tuple(tuple(row[name] for name in FACTS[1:]) for row in group.ended.values())
-        same.setdefault((_study(group), runs), []).append(group.name)
-    told = [f"{study}: {', '.join(names)}" for (study, _), names in same.items() if names[1:]]
+        same.setdefault((_study(group), group.updates, runs), []).append(group.name)
+    told = [
+        f"{study}, {updates} update{'s' * (updates > 1)} a rollout: {', '.join(names)}"
+        for (study, updates, _), names in same.items()
+        if names[1:]
+    ]
     return f"Alike to the last digit, one computation: {'; '.join(told)}. " if told else ""
 
 
