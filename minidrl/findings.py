@@ -266,16 +266,18 @@ def leaderboard(
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
     head = f"""# Leaderboard
 
-First what each method solves of held-out puzzles once it has spent so many network calls (forward \
-equivalents, which can be compared between machines as seconds cannot); then what it spends until \
-it is {goals} points above {_percent(best_decoder)} %, the rate of the base with its best decoder, \
-whatever order the runs have. Between two evaluations a curve is taken as straight. A table has \
-the runs of one order, for runs of different orders start from different rates. Studies differ in \
-more than the method, in the responses of a step, in updates and in length: compare lines of one \
-study, and those of two with care. A method is named as in the study's file; its row of the table \
-of methods stands in brackets where that is another. Runs that are among those of a line with \
-more seeds, digit for digit, are shown in that one. {_alike(every)}\
-Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
+First what each method solves of held-out puzzles once it has spent so many network calls; then \
+what it spends until it is {goals} points above {_percent(best_decoder)} %, the rate of the base \
+with its best decoder, whatever order the runs have.
+
+- **Compare lines of one study**, within a table. Studies differ in more than the method: in the \
+responses of a step, in updates and in length. Runs of different orders start from different rates.
+- **Calls** are forward equivalents, which can be compared between machines as seconds cannot. \
+Between two evaluations a curve is taken as straight.
+- **Names** are those of the study's file; the row of the table of methods stands in brackets \
+where it is another. Runs that are among those of a line with more seeds, digit for digit, are \
+shown in that one. {_alike(every)}
+- Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
 bed {_listed(row["bed"] for row in reported)}."""
     sizes = {study: responses for study, (_, responses) in jobs.items()}
     parts = [_goal(every, goal, best_decoder + goal, sizes) for goal in GOALS]
@@ -295,7 +297,7 @@ def _alike(every: Mapping[str, Sequence[tuple[Group, Courses]]]) -> str:
         for (study, updates, _), names in same.items()
         if names[1:]
     ]
-    return f"Alike to the last digit, one computation: {'; '.join(told)}. " if told else ""
+    return f"Alike to the last digit, one computation: {'; '.join(told)}." if told else ""
 
 
 def _once(found: Sequence[tuple[Group, Courses]]) -> list[tuple[Group, Courses]]:
@@ -315,12 +317,13 @@ def _equal_calls(
     text = """## At equal network calls
 
 Solved, in percent: the mean over seeds [95 % interval, Student]; blank where a seed's run ended \
-before, or failed. Sorted by the mean at the end of the runs, which differ in length: compare \
-within a column. Rates were chosen as the study says, and an interval is of one line: pairs are \
-compared, seed by seed, in docs/results.md. Temperature 1 but for the column "greedy", which is \
-the mean at temperature 0 after the last update: the ranks change, and rates were not chosen for \
-it. In lines with one update a rollout nothing is stale, so that a method made for reuse (a clip, \
-a trust region, StableDRL's weights) shows there what it costs and not what it is for."""
+before, or failed. Sorted by the mean at the end of the runs, which differ in length.
+
+- An interval is of one line; pairs are compared, seed by seed, in docs/results.md.
+- Temperature 1, for which the rates were chosen, but for the column "greedy": temperature 0 after \
+the last update, where the ranks are others.
+- With one update a rollout nothing is stale: a method made for reuse (a clip, a trust region, \
+StableDRL's weights) shows there what it costs and not what it is for."""
     parts = [text]
     for order, found in every.items():
         solved = [[solved_at(c, g, budget) for budget in BUDGETS] for g, c in found]

@@ -367,7 +367,7 @@ def test_who_a_line_is(tmp_path):
     text = findings.leaderboard(*write(tmp_path, cells), 0.15, {"s": ("random", 128), "t": ("random", 64)})
     found = [(line["study"], line["method"], line["responses a step"]) for line in tables(text)[0]]
     assert sorted(found) == [("s", "a (egspo)", "128"), ("s", "b", "128"), ("s", "c", "128"), ("t", "c", "64")]
-    assert "Alike to the last digit, one computation: s, 8 updates a rollout: a, b. Held-out" in text
+    assert "Alike to the last digit, one computation: s, 8 updates a rollout: a, b.\n- Held-out" in text
 
 
 def test_greedy_decoding_stands_beside_the_other(tmp_path):
