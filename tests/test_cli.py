@@ -403,6 +403,7 @@ def test_settings_at_the_edge_of_what_is_allowed(folder):
     words = {"optimizer.beta1": 0.0, "optimizer.beta2": 0.0, "filter_groups": True, "num_generations": 2}
     settings = config.load(config.Train, "run.yaml", words | {"num_iterations": 4096})
     assert (settings.optimizer.beta1, settings.filter_groups, settings.num_iterations) == (0.0, True, 4096)
+    assert config.Network(num_hidden_layers=1024) and config.Lora(rank=2**16, alpha=1e6)
     with pytest.raises(ValueError, match="^filter_groups: got True with num_generations 1; allowed from 2"):
         config.load(config.Train, "run.yaml", words | {"num_generations": 1})
 

@@ -233,6 +233,14 @@ def test_what_an_interruption_left_is_finished_or_removed(left, text, tmp_path):
     assert files.damage(tmp_path / "x-1") == "" and (tmp_path / "x-1/a").read_text() == text
 
 
+def test_a_lock_is_asked_for_in_a_folder_that_exists(tmp_path):
+    """Not every filelock makes it."""
+    path = tmp_path / "new" / "folder" / "x.lock"
+    asked = []
+    files.acquire(SimpleNamespace(lock_file=str(path), acquire=lambda timeout: asked.append(path.parent.is_dir())), "out", path)
+    assert asked == [True]
+
+
 def test_nothing_else_is_touched_by_that(tmp_path):
     for name in ("x-1", "notes.part", "x-a.part"):
         (tmp_path / name).mkdir()
