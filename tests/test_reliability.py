@@ -172,6 +172,17 @@ def test_a_folder_says_what_is_in_it_in_the_words_of_sha256sum(tmp_path):
     assert files.damage(folder) == ""
 
 
+@pytest.mark.parametrize("left", [(), ("folder.part", "folder.old")])
+def test_a_folder_takes_the_place_of_the_one_before_and_of_what_an_interruption_left(left, tmp_path):
+    folder = made(tmp_path / "folder", "one")
+    for name in left:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left").write_text("x")
+    made(folder, "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert files.damage(folder) == "" and (folder / "a").read_text() == "two"
+
+
 def emptied(folder: Path) -> None:
     for name in "ab":
         (folder / name).unlink()
