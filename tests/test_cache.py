@@ -254,6 +254,15 @@ def test_all_tokens_in_any_order_are_encode(family, layers):
         assert cache.get_seq_length() == 10
 
 
+def test_a_forward_with_a_cache_counts_positions_as_one_without_does():
+    """From 0 at the first real token: bfloat16 rounds the sines of other positions in another way."""
+    (tokens, mask), model, seen = prompts(), network(None), []
+    model.model.model.register_forward_pre_hook(lambda _, args, words: seen.append(words["position_ids"]), with_kwargs=True)
+    model.encode(tokens, mask)
+    model.extend(tokens, mask, sampler.DynamicCache())
+    assert seen[0].equal(seen[1]) and seen[0].tolist()[1] == [0, 0, 0, 0, 1]
+
+
 # ----------------------------------------------------------------------------------------------------------------- cost
 def test_a_step_computes_what_it_says():
     """All positions at a block's first step; then the block and what follows it, or the block."""

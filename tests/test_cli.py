@@ -363,6 +363,51 @@ def test_no_limit_on_the_gradient_norm_can_be_asked_for(folder):
     assert config.load(config.Train, "run.yaml", {"optimizer.max_grad_norm": ".inf"}).optimizer.max_grad_norm == float("inf")
 
 
+def test_settings_are_given_by_name_and_stay_as_they_were_checked(folder):
+    loaded = [config.load(config.Train, "run.yaml"), config.load(config.Pretrain, "base.yaml")]
+    for settings in (*loaded, config.Network(), config.Optimizer(), config.Evaluation(), config.Lora()):
+        first = dataclasses.fields(settings)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(settings, first, -1)
+        with pytest.raises(TypeError, match="positional"):
+            type(settings)(getattr(settings, first))
+
+
+UNSAID = {
+    config.Train: {"steps": 100, "num_prompts": 16, "num_generations": 12, "num_iterations": 1, "micro_batch": 128}
+    | {"seed": 0, "save_every": 0, "threads": 0, "method": "reinforce", "dtype": "stored", "rollout_dtype": "float32"},
+    config.Pretrain: {"steps": 1000, "stop_after": 0, "batch_size": 128, "seed": 0, "save_every": 0, "threads": 0},
+    config.Optimizer: {
+        "learning_rate": 3e-4,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup": 0,
+    },
+    config.Evaluation: {"n": 512, "temperature": 1.0, "every": 0, "skip": 0},
+    config.Lora: {"rank": 0, "alpha": 64.0},
+    config.Network: {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256},
+}
+
+
+@pytest.mark.parametrize("kind", UNSAID, ids=lambda kind: kind.__name__)
+def test_what_a_config_does_not_say_means_what_it_meant_when_the_run_was_started(kind):
+    """A config that leaves a key out is another run as soon as the key has another default."""
+    task = {"sampler": tiny.SAMPLER} if kind in (config.Train, config.Pretrain) else {}
+    settings = kind(**task)
+    assert {key: getattr(settings, key) for key in UNSAID[kind]} == UNSAID[kind]
+
+
+def test_settings_at_the_edge_of_what_is_allowed(folder):
+    words = {"optimizer.beta1": 0.0, "optimizer.beta2": 0.0, "filter_groups": True, "num_generations": 2}
+    settings = config.load(config.Train, "run.yaml", words | {"num_iterations": 4096})
+    assert (settings.optimizer.beta1, settings.filter_groups, settings.num_iterations) == (0.0, True, 4096)
+    assert config.Network(num_hidden_layers=1024) and config.Lora(rank=2**16, alpha=1e6)
+    with pytest.raises(ValueError, match="^filter_groups: got True with num_generations 1; allowed from 2"):
+        config.load(config.Train, "run.yaml", words | {"num_generations": 1})
+
+
 @pytest.mark.parametrize("kind", [config.Train, config.Pretrain])
 def test_settings_survive_being_written_down(kind, folder):
     settings = config.load(kind, folder / ("run.yaml" if kind is config.Train else "base.yaml"), {"optimizer.beta2": 0.9})

@@ -7,6 +7,7 @@ draws inputs that nobody chose.
 import ast
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -534,6 +535,56 @@ def test_a_hostile_checkpoint_is_one_line_before_a_network_is_built(name, folder
     assert said in refused(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "4")
 
 
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *((name, 256 * 2**20) for name in ("tokenizer.json", "vocab.json", "merges.txt")),
+        *(("model.safetensors.index.json", 64 * 2**20), ("run.yaml", 2**18), ("config.json", 4 * 2**20)),
+    ],
+)
+def test_the_largest_file_that_is_read(name, most, tmp_path):
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(most)
+        untrusted.check_size(tmp_path / name)
+        file.truncate(most + 1)
+    with pytest.raises(ValueError, match=f"{name} has {most + 1} bytes; allowed up to {most}$"):
+        untrusted.check_size(tmp_path / name)
+
+
+EDGES = {  # kind -> what it allows, what it does not
+    untrusted.NUMBER: ([0, -1, 0.5], [float("nan"), float("inf"), True, "1", None]),
+    untrusted.ABOVE_0: ([1, 1e-12], [0, 0.0, -1, float("inf"), True, "1"]),
+    untrusted.FROM_0: ([0, 0.0, 1e300], [-1e-12, float("inf"), False]),
+    untrusted.SHARE: ([0, 1, 0.5], [-1e-12, 1.001, True]),
+    untrusted.BELOW_1: ([0, 0.0, 0.999], [1, 1.0, -1e-12, False]),
+    untrusted.ID: ([0, 2**24 - 1], [-1, 2**24, True, 1.0]),
+    untrusted.LAYER: (["q_proj", "layers.0.q_proj", "0"], ["", ".q", "(a+)+$", "q proj", "\u00e4", 5, None]),
+    untrusted.list_of(untrusted.ID): ([[0], [0, 1]], [[], [0, -1], [-1, 0], 0, "0", {}]),
+}
+EDGES |= {
+    untrusted.NETWORK[name]: ([1, most], [0, most + 1, True, 1.0])
+    for name, most in {
+        **{"vocab_size": 2**24, "hidden_size": 2**20, "num_hidden_layers": 1024, "num_attention_heads": 4096},
+        **{"num_key_value_heads": 4096, "head_dim": 4096, "intermediate_size": 2**22, "max_position_embeddings": 2**30},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("kind", EDGES, ids=lambda kind: kind.allowed[:30])
+def test_what_a_file_may_hold_at_the_edges(kind):
+    good, bad = EDGES[kind]
+    assert all(map(kind.good, good)) and not any(map(kind.good, bad))
+
+
+def test_the_deepest_and_the_widest_yaml():
+    deep, wide = (lambda n: f"a: {'[' * n}x{']' * n}"), (lambda n: f"a: [{'x,' * n}]")
+    assert untrusted.parsed_yaml(wide(19_997), "x") == {"a": ["x"] * 19_997} and untrusted.parsed_yaml(deep(18), "x")
+    with pytest.raises(ValueError, match="nested more than 20 levels deep"):
+        untrusted.parsed_yaml(deep(19), "x")
+    with pytest.raises(ValueError, match="more than 20000 values"):
+        untrusted.parsed_yaml(wide(19_998), "x")
+
+
 def test_no_weight_is_read_to_check_names_and_sizes(here, monkeypatch):
     """Headers alone: a checkpoint of 16 GB must not be read twice."""
     opened = checkpoints.safe_open
@@ -841,6 +892,8 @@ TEMPLATES = {
     ),
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ dict(a=1)['a'] }}",
     "generation": "{% for m in messages %}{% generation %} {{ m.content }} {% endgeneration %}{% endfor %}\n",
+    "names": "{% set ns = namespace({'a': 1, 'b': 2}, b=3) %}{% set ns.c = 4 %}{{ ns.a }}{{ ns.b }}{{ ns.c }}",
+    "indented": "{% for m in messages %}\n    {% if m.role == 'user' %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}",
     "macro": "{% macro f(x) %}[{{ x }}]{% endmacro %}  {% for m in messages %}\n  {{ f(m.role) }}\n{% endfor %}",
 }
 
@@ -882,9 +935,39 @@ def test_a_template_that_fails_or_does_not_end_is_one_line(template, monkeypatch
     assert said.startswith("chat_template: the model's fails: ") and BAD_TEMPLATES[template] in said and said.isprintable()
 
 
-def test_a_template_writes_no_file(tmp_path, monkeypatch):
-    """What would escape from the sandbox still could not write."""
+def test_one_chat_of_several_that_is_too_long_is_refused():
+    template, short, long = "{{ messages[0].content }}", [{"content": "a"}], [{"content": "b" * 2**18}]
+    assert chat.render(template, [short, long, short], {}) == ["a", "b" * 2**18, "a"]
+    long[0]["content"] += "b"
+    with pytest.raises(ValueError, match="it wrote 262145 characters; allowed up to 262144"):
+        chat.render(template, [short, long, short], {})
+    assert chat.render(template, [], {}) == []
+
+
+def test_a_template_has_ten_seconds_of_its_own_and_ten_minutes_on_a_crowded_machine(monkeypatch):
+    def stuck(command, timeout, input, **how):
+        assert timeout == 600 and json.loads(input)["seconds"] == 10
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(chat.subprocess, "run", stuck)
+    with pytest.raises(ValueError, match="it took more than 10 s or 1024 MiB"):
+        chat.render("x", TURNS, {})
+
+
+def test_a_process_that_cannot_render_says_why(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho one line >&2\necho no library >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(chat.sys, "executable", str(program))
+    with pytest.raises(ValueError, match="the model's fails: no library; allowed"):
+        chat.render("x", TURNS, {})
+
+
+@pytest.mark.parametrize("most", [2**20, resource.RLIM_INFINITY])
+def test_a_template_writes_no_file(most, tmp_path):
+    """What would escape from the sandbox still could not write, whatever the user's own limit is."""
     program = f"import resource, sys; sys.path.insert(0, {str(Path(chat.__file__).parents[1])!r})\n"
+    program += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most}))\n"
     program += "from minidrl import chat; chat._limit(5); open('x', 'wb', buffering=0).write(b'x')"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
     assert done.returncode != 0 and (tmp_path / "x").read_bytes() == b""
@@ -977,6 +1060,25 @@ def test_a_wrong_environment_is_one_line(name, here, capfd, monkeypatch):
     for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "\x1bmany"}.items():
         monkeypatch.setenv(key, value)
     assert f"{name}: got '\\x1bmany' in the environment; allowed integers" in refused(capfd, "train", "run.yaml")
+
+
+def test_the_numbers_of_processes_that_the_environment_tells(monkeypatch):
+    def told(**words: str) -> tuple[int, int]:
+        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(key, raising=False)
+        for key, value in words.items():
+            monkeypatch.setenv(key, value)
+        return launch.launched_processes(), launch.launched_rank()
+
+    assert told() == told(RANK="1", WORLD_SIZE="2") == (1, 0), "without torchrun"
+    for size, rank in ((1, 0), (2, 1), (999_999, 999_998)):
+        assert told(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size)) == (size, rank)
+    for wrong in ("0", "1000000", "-1", ""):
+        with pytest.raises(launch.LocalError, match=f"^WORLD_SIZE: got '{wrong}' in the environment; allowed integers from 1$"):
+            told(RANK="0", LOCAL_RANK="0", WORLD_SIZE=wrong)
+    for wrong in ("1000000", "-1"):
+        with pytest.raises(launch.LocalError, match=f"^RANK: got '{wrong}' in the environment; allowed integers from 0$"):
+            told(RANK=wrong, LOCAL_RANK="0", WORLD_SIZE="2")
 
 
 def python(*words: str, **changes) -> subprocess.CompletedProcess:

@@ -751,6 +751,14 @@ def test_the_probe_tells_a_trained_network_from_an_initialised_one():
         denoiser.probe_loss(trained, tok, "5*8", "3,5,8>40:")
 
 
+def test_the_probe_takes_eight_tokens_and_no_fewer(monkeypatch):
+    model, tok = tiny.network(), tokenizer()
+    monkeypatch.setattr(denoiser.math, "log", lambda _: 1e3)  # any loss is allowed
+    assert denoiser.probe_loss(model, tok, "5*8=40+3") > 0
+    with pytest.raises(ValueError, match="7 tokens; allowed from 8"):
+        denoiser.probe_loss(model, tok, "5*8=40+")
+
+
 @pytest.mark.parametrize("prompt", ["", "8,5>40:"])
 def test_the_probe_hides_every_token_of_the_text_once(prompt, monkeypatch):
     """Against -log p of one token after the other, in the four states that the docstring describes."""

@@ -1,5 +1,6 @@
 """A run survives what happens to machines and users: no saved state is lost, and what goes on equals what was never stopped."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,6 +142,22 @@ def test_no_name_is_given_before_the_bytes_are_on_the_disk(tmp_path, monkeypatch
         assert events[-1] == ("flushed", tmp_path if writer is files.folder else tmp_path / "folder")
 
 
+@pytest.mark.parametrize("writer", [files.folder, files.into])
+def test_the_folders_above_a_new_one_are_made(writer, tmp_path):
+    with writer(tmp_path / "new" / "folder") as part:
+        (part / "a").write_text("a")
+    assert (tmp_path / "new" / "folder" / "a").read_text() == "a"
+
+
+def test_a_run_of_many_checkpoints_leaves_no_file_open(tmp_path):
+    made(tmp_path / "folder")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        made(tmp_path / "folder")
+        files.write(tmp_path / "file", "x")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def made(path: Path, text: str = "text") -> Path:
     with files.folder(path) as part:
         (part / "a").write_text(text)
@@ -152,6 +170,17 @@ def test_a_folder_says_what_is_in_it_in_the_words_of_sha256sum(tmp_path):
     digest = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("a", "b")}
     assert (folder / files.SUMS).read_text() == f"{digest['a']}  a\n{digest['b']}  b\n"
     assert files.damage(folder) == ""
+
+
+@pytest.mark.parametrize("left", [(), ("folder.part", "folder.old")])
+def test_a_folder_takes_the_place_of_the_one_before_and_of_what_an_interruption_left(left, tmp_path):
+    folder = made(tmp_path / "folder", "one")
+    for name in left:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "left").write_text("x")
+    made(folder, "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert files.damage(folder) == "" and (folder / "a").read_text() == "two"
 
 
 def emptied(folder: Path) -> None:
@@ -213,6 +242,14 @@ def test_what_an_interruption_left_is_finished_or_removed(left, text, tmp_path):
     files.settle(tmp_path, "x-*[0-9]")
     assert [path.name for path in tmp_path.iterdir()] == ["x-1"]
     assert files.damage(tmp_path / "x-1") == "" and (tmp_path / "x-1/a").read_text() == text
+
+
+def test_a_lock_is_asked_for_in_a_folder_that_exists(tmp_path):
+    """Not every filelock makes it."""
+    path = tmp_path / "new" / "folder" / "x.lock"
+    asked = []
+    files.acquire(SimpleNamespace(lock_file=str(path), acquire=lambda timeout: asked.append(path.parent.is_dir())), "out", path)
+    assert asked == [True]
 
 
 def test_nothing_else_is_touched_by_that(tmp_path):
@@ -457,6 +494,16 @@ def test_signals_are_left_alone_where_they_are_ignored_and_outside_the_main_thre
     assert handlers == [before]
 
 
+@pytest.mark.parametrize("error", [None, OSError("disk full")])
+def test_after_a_run_signals_act_as_they_did_before(error):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with contextlib.suppress(OSError), stop_requests():
+        assert all(signal.getsignal(number) is not how for number, how in before.items())
+        if error:
+            raise error
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_that_comes_too_late_for_a_run_reaches_the_study_that_started_it(number, capfd):
     with stop_requests() as study:
@@ -554,6 +601,26 @@ def test_controls_that_cannot_be_read_are_measured_again(folder, capfd, monkeypa
     assert command(capfd, "controls", "run")[0] == 0
     assert (folder / "run/controls.json").read_bytes() == first
     assert controls.read(folder / "run") == json.loads(first)
+
+
+def test_each_control_is_of_the_network_the_temperature_and_the_order_that_its_name_says(base, tmp_path, monkeypatch):
+    settings = tiny.settings(base, steps=4)
+
+    def asked(model, tok, given, temperature, samples=1, **changes):
+        assert given == settings
+        return dict.fromkeys(("solved", "pass@8") if samples == 8 else ("solved",), [model, temperature, samples, changes])
+
+    monkeypatch.setattr(controls, "solved", asked)
+    monkeypatch.setattr(controls.config, "of_run", lambda kind, run: settings)
+    monkeypatch.setattr(controls.checkpoints, "load", lambda path: (str(Path(path).name), None))
+    monkeypatch.setattr(controls, "self_training", lambda given: SimpleNamespace(model="trained"))
+    want = {f"base, temperature {t:g}": ["base", t, 1, {}] for t in (0.0, 0.3, 0.5, 0.7, 1.0)}
+    orders = {"random", "low_confidence", "left_to_right", "right_to_left"} - {settings.sampler.order}
+    want |= {f"base, {o}, temperature {t:g}": ["base", t, 1, {"order": o}] for o in orders for t in (0.0, 1.0)}
+    for name, model in {"after RL": "checkpoint-4", "self-training": "trained"}.items():
+        want |= {f"{name}, temperature 1": [model, 1.0, 1, {}], f"{name}, greedy": [model, 0.0, 1, {}]}
+    want |= {"base, pass@8": ["base", 1.0, 8, {}], "after RL, pass@8": ["checkpoint-4", 1.0, 8, {}]}
+    assert controls.measure(tmp_path) == want == json.loads((tmp_path / "controls.json").read_text())
 
 
 # ------------------------------------------------------------------------------------------------------------- campaign

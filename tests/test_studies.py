@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +168,15 @@ def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeyp
     assert asked.seeds >= 5 and (len(asked.rates) > 1 or path.stem in AT_ONE_RATE)
 
 
+def test_a_rehearsal_is_of_two_groups_and_judged_before_and_after(folder):
+    grid = studies.Grid("trial", studies.rehearsed(study(folder)))
+    small = grid.reports(dict.fromkeys(grid.lines(), 1e-4))
+    for settings in (cell.settings for cell in small):
+        assert (settings.steps, settings.num_prompts, settings.num_generations) == (1, 2, 2)
+        assert (settings.evaluate.n, settings.evaluate.every) == (4, 0)
+    assert [cell.settings.seed for cell in small] == [0, 0, 1, 1]
+
+
 # ----------------------------------------------------------------------------------------------------------- the runner
 
 
@@ -215,6 +226,87 @@ def test_processes_give_the_numbers_of_one_and_an_interrupted_grid_those_of_a_wh
         ran(folder, "parts", **how)
     _, parts = ran(folder, "parts", **how)
     assert numbers(parts.path) == numbers(whole.path) and numbers(parts.curves) == numbers(whole.curves)
+
+
+def test_a_folder_with_the_run_of_another_cell_is_no_result(folder):
+    grid, ledger = ran(folder, methods=["reinforce"], rates=[1e-4], seeds=1)
+    (cell,) = grid.cells(studies.REPORT, ledger)
+    studies.run_cell(cell, folder / "all" / cell.name)
+    other = dataclasses.replace(cell, settings=dataclasses.replace(cell.settings, num_prompts=3))
+    with pytest.raises(ValueError, match="^num_prompts: got 3; allowed 2, with which the run in"):
+        studies.run_cell(other, folder / "all" / cell.name)
+
+
+CALLS = [f"network_calls/{phase}" for phase in studies.PHASES]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [([1.26, 12.34], 12.3), ([], 0.0)])
+def test_a_cell_took_what_the_clock_said_at_its_last_step(seconds, told, folder):
+    grid = studies.Grid("trial", study(folder, methods=["reinforce"], rates=[1e-4], seeds=1))
+    (cell,) = grid.reports(dict.fromkeys(grid.lines(), 1e-4))
+    steps = [{"step": n, "seconds": s, "solved": 0.5} | dict.fromkeys(CALLS, 1) for n, s in enumerate(seconds)]
+    metrics = [{"step": 0, "seconds": 0.01, "eval/solved": 0.5}, *steps, {"step": 2, "seconds": 99.0, "eval/solved": 0.5}]
+    assert studies.ledger_line(cell, {"status": "failed: x"}, metrics, "bed")["seconds"] == told
+
+
+class Process:
+    """One that has not ended, until it is given a status."""
+
+    def __init__(self):
+        self.status, self.sentinel, self.asked = None, object(), 0
+
+    @property
+    def exitcode(self) -> int | None:
+        self.asked += 1
+        assert self.asked < 100, "asked again and again"
+        return self.status
+
+    def terminate(self) -> None:
+        self.status = -signal.SIGTERM
+
+    def join(self) -> None:
+        assert self.status is not None
+
+
+@pytest.mark.parametrize("log", ["first\nsecond\nthe reason\n", "the reason", ""])
+@pytest.mark.parametrize(("status", "error"), [(2, ValueError), (1, RunError)])
+def test_a_process_that_failed_is_named_with_the_last_line_it_wrote(status, error, log, folder, monkeypatch):
+    """Until one ends nothing is computed: it is waited for, not asked again and again."""
+    grid, waited = studies.Grid("trial", study(folder, rates=[1e-4])), []
+    cells = grid.reports(dict.fromkeys(grid.lines(), 1e-4))[:3]
+    made = {cell.name: Process() for cell in cells}
+
+    def waiting(sentinels, timeout):
+        waited.append((sentinels, timeout))
+        made[cells[1].name].status = status
+
+    monkeypatch.setattr(studies, "_start", lambda cell, out: made[cell.name])
+    monkeypatch.setattr(studies, "wait", waiting)
+    (folder / f"{cells[1].name}.log").write_text(log)
+    work = studies._Work(grid, folder, None, jobs=2)
+    with pytest.raises(error, match=f"cell {cells[1].name} ended with status {status}: {'the reason' if log else 'nothing'}$"):
+        list(work._finished(cells))
+    assert waited == [([made[cell.name].sentinel for cell in cells[:2]], 0.5)]
+    assert made[cells[0].name].status == -signal.SIGTERM, "no process is left"
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("4", "4")])
+def test_processes_of_a_study_have_one_thread_each_unless_the_user_says_otherwise(given, found, monkeypatch):
+    started, threads = [], "OMP_NUM_THREADS"
+    monkeypatch.setenv(threads, given or "")
+    if given is None:
+        monkeypatch.delenv(threads)
+
+    class Spawned:
+        def __init__(self, target, args):
+            self.what = target, args
+
+        def start(self) -> None:
+            started.append((self.what, os.environ.get(threads)))
+
+    monkeypatch.setattr(studies.multiprocessing, "get_context", lambda kind: SimpleNamespace(Process=Spawned))
+    studies._start("cell", "out")
+    assert started == [((studies._in_process, ("cell", "out")), found)]
 
 
 def test_a_cell_whose_numbers_are_not_finite_is_a_result(folder, monkeypatch):

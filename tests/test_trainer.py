@@ -290,6 +290,16 @@ def test_logits_are_made_in_as_few_parts_as_the_limit_allows_and_only_those_of_s
     assert len(met) == sum(parts) + sum(count for count in again if count > 1)
 
 
+def test_one_state_of_many_positions_has_its_logits_made_in_parts_too(monkeypatch):
+    problem, met = nonlinear_problem(tiny.tabular()), []
+    model, head = problem.model, problem.model.head
+    plan = alg.mean_field_plan(problem.rollout, torch.Generator().manual_seed(4), p_mask_prompt=0.0)
+    monkeypatch.setattr(feat, "HEAD_NUMBERS", 7 * model.vocab_size)
+    monkeypatch.setattr(model, "head", lambda h: met.append(h.shape[:-1].numel()) or head(h))
+    feat.features(model, problem.rollout, plan, temperature=1.0)
+    assert max(met) <= 7 and sum(met) == int(plan.scored.sum())
+
+
 def with_attention_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
