@@ -16,6 +16,7 @@ from pathlib import Path
 from minidrl.launch import (
     LocalError,
     RunError,
+    check_address,
     is_panic,
     launched_processes,
     launched_rank,
@@ -31,6 +32,7 @@ GOES_ON = {
 SHIPPED = Path("tiny_configs/countdown_cpu.yaml")
 WITHOUT_DOCSTRINGS = ("where", "tasks")  # verbs that work under python -OO
 MOST_JOBS = 256
+OF_AN_EVALUATION = {"n": "512", "temperature": "1.0", "samples": "1", "seed": "0", "batch": "128"}
 _OF_EVALUATION = ("task.", "sampler.")  # keys of a config that evaluate takes
 _NO_SHARES = ("low", "high", "n", "tokens", "calls", "seconds")
 
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         if hasattr(stream := getattr(sys, name), "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # it may not know every character
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks would be further lines
     arguments, rest = _parser().parse_known_args(argv)
     try:
         _refuse_process(arguments.verb)
@@ -85,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _refuse_process(verb: str) -> None:
     processes, rank = launched_processes(), launched_rank()
+    check_address()
     if rank >= processes:
         allowed = f"below WORLD_SIZE ({processes})"
         raise LocalError(f"RANK: got {rank} in the environment; allowed {allowed}")
@@ -115,7 +119,12 @@ def _report(said: BaseException | str, status: int, error: BaseException) -> int
 
 def _print(text: object) -> None:
     # What is printed may come from a checkpoint or a ledger.
-    print(shown(str(text)), flush=True)
+    try:
+        print(shown(str(text)), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ValueError(f"stdout: got {error.strerror}; allowed a place to write to") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,13 +200,15 @@ def _add_comparisons(verb: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--task", help=text)
     text = f"where task and sampler are read from (default: the model's run, else {SHIPPED})"
     sub.add_argument("--config", help=text)
-    sub.add_argument("--n", default="512")
-    sub.add_argument("--temperature", default="1.0")
-    sub.add_argument("--samples", default="1", help="k > 1 also reports pass@k")
+    default = OF_AN_EVALUATION
+    sub.add_argument("--n", default=default["n"])
+    sub.add_argument("--temperature", default=default["temperature"])
+    sub.add_argument("--samples", default=default["samples"], help="k > 1 also reports pass@k")
     text = "of the response, in tokens; several, as in 128,256,512, are evaluated one by one"
     sub.add_argument("--length", help=f"{text} (default: the config's)")
-    sub.add_argument("--seed", default="0")
-    sub.add_argument("--batch", default="128", help="responses at a time; changes no result")
+    sub.add_argument("--seed", default=default["seed"])
+    text = "responses at a time; changes no result"
+    sub.add_argument("--batch", default=default["batch"], help=text)
     text = "a JSON file for protocol, result and every response; the same command goes on"
     sub.add_argument("--out", help=text)
     text = "two such files: can they be compared, and how far are they apart?"
@@ -358,8 +369,9 @@ def _evaluate(arguments, overrides) -> None:
 
     if arguments.compare:
         _no_overrides(overrides)
-        for key in ("model", "task", "config", "length", "out", "json"):
-            if value := getattr(arguments, key):
+        for key in ("model", "task", "config", "length", "out", "json", *OF_AN_EVALUATION):
+            value = getattr(arguments, key)
+            if value and value != OF_AN_EVALUATION.get(key):
                 raise ValueError(f"{key}: got {value!r} with --compare; allowed one of them")
         _print(evaluation.compare(*map(Path, arguments.compare)))
         return

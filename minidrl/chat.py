@@ -107,6 +107,8 @@ def _answer(asked: dict) -> dict:
         return {"error": f"it needs more than {BYTES >> 20} MiB"}
     except Exception as error:  # whatever a stranger's program may raise
         return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+    if not all(text.strip() for text in found):
+        return {"error": "it renders nothing"}
     longest = max(map(len, found), default=0)
     if longest > LONGEST:
         return {"error": f"it wrote {longest} characters; allowed up to {LONGEST}"}

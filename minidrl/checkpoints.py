@@ -766,7 +766,9 @@ def shards(folder: Path) -> list[Path]:
         raise _refused(folder, f", whose {INDEX} gives no weight_map")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise _refused(folder, f", which lacks {', '.join(missing)}, named by its {INDEX}")
+        more = f" and {len(missing) - 3} more" if missing[3:] else ""
+        named = f"{', '.join(missing[:3])}{more}"
+        raise _refused(folder, f", which lacks {named}, named by its {INDEX}")
     if not isinstance(index.get("metadata"), dict):  # transformers reads it
         raise _refused(folder, f", whose {INDEX} gives no metadata; allowed an object")
     return [folder / name for name in names]
@@ -794,12 +796,17 @@ def blamed(model: Denoiser, source: str | Path):
     try:
         yield
     except FloatingPointError as error:
-        for name, value in model.named_parameters():
-            own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
-            if not own.isfinite().all():
-                got = f"{str(source)!r}, whose weights {name} are not all finite ({error})"
-                raise ValueError(f"model: got {got}; allowed finite numbers") from None
+        check_finite(model, source, f" ({error})")
         raise
+
+
+def check_finite(model: Denoiser, source: str | Path, said: str = "") -> None:
+    """ValueError that names the first weights which hold infinity, or what is no number."""
+    for name, value in model.named_parameters():
+        own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+        if not own.isfinite().all():
+            got = f"{str(source)!r}, whose weights {name} are not all finite{said}"
+            raise ValueError(f"model: got {got}; allowed finite numbers") from None
 
 
 @contextlib.contextmanager

@@ -415,7 +415,12 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
     for name, f in fields.items():
         if f.default is f.default_factory is dataclasses.MISSING and name not in data:
             raise ValueError(f"{where}{name}: missing; it has no default")
-    return kind(**{key: _convert(hints[key], data[key], f"{where}{key}") for key in data})
+    values = {key: _convert(hints[key], data[key], f"{where}{key}") for key in data}
+    try:
+        return kind(**values)
+    except ValueError as error:  # a section of its own knows nothing of where it stands
+        told = str(error)
+        raise ValueError(told if told.startswith(where) else f"{where}{told}") from None
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:

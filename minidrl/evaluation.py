@@ -22,6 +22,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import re
 import statistics
 import subprocess
 import time
@@ -37,7 +38,7 @@ from tqdm import tqdm
 import minidrl
 from minidrl import files, intervals, sampler, untrusted
 from minidrl.runs import keyed_generator
-from minidrl.sampler import Sampler
+from minidrl.sampler import Sampler, check_positions
 from minidrl.tasks import Problem, Task, held_out
 from minidrl.tasks.text import decode, encode_prompts
 from minidrl.untrusted import Kind
@@ -51,7 +52,9 @@ _ROW = {
 _ROW |= {"solved": untrusted.FLAG, "tokens": untrusted.whole(0, untrusted.WHOLE)}
 _KEPT = _ROW | {"reward": untrusted.NUMBER, "calls": untrusted.whole(0, untrusted.WHOLE)}
 _KEPT |= {"text": Kind(lambda x: isinstance(x, str), "text")}
-_KEPT |= {"marks": untrusted.mapping_to(untrusted.NUMBER)}
+_RESULT = ("solved", "low", "high", "n", "tokens", "calls")  # columns that no mark may have
+_MARK = Kind(lambda x: re.fullmatch("[a-z_]{1,40}", x) and x not in _RESULT, "names of marks")
+_KEPT |= {"marks": untrusted.mapping_to(untrusted.SHARE, _MARK)}
 
 Row = dict[str, Any]
 
@@ -179,7 +182,7 @@ def evaluate(
     problems = held_out(task, n, skip)
     where = (task.prompt_length, model.device, task.prompt_format)
     prompt, mask = encode_prompts(tok, problems, *where)
-    check_positions(model, prompt.shape[1], settings.length)
+    check_positions(model.model, prompt.shape[1], settings.length)
     how = protocol(task, problems, prompt, mask, settings, skip=skip, seed=seed, samples=samples)
     made = made_by(name, model)
     kept = Kept(out and out.with_name(f"{out.name}.{settings.length}.rows"), how, made["weights"])
@@ -227,17 +230,6 @@ def _rows(
             }
         )
     return found
-
-
-def check_positions(model: Any, width: int, length: int) -> None:
-    """ValueError where the model was made for fewer positions than prompt and response have."""
-    most = getattr(getattr(model.model, "config", None), "max_position_embeddings", None)
-    if most is not None and width + length > most:
-        got = f"{length} after prompts of {width} tokens"
-        allowed = f"up to {most - width}, as the model has {most} positions"
-        if most <= width:
-            allowed = f"a model of more than its {most} positions"
-        raise ValueError(f"length: got {got}; allowed {allowed}")
 
 
 def scores(rows: Sequence[Row], n: int, samples: int) -> dict[str, Any]:

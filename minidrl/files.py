@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from minidrl.launch import one_line
 
 SUMS = "SHA256SUMS"
 PART, OLD = ".part", ".old"
+_LINE = re.compile("[0-9a-f]{64}  .+")
 
 
 class WriteError(OSError):
@@ -150,6 +152,8 @@ def damage(path: Path) -> str:
         if (path / SUMS).exists() and not (path / SUMS).is_file():
             return f"holds a {SUMS} that is no file"
         lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
+        if not all(map(_LINE.fullmatch, lines)):
+            return f"holds a {SUMS} with a line that is no sum and name"
         told = {name: total for total, _, name in (line.partition("  ") for line in lines)}
         present = _sums(path)
     except FileNotFoundError:

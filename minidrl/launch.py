@@ -71,10 +71,19 @@ def launched_rank() -> int:
     return _told("RANK", 0) if launched_processes() > 1 else 0
 
 
-def _told(name: str, low: int) -> int:
+def check_address() -> None:
+    """LocalError for a place among several processes that cannot be one."""
+    if launched_processes() > 1:
+        _told("LOCAL_RANK", 0)
+        if "MASTER_PORT" in os.environ:
+            _told("MASTER_PORT", 1, 65535)
+
+
+def _told(name: str, low: int, high: int = 999_999) -> int:
     text = os.environ[name]
-    if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) >= low):
-        raise LocalError(f"{name}: got {text!r} in the environment; allowed integers from {low}")
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and low <= int(text) <= high):
+        allowed = f"integers from {low} to {high:,}"
+        raise LocalError(f"{name}: got {text!r} in the environment; allowed {allowed}")
     return int(text)
 
 

@@ -73,7 +73,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from minidrl import checkpoints, config, denoiser, distributed, runs
+from minidrl import checkpoints, config, denoiser, distributed, runs, sampler
 from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.launch import LocalError, one_line
@@ -109,6 +109,8 @@ def predict(
     shape, family, stored = checkpoints.describe(settings.model)
     with torch.device("meta"):
         network = family.network(shape)
+    if settings.task.prompt_format != "chat":  # whose prompts may be shorter than they are allowed
+        sampler.check_positions(network, settings.task.prompt_length, settings.sampler.length)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
     own = settings.compute_dtype != "weights"
     compute = getattr(torch, settings.compute_dtype) if own else dtype

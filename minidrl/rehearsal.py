@@ -14,12 +14,13 @@ from torch import Tensor
 from minidrl import config, methods, sampler
 from minidrl.algorithms import Rollout
 from minidrl.methods import METHODS, Method
+from minidrl.untrusted import brief
 
 
 def method_of(settings: config.Train) -> Method:
     """The row that a run asks for, with its options; what it refuses, it refuses here."""
     if settings.method not in METHODS:
-        raise ValueError(f"method: got {settings.method!r}; allowed {', '.join(METHODS)}")
+        raise ValueError(f"method: got {brief(settings.method)}; allowed {', '.join(METHODS)}")
     method = methods.with_options(METHODS[settings.method], settings.method_options)
     if method.temperature == "sampling" and settings.sampler.temperature == 0:
         allowed = f"above 0, {method.name} scores at the sampling temperature"

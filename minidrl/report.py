@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ STYLE = {
     "legend.fontsize": 10,
 }
 
+CURVE = "curve.png"
 SUMMARY = {"method": untrusted.TEXT, "seed": untrusted.whole(-untrusted.WHOLE, untrusted.WHOLE)}
 SUMMARY |= {"steps": untrusted.whole(1, untrusted.WHOLE), "seconds": untrusted.FROM_0}
 SUMMARY |= dict.fromkeys(("solved_before", "solved_after"), untrusted.SHARE)
@@ -127,10 +129,16 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 # ------------------------------------------------------------------------------------------- figure
 def can_draw() -> bool:
     """True where matplotlib is there; a line on stderr where it is not."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
+    if importlib.util.find_spec("matplotlib") is None:
         tell("matplotlib is missing: no figure is drawn; pip install matplotlib")
-    return found
+        return False
+    try:
+        importlib.import_module("matplotlib")
+    except ValueError:  # it reads the name of its backend when it is imported
+        got = f"{os.environ.get('MPLBACKEND', '')!r}, which matplotlib does not know"
+        tell(f"MPLBACKEND: got {got}; allowed agg, or leave it out: no figure is drawn")
+        return False
+    return True
 
 
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
@@ -139,7 +147,7 @@ def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     The PNG has 800 x 600 pixels and letters large enough to be read at 400 x 300.
     Raises: ValueError when metrics.jsonl is missing, is malformed, or has no solved rate.
     """
-    rows, path = read_metrics(run), Path(path or Path(run) / "curve.png")
+    rows, path = read_metrics(run), Path(path or Path(run) / CURVE)
     return write_png(draw_curve(rows), path)
 
 

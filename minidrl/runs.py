@@ -80,6 +80,7 @@ def load_checkpoint(folder: Path, model: Any, optimizer: torch.optim.Optimizer) 
         checkpoints.read_adapters(stored, folder)
     else:
         stored, _ = checkpoints.load(folder)  # on the CPU: beside the network a GPU may be full
+    checkpoints.check_finite(stored, folder)
     distributed.load_weights(model, stored)
     return load_optimizer(folder, model, optimizer)
 
@@ -104,7 +105,7 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
                 return state
             _check_slots(path, stored, {name: tuple(slot.shape) for name, slot in slots.items()})
             for name in slots:
-                _check_step(path, name, file)
+                _check_slot(path, name, file)
             for name, slot in slots.items():
                 slot.copy_(distributed.sharded_like(file.get_tensor(name), slot))
     except (SafetensorError, RuntimeError) as error:
@@ -128,14 +129,17 @@ def _check_slots(path: Path, stored: dict[str, tuple], own: dict[str, tuple]) ->
             raise ValueError(f"{path} has {got}; allowed {allowed}")
 
 
-def _check_step(path: Path, name: str, file: Any) -> None:
-    # AdamW divides by what it computes from the number of its updates.
+def _check_slot(path: Path, name: str, file: Any) -> None:
+    # AdamW divides by what it computes from the number of its updates, and by roots of exp_avg_sq.
     kind = file.get_slice(name).get_dtype()
     if kind not in checkpoints.STORED:
         allowed = ", ".join(checkpoints.STORED)
         raise ValueError(f"{path} has {name} of dtype {kind}; allowed {allowed}")
-    if name.endswith("/step") and not (value := file.get_tensor(name).item()) >= 0:
-        raise ValueError(f"{path} has {name} {value}; allowed numbers from 0")
+    value, signed = file.get_tensor(name), name.endswith("/exp_avg")
+    if not value.isfinite().all() or not (signed or value.min() >= 0):
+        got = f"{name} {value.item():g}" if value.numel() == 1 else f"{name} with other numbers"
+        allowed = "finite numbers" if signed else "finite numbers from 0"
+        raise ValueError(f"{path} has {got}; allowed {allowed}")
 
 
 def _counters(folder: Path) -> dict:
@@ -222,6 +226,10 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
     content = _contents(out)
+    for name in (CONFIG, METRICS, SUMMARY, report.CURVE):
+        if (out / name).exists() and not (out / name).is_file():
+            allowed = "a file of that name, or none"
+            raise ValueError(f"out: got {str(out)!r}, where {name} is no file; allowed {allowed}")
     if CONFIG in content or has_checkpoint(out):
         return
     if resume:
@@ -300,7 +308,7 @@ def _logged(checkpoint: Path, step: int) -> str:
     written = untrusted.decoded(checkpoint / METRICS)
     if step and not report.read_metrics(checkpoint):
         raise ValueError(f"{checkpoint / METRICS}: got no line; allowed those of {step} steps")
-    return written
+    return written if written.endswith("\n") or not written else f"{written}\n"
 
 
 def _event_writer() -> type:

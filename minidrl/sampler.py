@@ -41,7 +41,7 @@ from minidrl.algorithms import Rollout, log_threshold
 from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
-COLDEST = 1e-6  # a lower temperature would divide logits beyond float32
+COLDEST, HOTTEST = 1e-6, 1e6  # beyond them logits or their noise leave float32
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 RECORDS = ("entropy", "one_step", "one_step_sampled", "one_step_proposed", "topk")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
@@ -120,8 +120,8 @@ class Sampler:
             got = f"{self.cache!r} with attention {self.attention}"
             raise ValueError(f"cache: got {got}; allowed {', '.join(CACHES[self.attention])}")
         t = self.temperature
-        if not _is_real(t) or not (t == 0 or COLDEST <= t < math.inf):
-            allowed = f"0 (greedy), and finite numbers from {COLDEST:g}"
+        if not _is_real(t) or not (t == 0 or COLDEST <= t <= HOTTEST):
+            allowed = f"0 (greedy), and numbers from {COLDEST:g} to {HOTTEST:,.0f}"
             raise ValueError(f"temperature: got {self.temperature!r}; allowed {allowed}")
         for key in ("length", "block_length", "tokens_per_step"):
             _check_count(key, getattr(self, key))
@@ -242,6 +242,7 @@ def generate(
     """
     asked = (eos_token_id, num_generations, generator, records, micro_batch)
     _check_request(model, prompt, prompt_mask, settings, *asked)
+    check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
     prompts = prompt, prompt_mask
     prompt, prompt_mask = (x.repeat_interleave(num_generations, 0) for x in prompts)
     trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
@@ -320,6 +321,18 @@ def decode_block(
         if cache is not None:
             cache.batch_select_indices(torch.searchsorted(rows, left))
         rows = left
+
+
+def check_positions(network: Any, width: int, length: int) -> None:
+    """ValueError where a network of transformers was made for fewer positions than prompt and
+    response have: it would run, on positions that it has never met."""
+    most = getattr(getattr(network, "config", None), "max_position_embeddings", None)
+    if most is not None and width + length > most:
+        got = f"{length} after prompts of {width} tokens"
+        allowed = f"up to {most - width}, as the model has {most} positions"
+        if most <= width:
+            allowed = f"a model of more than its {most} positions"
+        raise ValueError(f"sampler.length: got {got}; allowed {allowed}")
 
 
 def check_attention(model: Network, settings: Sampler) -> None:

@@ -223,7 +223,7 @@ def _section(data: dict, key: str) -> dict:
 
 def _number(value: Any) -> Any:
     try:
-        return float(value)
+        return value if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -236,8 +236,22 @@ class Grid:
         self.steps: dict[tuple[str, int], int] = {}
         for line in self.lines():  # what is wrong must not surface after hours of other cells
             rehearsal.method_of(self._cell(REPORT, *line, study.rates[0], 0).settings)
+        self._check_alike()
         if study.equal == "calls":
             self._equalize()
+
+    def _check_alike(self) -> None:
+        """ValueError for methods that are not trained and judged on the same."""
+        first, shared = None, {}
+        for label in self.study.methods:
+            cell = self._cell(REPORT, label, self.study.updates[0], self.study.rates[0], 0)
+            plain = config.to_dict(cell.settings)
+            own = {key: plain[key] for key in ("model", "task")}
+            own |= {f"evaluate.{key}": plain["evaluate"][key] for key in ("n", "skip")}
+            first, shared = first or label, shared or own
+            if differing := [key for key in own if own[key] != shared[key]]:
+                got = f"{label!r} with another {differing[0]} than {first!r}"
+                raise ValueError(f"methods: got {got}; allowed one for all, or a study of its own")
 
     def lines(self) -> list[tuple[str, int]]:
         """(label, updates a rollout): what is told apart."""

@@ -319,6 +319,9 @@ class Learner:
         if self.task.prompt_format == "chat":  # what it refuses, it refuses here
             longest = self.task.prompt_length
             encode_prompts(self.tok, self.task.held_out(1), longest, prompt_format="chat")
+        else:
+            width, length = self.task.prompt_length, settings.sampler.length
+            sampler.check_positions(self.model.model, width, length)
         sampler.check_attention(self.model, settings.sampler)
         self.network = self.actor = self._compiled(self.model)
         if settings.rollout_dtype != "float32":

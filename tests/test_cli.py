@@ -90,7 +90,7 @@ MISTAKES = {
     "--evaluate.n 0": "evaluate.n: got 0; allowed from 1",
     "--evaluate.every -1": "evaluate.every: got -1; allowed from 0",
     "--evaluate.temperature -0.5": "evaluate.temperature: got -0.5; allowed from 0",
-    "--sampler.temperature -1": "temperature: got -1.0; allowed 0 (greedy), and finite numbers from 1e-06",
+    "--sampler.temperature -1": "temperature: got -1.0; allowed 0 (greedy), and numbers from 1e-06",
     "--sampler.temperature 0": "sampler.temperature: got 0; allowed above 0",
     "--sampler.order sideways": "order: got 'sideways'; allowed random, low_confidence, left_to_right",
     "--sampler.block_length 3": "block_length: got 3; allowed a divisor of length = 4",

@@ -6,6 +6,7 @@ draws inputs that nobody chose.
 
 import ast
 import json
+import math
 import os
 import resource
 import shutil
@@ -20,7 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import tiny
-from minidrl import chat, checkpoints, config, controls, launch, methods, report, runs, studies, trainer, untrusted
+from minidrl import chat, checkpoints, config, controls, files, launch, methods, report, runs, studies, trainer, untrusted
 from minidrl.__main__ import main
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
@@ -106,7 +107,7 @@ WRONG |= {
     "evaluate base --config run.yaml --n 1e3": "n: got '1e3'; allowed integers from 1",
     f"evaluate base --config run.yaml --n {'9' * 5000}": "n: got '9999",
     "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed 0 (greedy)",
-    "evaluate base --config run.yaml --temperature 1e-320": "temperature: got 1e-320; allowed 0 (greedy), and finite numbers",
+    "evaluate base --config run.yaml --temperature 1e-320": "temperature: got 1e-320; allowed 0 (greedy), and numbers from 1e-06",
     "train run.yaml --lora.rank 1000000000000": "lora.rank: got 1000000000000; allowed up to 65536",
     "train run.yaml --lora.alpha 1e308": "lora.alpha: got 1e+308; allowed numbers above 0, up to 1e+06",
     "train run.yaml --optimizer.weight_decay .inf": "optimizer.weight_decay: got inf; allowed finite numbers",
@@ -144,6 +145,9 @@ WRONG |= {
     "verify base --device meta": "device: got 'meta'; allowed cpu, and cuda where torch finds a GPU",
     "verify base --dtype int8": "dtype: got 'int8'; allowed stored, float32, bfloat16",
     "verify base --prompt x": "answer: got None with prompt 'x'",
+    "evaluate --compare a.json b.json --n 5": "n: got '5' with --compare; allowed one of them",
+    "evaluate --compare a.json b.json --samples x": "samples: got 'x' with --compare; allowed one of them",
+    "evaluate base --config run.yaml --temperature 1e308": "temperature: got 1e+308; allowed 0 (greedy), and numbers from",
     "verify base --out nowhere": "out: got 'nowhere'; allowed a folder",
     "verify base --out /proc": "out: got '/proc'; allowed a folder that can be written to",
     "compare study.yaml --methods ppo,ppo": "methods: got ['ppo', 'ppo']; allowed each name once",
@@ -317,6 +321,10 @@ STUDIES = {
     "methods: {reinforce: {method: [1]}}": "method: got [1]",
     "methods: {reinforce: {steps: [1]}}": "steps: got [1]",
     "methods: {reinforce: {1: 2}}": "got the key 1",
+    "rates: [true]": "rates: got [True]; allowed different numbers",
+    "methods: {a: {method: ppo}, b: {method: ppo, task.num_numbers: 3}}": "methods: got 'b' with another task than 'a'",
+    "methods: {a: {method: ppo}, b: {method: ppo, evaluate.n: 3}}": "methods: got 'b' with another evaluate.n than 'a'",
+    "methods: {a: {method: ppo}, b: {method: ppo, model: nowhere}}": "methods: got 'b' with another model than 'a'",
     "methods: [reinforce, reinforce]": "methods: got ['reinforce', 'reinforce']; allowed each name once",
     "settings: {seed: 3}": "settings.seed: got a value; allowed seeds of the study",
     "settings: {optimizer: {learning_rate: 0.1}}": "settings.optimizer.learning_rate: got a value; allowed rates of",
@@ -490,6 +498,10 @@ CHECKPOINTS = {
     "index empty": (index_of({"weight_map": {}}), "gives no weight_map"),
     "index escape": (index_of({"weight_map": {"a": "\x1b[31m.safetensors"}}), r"\x1b[31m"),
     "index bare": (index_of({"weight_map": {"a": "own.safetensors"}}), "gives no metadata; allowed an object"),
+    "index missing many": (
+        index_of({"metadata": {}, "weight_map": {f"w{i}": f"s{i}.safetensors" for i in range(9)}}),
+        "which lacks s0.safetensors, s1.safetensors, s2.safetensors and 6 more, named by",
+    ),
     "index missing": (index_of({"weight_map": {"a": "b.safetensors"}}), "which lacks b.safetensors"),
     "weights text": (raw("model.safetensors", b"hello"), "cannot be read"),
     "weights header": (raw("model.safetensors", b"\xff" * 8 + b"{}"), "cannot be read"),
@@ -689,6 +701,77 @@ def test_a_refused_resume_leaves_the_run_as_it_was(damage, folder, capfd, monkey
     assert "steps: 3" in (folder / "o" / "config.yaml").read_text()
 
 
+def finished(folder: Path) -> list[str]:
+    """A run of two steps in o, and the command that goes on with it."""
+    words = ["train", "run.yaml", "--save_every", "1", "--evaluate.n", "2", "--out", "o"]
+    assert main([*words, "--steps", "2"]) == 0
+    return [*words, "--steps", "3", "--resume"]
+
+
+def test_a_log_whose_last_line_has_no_end_is_gone_on_with(folder, capfd):
+    """The next line would stand on the same one, and every later run would find a log that cannot be read."""
+    goes_on = finished(folder)
+    log = folder / "o/checkpoint-2/metrics.jsonl"
+    log.write_text(log.read_text().rstrip("\n"))
+    files.write_sums(folder / "o/checkpoint-2")
+    assert main(goes_on) == 0
+    assert report.read_metrics(folder / "o")[-1]["step"] == report.read_summary(folder / "o")["steps"] == 3
+
+
+def test_a_checkpoint_whose_weights_are_no_numbers_is_refused_before_a_step(folder, capfd):
+    goes_on = finished(folder)
+    weights = load_file(folder / "o/checkpoint-2/model.safetensors")
+    weights["lm_head.weight"][0, 0] = math.nan
+    save_file(weights, folder / "o/checkpoint-2/model.safetensors", {"format": "pt"})
+    files.write_sums(folder / "o/checkpoint-2")
+    assert "o/checkpoint-2', whose weights head.weight are not all finite" in refused(capfd, *goes_on).replace(
+        "lm_head", "head"
+    )
+    assert not list((folder / "o").glob("failed-*"))
+
+
+@pytest.mark.parametrize("name", ["curve.png", "summary.json", "metrics.jsonl", "config.yaml"])
+def test_a_folder_in_the_place_of_a_runs_file_is_known_before_a_step(name, folder, capfd):
+    goes_on = finished(folder)
+    (folder / "o" / name).unlink()
+    (folder / "o" / name).mkdir()
+    assert f"out: got 'o', where {name} is no file; allowed a file of that name, or none" in refused(capfd, *goes_on)
+    (folder / "o" / name).rmdir()
+    assert main(goes_on) == 0
+
+
+def test_sums_that_are_none_are_damage(tmp_path):
+    for line in ("x", "", "\x1b[2J", "0" * 64 + " a", "0" * 63 + "  a"):
+        (tmp_path / "SHA256SUMS").write_text(f"{line}\n")
+        assert files.damage(tmp_path) == "holds a SHA256SUMS with a line that is no sum and name"
+
+
+@pytest.mark.parametrize("command", ["train run.yaml --out o", "memory run.yaml", "evaluate base --config run.yaml --n 4"])
+def test_more_positions_than_the_model_was_made_for_are_refused(command, folder, capfd):
+    edited(C, max_position_embeddings=8)(folder / "base")
+    said = refused(capfd, *command.split())
+    assert (
+        "sampler.length: got 4 after prompts of " in said
+        and "the model has 8 positions" in said
+        or "of more than its 8" in said
+    )
+    assert not (folder / "o").exists()
+
+
+def test_a_backend_that_matplotlib_does_not_know_costs_the_figure_and_not_the_run(folder):
+    words = ("-m", "minidrl", "train", "run.yaml", "--out", "o")
+    done = python(*words, cwd=folder, env={"MPLBACKEND": "bogus"}, text=True)
+    assert done.returncode == 0 and (folder / "o/summary.json").is_file() and not (folder / "o/curve.png").exists()
+    assert "minidrl: MPLBACKEND: got 'bogus', which matplotlib does not know; allowed agg" in done.stderr
+
+
+def test_a_full_disk_behind_the_output_is_named():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "minidrl", "where", "gdpo"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tiny.ROOT)
+    assert done.returncode == 2 and done.stderr.startswith("minidrl: stdout: got No space left on device; allowed")
+
+
 REFUSED_LATE = {
     "train": ("train run.yaml --model other", "prompt: got "),
     "pretrain": ("pretrain base.yaml --network.hidden_size 7", "network.hidden_size: got 7; allowed multiples of 2 x"),
@@ -751,6 +834,9 @@ KEPT = {
     "marks list": damaged_rows(marks=[]),
     "marks text": damaged_rows(marks={"well_formed": "x"}),
     "marks of another": damaged_rows(marks={"x": 1}),
+    "marks beyond 1": damaged_rows(marks={"well_formed": 7}),
+    "marks that a result has": damaged_rows(marks={"n": 1}),
+    "marks with a control character": damaged_rows(marks={"\x1b[2J": 1}),
     "text number": damaged_rows(text=5),
     "a row twice": lambda header, row: [header, {"rows": [row, row], "seconds": 0.1}],
     "rows an object": lambda header, row: [header, {"rows": {}, "seconds": 0.1}],
@@ -870,7 +956,16 @@ def test_a_log_that_cannot_be_right_reaches_no_ledger(line, folder, capfd):
 
 def test_an_optimiser_that_has_counted_below_zero_or_in_integers_is_refused(tmp_path):
     for change, said in (
-        (lambda t: t.update({k: v - 5 for k, v in t.items() if k.endswith("/step")}), "allowed numbers from 0"),
+        (
+            lambda t: t.update({k: v - 5 for k, v in t.items() if k.endswith("/step")}),
+            "/step -5; allowed finite numbers from 0",
+        ),
+        (lambda t: t.update({k: v * math.inf for k, v in t.items() if k.endswith("/step")}), "/step inf; allowed finite"),
+        (lambda t: t.update({HEAD: t[HEAD] * math.nan}), f"{HEAD} with other numbers; allowed finite numbers"),
+        (
+            lambda t: t.update({HEAD + "_sq": t[HEAD + "_sq"] - 1}),
+            f"{HEAD}_sq with other numbers; allowed finite numbers from 0",
+        ),
         (lambda t: t.update({HEAD: t[HEAD].int()}), f"{HEAD} of dtype I32; allowed F64"),
     ):
         model = tiny.network()
@@ -912,6 +1007,7 @@ BAD_TEMPLATES = {
     "{{ 'x' * 10 ** 10 }}": "needs more than 1024 MiB",
     "{{ 'x' | center(10 ** 10) }}": "needs more than 1024 MiB",
     "{{ 'x' * 10 ** 6 }}": "it wrote 1000000 characters; allowed up to 262144",
+    "{% set x = 1 %}": "it renders nothing",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ messages.append(1) }}": "SecurityError",
     "{{ namespace(__init__=1) }}": "SecurityError",
@@ -1055,7 +1151,7 @@ def test_control_characters_do_not_reach_a_terminal():
     assert len(launch.one_line("x" * 10**6)) < launch.LONGEST
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
 def test_a_wrong_environment_is_one_line(name, here, capfd, monkeypatch):
     for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "\x1bmany"}.items():
         monkeypatch.setenv(key, value)
@@ -1074,10 +1170,12 @@ def test_the_numbers_of_processes_that_the_environment_tells(monkeypatch):
     for size, rank in ((1, 0), (2, 1), (999_999, 999_998)):
         assert told(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size)) == (size, rank)
     for wrong in ("0", "1000000", "-1", ""):
-        with pytest.raises(launch.LocalError, match=f"^WORLD_SIZE: got '{wrong}' in the environment; allowed integers from 1$"):
+        with pytest.raises(
+            launch.LocalError, match=f"^WORLD_SIZE: got '{wrong}' in the environment; allowed integers from 1 to 999,999$"
+        ):
             told(RANK="0", LOCAL_RANK="0", WORLD_SIZE=wrong)
     for wrong in ("1000000", "-1"):
-        with pytest.raises(launch.LocalError, match=f"^RANK: got '{wrong}' in the environment; allowed integers from 0$"):
+        with pytest.raises(launch.LocalError, match=f"^RANK: got '{wrong}' in the environment; allowed integers from 0 to"):
             told(RANK=wrong, LOCAL_RANK="0", WORLD_SIZE="2")
 
 
