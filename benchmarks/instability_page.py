@@ -437,9 +437,7 @@ def signal_figure(lines: list[dict], path: Path) -> None:
             curve(axis, lines, "auc", colour, None, ":", "sequence", drift=drift, states=k, masks="fresh")
         curve(axis, lines, "auc", "#D55E00", "shared, 2 states (assumed)", "--", drift=drift, states=2, masks="shared")
         axis.plot([], [], ":", color="#000000", lw=1.3, label="dotted: fresh, ratio of the sequence")
-        axis.set(
-            title=f"drift of\n{drift}", ylabel="P(better response weighs more)", ylim=(0.45, 1.02)
-        )
+        axis.set(title=f"drift of\n{drift}", ylabel="P(better response weighs more)", ylim=(0.45, 1.02))
     for scale, colour in zip(weight.SCALES, ("#CC79A7", "#999999"), strict=True):
         drift = next(iter(weight.DRIFTS))
         curve(axes[2], lines, "effective_size", colour, scale, drift=drift, states=2, masks="fresh", scale=scale)
