@@ -181,6 +181,7 @@ def summary(result: dict) -> dict:
 
 
 COLOURS = {"grpo, fresh masks": "#D55E00", "stabledrl": "#0072B2", "grpo, shared masks": "#009E73"}
+FIELDS = {"grpo, mean field, prompt masking": "#D55E00", "stabledrl, mean field, prompt masking": "#0072B2"}
 PANELS = {
     "spread": "spread of the\nlog ratio (std)",
     "bypass": "bypass: adv < 0\nand ratio > 1.2",
@@ -190,24 +191,28 @@ PANELS = {
 
 
 def figure(results: list[dict], path: Path) -> None:
-    """Ratio spread, bypass fraction, gradient norm and reward over the updates, one line a run, a column a scale."""
-    fig = Figure(figsize=(8.0, 7.2), dpi=110, layout="constrained")
-    axes = fig.subplots(len(PANELS), len(SCALES), sharex=True)
-    for column, scale in zip(axes.T, SCALES, strict=True):
+    """Ratio spread, bypass fraction, gradient norm and reward over the updates, one line a run: a column a scale."""
+    fig = Figure(figsize=(10.5, 7.2), dpi=110, layout="constrained")
+    axes = fig.subplots(len(PANELS), len(SCALES) + 1, sharex=True)
+    columns = {f"ratio of the {scale}" + (" ELBO" if scale == "sequence" else ""): (scale, COLOURS) for scale in SCALES}
+    columns["mean field, prompts masked\nanew; ratio of the token mean"] = ("token mean", FIELDS)
+    for column, (title, (scale, colours)) in zip(axes.T, columns.items(), strict=True):
         for axis, key in zip(column, PANELS, strict=True):
-            panel(axis, [r for r in results if r["scale"] == scale], key)
-        column[0].set_title(f"ratio of the {scale}" + (" ELBO" if scale == "sequence" else ""), loc="left")
+            panel(axis, [r for r in results if r["scale"] == scale], key, colours)
+        column[0].set_title(title, loc="left", fontsize=10)
         column[-1].set_xlabel("updates (4 on each rollout)")
     for axis, label in zip(axes[:, 0], PANELS.values(), strict=True):
         axis.set_ylabel(label)
     handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
     fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    handles, labels = axes[-1, -1].get_legend_handles_labels()
+    axes[-1, -1].legend(handles, [label.split(",")[0] for label in labels], frameon=False, fontsize=9, loc="lower left")
     FigureCanvasAgg(fig).print_png(path)
 
 
-def panel(axis, results: list[dict], key: str) -> None:
+def panel(axis, results: list[dict], key: str, colours: dict[str, str]) -> None:
     """One quantity of the runs of one scale."""
-    for name, colour in COLOURS.items():
+    for name, colour in colours.items():
         chosen = [r for r in results if r["method"] == name]
         for i, r in enumerate(chosen):
             x = [r["every"] * (j + 0.5) for j in range(len(r[key]))]

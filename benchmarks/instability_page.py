@@ -10,7 +10,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections import Counter
+import textwrap
 from pathlib import Path
 
 import instability as study
@@ -18,7 +18,7 @@ import weight_signal as weight
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from minidrl import intervals, tables
+from minidrl import cards, intervals, tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,10 +57,10 @@ def interval(values: list[float]) -> str:
 
 
 def largest(runs: list[dict]) -> str:
-    """The largest gradient norm of the line, and after which share of its run it came."""
+    """The largest gradient norm of the line, and the updates, counted from 1, of which it is the largest."""
     worst = max(runs, key=lambda r: r["norm_max"])
-    where = max(range(len(worst["norm"])), key=lambda i: worst["norm"][i]) * worst["every"]
-    return f"{worst['norm_max']:.3g} at update {where}"
+    before = max(range(len(worst["norm"])), key=lambda i: worst["norm"][i]) * worst["every"]
+    return f"{worst['norm_max']:.3g} in updates {before + 1} to {before + worst['every']}"
 
 
 COLUMNS = (
@@ -139,7 +139,8 @@ def verdict_of(runs: list[dict]) -> str:
 
 
 NOISY = 0.2  # nats of spread in the first hundred updates, from which on a line has a noisy ratio
-CHAIN = (FRESH, "stabledrl", "grpo, shared masks", f"grpo, {MASKING}", f"stabledrl, {MASKING}")
+SHARED, FIXED = "grpo, shared masks", "grpo, one plan"
+CHAIN = (FRESH, "stabledrl", SHARED, f"grpo, {MASKING}", f"stabledrl, {MASKING}")
 
 
 def link_row(scale: str, name: str, runs: list[dict]) -> dict:
@@ -157,18 +158,93 @@ def link_row(scale: str, name: str, runs: list[dict]) -> dict:
 
 
 def chain(results: list[dict]) -> str:
-    """The argument link by link: a table of five lines, and a count over all."""
+    """The argument link by link: a table of five lines, and what all lines say of each link."""
     found = {(scale, name): study.of_line(results, scale, name) for scale in study.SCALES for name in study.rows(scale)}
     rows = [link_row(*key, found[key]) for key in itertools.product(study.SCALES, CHAIN) if found.get(key)]
-    noisy = [runs for runs in found.values() if runs and trend(runs, "spread")[0] > NOISY]
-    grown, lost = (
-        [test(runs) for runs in noisy] for test in (spread_grows, lambda runs: any(study.gained(r) < 0 for r in runs))
+    links = "\n".join(bullet(text) for text in (passed(found), moved(found), grown(found)))
+    return f"{tables.markdown_table(rows, list(rows[0]))}\n\n{links}"
+
+
+Lines = dict[tuple[str, str], list[dict]]  # by scale and name, the runs
+
+
+def bullet(text: str) -> str:
+    """One item of a list, broken into lines."""
+    return textwrap.fill(text, 125, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
+def bypass_range(lines: list[list[dict]]) -> str:
+    """The share that passes GRPO's clip in the first hundred updates of several lines."""
+    shares = [100 * trend(runs, "bypass")[0] for runs in lines]
+    return f"{min(shares):.2g} to {max(shares):.2g} %"
+
+
+PASSED = """**The tail passes the clip** where masks are fresh: {fresh} of the responses in the first hundred updates of
+the lines above. Where they are shared it is {shared}, but not nothing: `{name}` on the {scale} has up to {most:.1f} % in ten
+updates and a gradient of {norm}; {slow} of its {runs} runs end more than {limit} below their peak."""
+
+
+def passed(found: Lines) -> str:
+    """The first link: how much passes the clip where masks are fresh, and where they are shared."""
+    fresh, shared = [], []
+    for scale, name in itertools.product(study.SCALES, CHAIN):
+        (shared if name == SHARED else fresh).extend([runs] if (runs := found[scale, name]) else [])
+    runs = max(shared, key=lambda line: trend(line, "bypass")[0])
+    return PASSED.format(
+        fresh=bypass_range(fresh),
+        shared=bypass_range(shared),
+        name=SHARED,
+        scale=runs[0]["scale"],
+        most=100 * max(max(r["bypass"]) for r in runs),
+        norm=largest(runs),
+        slow=sum(study.fallen(r) > SLOW for r in runs),
+        runs=len(runs),
+        limit=SLOW,
     )
-    counts = Counter(zip(grown, lost, strict=True))
-    return CHAIN_READING.format(
-        table=tables.markdown_table(rows, list(rows[0])),
-        **{"noisy": len(noisy), "limit": NOISY, "grown": sum(grown), "grown_lost": counts[True, True]},
-        **{"fallen": len(noisy) - sum(grown), "fallen_lost": counts[False, True]},
+
+
+def below_start(runs: list[dict]) -> bool:
+    """True if a run of the line ends below its start."""
+    return any(study.gained(r) < 0 for r in runs)
+
+
+def moved(found: Lines) -> str:
+    """The second link: the largest gradients of the lines that collapse, and who else has one as large."""
+    top = {key: max(r["norm_max"] for r in runs) for key, runs in found.items() if runs}
+    lost = [top[key] for key in top if below_start(found[key])]
+    words = f"**One large gradient moves the policy**: {len(lost)} lines have a run that ends below its start"
+    if not lost:
+        return words + "."
+    others = [key for key in top if top[key] >= min(lost) and not below_start(found[key])]
+    named = ", ".join(f"`{name}` on the {scale}" for scale, name in others)
+    words += f"; their largest norms are {min(lost):.3g} or more. "
+    return words + (f"As large a one, and no such run, has {named}." if others else "No other line has one as large.")
+
+
+GROWN = """**A policy that has moved has noisier ratios**: of the {noisy} lines that have a ratio whose spread is above {limit}
+nats in the first hundred updates, it grows in {grown}, in {every} of them in every run{shown}. Growth alone does not
+predict ruin: of these {grown}, {grown_lost} with a run that ends below its start, of the {fallen} others
+{fallen_lost}. Nor does the spread show the link by itself: noise and what the policy really moved are both in it, and
+after a fall the last hundred updates are those of a ruined policy."""
+
+
+def grown(found: Lines) -> str:
+    """The last link: in how many lines with a noisy ratio the spread grows, and what became of them."""
+    noisy = {key: runs for key, runs in found.items() if runs and key[1] not in NO_SCALE and trend(runs, "spread")[0] > NOISY}
+    more = {key: runs for key, runs in noisy.items() if spread_grows(runs)}
+    every = [key for key in more if all(spread_grows([r]) for r in more[key])]
+    shown = [key for key in every if key[1] in CHAIN and key[1].startswith("grpo")]
+    said = ["`{}` on the {} ({:.2f} to {:.2f} nats)".format(*key[::-1], *trend(more[key], "spread")) for key in shown]
+    lost = [key for key in noisy if below_start(noisy[key])]
+    return GROWN.format(
+        limit=NOISY,
+        noisy=len(noisy),
+        grown=len(more),
+        every=len(every),
+        shown=f", {' and '.join(said)} among these" if said else "",
+        grown_lost=sum(key in more for key in lost),
+        fallen=len(noisy) - len(more),
+        fallen_lost=sum(key not in more for key in lost),
     )
 
 
@@ -178,42 +254,59 @@ def spread_grows(runs: list[dict]) -> bool:
     return last > first
 
 
-CHAIN_READING = """{table}
-
-- **The tail passes the clip** where masks are fresh, and does not where they are shared.
-- **One large gradient moves the policy**: the lines with the largest norms are those that collapse, but not every long gradient
-  ruins a run (`grpo, shared masks` on the sequence).
-- **A policy that has moved has noisier ratios**: not so here. Of the {noisy} lines whose ratio is noisy from the start, above
-  {limit} nats, the spread grows in {grown}, of which {grown_lost} have a run that ends below its start, and falls in {fallen},
-  of which {fallen_lost} have one. Growth and ruin do not go together: the last link is not what these runs show."""
-
-
 def ends(results: list[dict]) -> str:
     """What follows for a user, with the differences that it rests on."""
-    at = lambda scale, pair: next(x for x in paired_lines(results, scale) if x[:2] == pair)  # noqa: E731
-    words = {}
-    for key, pair in {"shared": ("grpo, shared masks", FRESH), "stable": ("stabledrl", FRESH)}.items():
-        for scale in study.SCALES:
-            _, _, _, gap, p = at(scale, pair)
-            sure = "" if p < LEVEL else ", not told apart after Holm"
-            words[f"{key}_{scale.split()[0]}"] = f"{gap.mean:.3f} [{gap.low:.3f}, {gap.high:.3f}]{sure}"
-    rewards = {
-        f"{name.split()[0].strip(',')}_{scale.split()[0]}": interval(
-            [r["final_reward"] for r in study.of_line(results, scale, name)]
-        )
-        for name in ("stabledrl, shared masks", "grpo, shared masks")
-        for scale in study.SCALES
-    }
-    return ENDS.format(**words, **rewards)
+    words = {"n": study.REUSE}
+    for key, (name, other) in FOLLOWS.items():
+        both = [study.of_line(results, scale, name) for scale in study.SCALES]
+        words |= {f"{key}_ends": " and ".join(interval([r["final_reward"] for r in runs]) for runs in both)}
+        words |= {f"{key}_lost": sum(study.gained(r) < 0 for runs in both for r in runs), f"{key}_runs": sum(map(len, both))}
+        words |= {f"{key}_calls": forwards(name)}
+        if other:
+            words |= {f"{key}_lifts": " and ".join(lifted(results, scale, (name, other)) for scale in study.SCALES)}
+    return ENDS.partition("- ")[0] + "\n".join(bullet(item.format(**words)) for item in ENDS.split("\n- ")[1:])
 
 
+def lifted(results: list[dict], scale: str, pair: tuple[str, str]) -> str:
+    """The difference of a pair, and whether it is left after Holm's correction."""
+    *_, gap, p = next(found for found in paired_lines(results, scale) if found[:2] == pair)
+    return f"{gap.mean:.3f} [{gap.low:.3f}, {gap.high:.3f}]" + ("" if p < LEVEL else ", not told apart after Holm")
+
+
+def forwards(name: str) -> str:
+    """What a line costs after the rollout at the study's number of updates, in forwards of K states: (2 n + 1) K = 9 K."""
+    told = cards.calls(study.rows("sequence")[name])["n updates"]
+    total = sum(cards.count(term, T=0, K=1, n=study.REUSE) for term in told.values())
+    return f"{cards.total(told).removeprefix('T + ')} = {total} K"
+
+
+FOLLOWS = {  # of each line its reward at the end and its cost; of pairs the difference
+    "fresh": (FRESH, ""),
+    "paired": (SHARED, FRESH),
+    "fixed": (FIXED, FRESH),
+    "stable": ("stabledrl", FRESH),
+    "both": ("stabledrl, shared masks", ""),
+    "clip": ("clip-only", ""),
+    "norm": ("self-norm-only", ""),
+}
 ENDS = """## What follows
 
-- **Take the noise out first.** Masks that old and new weights share lift GRPO by {shared_token} on token means and by
-  {shared_sequence} on the sequence, for no call more.
-- **Where it cannot be taken out, bear it**: cap and self-normalisation lift it by {stable_token} and {stable_sequence}.
-- **Both together**: StableDRL with shared masks ends at {stabledrl_token} and {stabledrl_sequence}, GRPO with shared masks
-  at {grpo_token} and {grpo_sequence}.
+Of two numbers the first is for the ratio of the token mean, the second for that of the sequence.
+
+- **Take the noise out first.** Masks that old and new weights share lift GRPO: a new plan for each update (`refresh:
+paired`) by {paired_lifts}, one plan for all updates (`refresh: fixed`) by {fixed_lifts}. They end at {paired_ends}, and
+at {fixed_ends}; these two were not tested against each other.
+- **What that costs**, by the cards of the rows, in forwards a response after the rollout, with K states and n = {n}
+updates: fresh masks {fresh_calls}; `paired`, where the old weights score every plan, {paired_calls}; `fixed`
+{fixed_calls}.
+- **Where it cannot be taken out, bear it**: cap and self-normalisation lift GRPO by {stable_lifts}.
+- **Both together**: StableDRL with shared masks (`refresh: paired`) ends at {both_ends}.
+- **Each half alone.** By accounts of the paper both collapse: the cap alone in a "boundary-hitting regime", in which the
+scale of the gradient swings between the bounds of the clip and spoils the moments of AdamW; self-normalisation alone
+because one outlier takes nearly all the weight. Here `clip-only` ends at {clip_ends}, `self-norm-only` at {norm_ends}; of
+their {clip_runs} and {norm_runs} runs {clip_lost} and {norm_lost} end below their start. **These are verdicts at {n}
+updates on a rollout, with one masked state and no clip of the gradient norm, not of the published setting**: that has 2
+updates, two states of blocks and a clip at 0.2, and no line here has it. The moments of AdamW were not recorded.
 - All of it in one toy whose setting was searched for. How noisy the ratios of a network of full size are was not measured."""
 
 
@@ -335,14 +428,16 @@ COLOURS = ("#56B4E9", "#0072B2", "#009E73", "#000000")
 
 
 def signal_figure(lines: list[dict], path: Path) -> None:
-    """AUC over the length for both drifts, and the effective group size."""
-    fig = Figure(figsize=(9.0, 3.4), dpi=110, layout="constrained")
+    """AUC over the length for both drifts and both scales, and the effective group size."""
+    fig = Figure(figsize=(9.0, 3.6), dpi=110, layout="constrained")
     axes = fig.subplots(1, 3)
     for axis, drift in zip(axes, weight.DRIFTS, strict=False):
         for k, colour in zip(weight.STATES, COLOURS, strict=True):
             curve(axis, lines, "auc", colour, f"fresh, {k} state" + "s" * (k > 1), drift=drift, states=k, masks="fresh")
+            curve(axis, lines, "auc", colour, None, ":", "sequence", drift=drift, states=k, masks="fresh")
         curve(axis, lines, "auc", "#D55E00", "shared, 2 states (assumed)", "--", drift=drift, states=2, masks="shared")
-        axis.set(title=f"token mean, drift of\n{drift}", ylabel="P(better response weighs more)", ylim=(0.45, 1.02))
+        axis.plot([], [], ":", color="#000000", lw=1.3, label="dotted: fresh, ratio of the sequence")
+        axis.set(title=f"drift of\n{drift}", ylabel="P(better response weighs more)", ylim=(0.45, 1.02))
     for scale, colour in zip(weight.SCALES, ("#CC79A7", "#999999"), strict=True):
         drift = next(iter(weight.DRIFTS))
         curve(axes[2], lines, "effective_size", colour, scale, drift=drift, states=2, masks="fresh", scale=scale)
@@ -354,12 +449,12 @@ def signal_figure(lines: list[dict], path: Path) -> None:
         axis.grid(color="#dddddd", lw=0.6)
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     axes[2].legend(frameon=False, fontsize=8, title="ratio of the", title_fontsize=8)
     FigureCanvasAgg(fig).print_png(path)
 
 
-def curve(axis, lines: list[dict], key: str, colour: str, label: str, style="-", scale="token mean", **words) -> None:
+def curve(axis, lines: list[dict], key: str, colour: str, label: str | None, style="-", scale="token mean", **words) -> None:
     """A quantity over the lengths."""
     y = [case(lines, length=length, scale=scale, **words)[key] for length in weight.LENGTHS]
     axis.plot(weight.LENGTHS, y, style, marker="o", ms=3, lw=1.3, color=colour, label=label)
@@ -402,6 +497,8 @@ noise of about 3 nats would do: [notebook 06](../notebooks/06_stabledrl.ipynb) h
 
 ![Chance that the better of two responses weighs more, and effective group size, over the length](weight_signal.png)
 
+Solid: the ratio of the token mean. Dotted, in the same colours: that of the sequence, with fresh masks.
+
 Reading:
 
 {signal_reading}
@@ -412,8 +509,9 @@ Reading:
 {reuse} on each rollout of {batch} responses. It is not the setting of StableDRL's released code: one masked state a
 response, where the code and the row `stabledrl` have two, the code's of blocks; no clip of the gradient norm, where the code
 has 0.2; {reuse} updates on a rollout, where the code has two. The setting was searched for, and the trials were not recorded:
-the comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. "Collapse" is this
-project's criterion: a run ends below its start. The same command runs what is not run yet.
+the comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. GRPO with two
+states was not run. "Collapse" is this project's criterion: a run ends below its start. The same command runs what is not run
+yet.
 
 **One state leaves the sandwich out.** With one masked state the EUBO (5.2) is the ELBO plus a constant: their gradients are
 equal, and the sandwich (5.3) does nothing. What these lines weigh is the ELBO; the sandwich of StableDRL's code acts in
@@ -450,6 +548,9 @@ here (seeds 0 to 2 of eight lines): with token means StableDRL was then 0.17 to 
 - **p**: Student's paired test over common seeds; Holm's correction is over the pairs of a scale.
 
 ![Spread of the log-ratio, bypass, gradient norm and reward over the updates](instability.png)
+
+A line is a run. Third column: `grpo` and `stabledrl` on mean fields of prompts masked anew, with the ratio of the token mean.
+Axes of spread and gradient norm are each column's own.
 
 ## The argument, link by link
 

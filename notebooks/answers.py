@@ -320,15 +320,17 @@ answer(
     (max(capped) / (sum(capped) - max(capped)), "The sum contains the answer itself."),
     (6 / 12, "That is the cap over the ratio that it cut; divide by the sum of the capped group."),
     (max(capped) / (1 + 3 + 6), "That sum leaves out the smallest ratio."),
+    (max(ratios) / sum(capped), "The weights of a group sum to 1, so that none is above 1: cap the numerator, too."),
 )
 answer(
     "06", "2, no cap", max(ratios) / sum(ratios),
-    "Divide the largest ratio by the sum of the group (8.3).",
+    "The weights of a group sum to 1: the largest ratio over the sum of all four, as they are (8.3).",
     (max(capped) / sum(capped), "That is the weight with the cap 6."),
     (max(ratios), "That is the ratio; divide it by the sum of the group."),
     (4 * max(ratios) / sum(ratios), "That is N times the weight; the weights of a group sum to 1."),
     (max(ratios) / (sum(ratios) - max(ratios)), "The sum contains the answer itself."),
     (12 / (1 + 3 + 12), "That sum leaves out the smallest ratio."),
+    (max(ratios) / sum(capped), "The weights of a group sum to 1, so that none is above 1: this sum still has the cap."),
 )
 # 4 f C / (f + C)^2 = 1/2 (60.8): f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
 answer(

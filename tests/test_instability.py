@@ -228,7 +228,7 @@ def test_a_line_of_the_table_by_hand(page):
     half = 12.7062 * 0.2  # Student's t at 1 degree of freedom times s / sqrt(2), with s = 0.4 / sqrt(2)
     assert row["seeds"] == "0, 3" and row["reward at the end"] == f"0.600 [{0.6 - half:.3f}, {0.6 + half:.3f}]"
     assert row["gained"].startswith("0.150 [") and row["runs that end below their start"] == "1 of 2"
-    assert row["below the peak"] == "0.150" and row["largest gradient norm"] == "7 at update 0"
+    assert row["below the peak"] == "0.150" and row["largest gradient norm"] == "7 in updates 1 to 10"
 
 
 def test_a_peak_is_as_long_as_the_end():
@@ -281,8 +281,12 @@ def test_the_links_of_the_argument_are_counted_over_all_noisy_lines(page):
     for name, ((first, last), reward) in made.items():
         results.append(a_run(name, 0, reward) | {"spread": [first] * 15 + [last] * 15})
     text = " ".join(page.chain(results).split())
-    assert "Of the 3 lines whose ratio is noisy" in text
-    assert "grows in 2, of which 1 have a run that ends below its start, and falls in 1, of which 0 have one" in text
+    assert "of the 3 lines that have a ratio whose spread is above 0.2 nats in the first hundred updates" in text
+    assert (
+        "it grows in 2, in 2 of them in every run, `grpo, " not in text and "it grows in 2, in 2 of them in every run." in text
+    )
+    assert "of these 2, 1 with a run that ends below its start, of the 1 others 0." in text
+    assert "1 lines have a run that ends below its start; their largest norms are 5 or more. As large a one" in text
     assert "clip-only" not in text and "| stabledrl | 0.30 | 50 % |" in text
 
 
