@@ -26,9 +26,13 @@ from minidrl import checkpoints, config, sampler, tables
 from minidrl.tasks import text as texts
 
 RESULT = Path(__file__).parent / "results" / "elbo_error.json"
+SHIPPED = RESULT.with_name("elbo_error_shipped.json")  # of the base that ships; RESULT is of an earlier one
 SHOWN = "{:.3f} [{:.3f}, {:.3f}]".format
 ORDERS, CALLS, LONGEST, GENERATIONS = ("random", "low_confidence"), (2, 3, 4, 6, 8), 16, 8
 POSITIONS = (0, 1, 2, 3, 4, 5, 18, 19)  # the terms of the surrogate that are about one position
+FLOOR, ROUNDED = "SDMC, floor(tn) hidden (biased, as released)", "SDMC, rounded counts (biased)"
+STRATA, ARCS, LESS = "strata (2.3)", "arcs (2.11)", "arcs less SDMC with floor(tn)"
+NO_RECORD = (FLOOR, ROUNDED, STRATA, ARCS, LESS)  # what uses nothing of the rollout
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -271,6 +275,8 @@ def sdmc(table: Table, calls: int, counts: str) -> float:
     for t, w in zip(*(v.tolist() for v in alg.gauss_legendre(calls)), strict=True):
         if counts == "bernoulli":  # n/l times this is 1/t
             share, scale = np.array([math.comb(n, k) * t**k * (1 - t) ** (n - k) for k in l]), l / n / t
+        elif counts == "floor":  # as released: the same weight, and no state where floor(t n) is 0
+            share, scale = (l == math.floor(t * n)).astype(float), l / n / t
         else:
             share, scale = (l == min(math.floor(1.5 + t * (n - 1)), n)).astype(float), 1.0
         first = (share * scale * mean).sum()
@@ -354,9 +360,11 @@ def errors(found: list[Table]) -> dict[tuple[int, str], np.ndarray]:
         pairs = {name: pair_means(t, v) for name, v in {"": t.Z, **{n: r[i] for n, r in rest.items()}}.items() if t.complete}
         for calls in CALLS:
             row, flat = {}, np.full(t.n, 1 / t.n)
-            row["SDMC, rounded counts (biased)"] = sdmc(t, calls, "rounded")
-            row["strata (2.3)"] = strata(t, t.Z, t.p, calls)
-            row["arcs (2.11)"] = arcs(t, t.Z, flat, calls, 0.0, pairs[""]) if pairs else math.nan
+            row[FLOOR] = sdmc(t, calls, "floor")
+            row[ROUNDED] = sdmc(t, calls, "rounded")
+            row[STRATA] = strata(t, t.Z, t.p, calls)
+            row[ARCS] = arcs(t, t.Z, flat, calls, 0.0, pairs[""]) if pairs else math.nan
+            row[LESS] = row[ARCS] - row[FLOOR]
             row["surrogate, positions alone"] = strata(t, positions[i], t.p, calls)
             for name in keys:
                 r, c, q = rest[name][i], centre[name][i], law_of_counts(t, laws[name][i])
@@ -454,9 +462,24 @@ def page(rows: list[dict], calls: int = 3) -> str:
     return "\n\n".join([*parts, "Shares of the variance of one state, of the responses with all masks:", shown])
 
 
+def shipped_page(rows: list[dict], calls: int = 3) -> str:
+    """Markdown: what needs no record of the rollout, on responses with all masks."""
+    counts, told = rows[0]["responses"]["all masks"], [rows[0], *(r for r in rows[1:] if r["estimator"] in NO_RECORD)]
+    responses = f"{counts['all']} responses to {rows[0]['puzzles']} puzzles"
+    title = f"The base that ships, {responses}, all masks tabulated, by network calls:"
+    by_cell = table_by_cell(told, "all masks", counts, calls)
+    same = f"The same at {calls} calls, by order and verdict:"
+    return "\n\n".join([title, table_by_calls(told, "all masks"), same, by_cell])
+
+
+def stored(path: Path) -> list[dict]:
+    """A result that is in the repository."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def stored_page() -> str:
-    """The tables of the result that is in the repository."""
-    return page([json.loads(line) for line in RESULT.read_text(encoding="utf-8").splitlines()])
+    """The tables of the two results that are in the repository."""
+    return f"{page(stored(RESULT))}\n\n{shipped_page(stored(SHIPPED))}"
 
 
 def settings_of(given: argparse.Namespace) -> config.Train:
@@ -497,16 +520,17 @@ def main(words: list[str] | None = None) -> list[dict]:
     except ValueError as error:
         parser.error(str(error))
     if given.tables and given.tables.exists():
-        stored = torch.load(given.tables, weights_only=True)
+        tabulated = torch.load(given.tables, weights_only=True)
     else:
         model, tok = checkpoints.load(settings.model)
         model.eval().requires_grad_(False)
         drawn = {key: getattr(given, key) for key in ("responses", "complete", "masks", "puzzles", "seed")}
-        stored = {"draws": [drawn], "responses": [r for order in ORDERS for r in tabulate(model, tok, settings, order, given)]}
+        rows = [r for order in ORDERS for r in tabulate(model, tok, settings, order, given)]
+        tabulated = {"draws": [drawn], "responses": rows}
         if given.tables:
-            torch.save(stored, given.tables)
+            torch.save(tabulated, given.tables)
     facts = {"base": Path(given.base).name, "config": Path(given.config).name, "length": settings.sampler.length}
-    rows = judged([table_of(r) for r in stored["responses"]], {**facts, "draws": stored["draws"]})
+    rows = judged([table_of(r) for r in tabulated["responses"]], {**facts, "draws": tabulated["draws"]})
     if given.out:
         given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(page(rows))

@@ -609,6 +609,7 @@ def groups() -> dict[str, list[str]]:
     every = [row for row in rows if row.plan.func is alg.replay_plan and row.plan.keywords["num_states"] is None]
     return {
         "trajectory": [row.name for row in every if row.normalizer == "none"],
+        "trajectory, by length": [row.name for row in every if row.normalizer != "none"],
         "masks": [row.name for row in rows if row.plan.func in masks],
         "mean field": [row.name for row in rows if row.plan.func is alg.mean_field_plan],
     }
@@ -691,8 +692,11 @@ def reading(results: Results) -> list[str]:
         {", ".join(map(noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
         accuracy: `grpo` has a cosine of {c("grpo")}, `reinforce` of {c("reinforce")}.""",
         f"""**Gain.** Expected reward starts at {start["random"]:.1f} points in random and {start[sure]:.1f} in low-confidence
-        order. Seven updates of a trajectory row add {gains("trajectory", "random")}, and {gains("trajectory", sure)}; those
-        of a row with random masks {gains("masks", "random")}, and {gains("masks", sure)}. The rate is set by the length of the
+        order. Seven updates of a row that scores every step and divides by no length add
+        {gains("trajectory", "random")}, and {gains("trajectory", sure)}; of one that divides, whose clip is {clip:g},
+        {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", sure)}; of one with random masks
+        {gains("masks", "random")}, and {gains("masks", sure)}.
+        The rate is set by the length of the
         update, its noise included, so that with the same length a row with noise r moves by 1 / (1 + r^2)^(1/2) of it along
         its mean: noisy rows gain less at the same cosine. A better cosine of the first update is not a larger gain: in
         low-confidence order `egspo` gains {gained("egspo")} points and `egspo-exact` {gained("egspo-exact")}, a difference of

@@ -469,14 +469,15 @@ answer(
     (8 / 7, "That is the ratio of the lengths; a cosine does not see it."),
     (7 / 8, "That is the ratio of the lengths; a cosine does not see it."),
 )
-# Every S_b is divided by the same L = 4.
+# e1, ..., e4 the gradients: reinforce has e1 - e2 - e3 - e4, gspo e1 - (e2 + e3 + e4) / 3.
 answer(
-    "10", "2", 4.0,
-    "Compare the two sums term by term: which factor do all of them have in one and not in the other?",
-    (1 / 4, "That is the shorter update over the longer; asked is the longer over the shorter."),
-    (2.0, "A factor of the loss is a factor of its gradient, not its square root."),
-    (16.0, "L divides each S_b once."),
-    (1.0, "Their directions agree; their lengths do not."),
+    "10", "2", (1 + 3 / 3) / sqrt(1 + 3) / sqrt(1 + 3 / 9),
+    "Write both updates in the four orthonormal gradients: what does gspo do to those of the longer response?",
+    (1.0, "That would be so with equal n_b: here the two responses are divided by different numbers."),
+    (3 / 4, "That is the square of the cosine: divide by the lengths of the two vectors, not by their squares."),
+    (4 / sqrt(20), "The sum of three orthonormal vectors has the length sqrt(3), neither 3 nor 1."),
+    (0.0, "A has the same sign in both rows: no term of the product is negative."),
+    (1 / sqrt(2), "That leaves one of the two responses out of the product."),
 )
 
 # E[A grad p] in the logits: with w_v = p_v^2 A_v its entries are w_v - p_v sum(w); those of grad J are p_v A_v.
@@ -514,7 +515,7 @@ D, hidden, layers, V = 4096, 12288, 32, 126464
 
 
 def adapters(rank: int) -> int:
-    """M of (110.8): A and B of rank r on four D x D matrices and three D x F ones, in every layer."""
+    """N_ad of (110.8): A and B of rank r on four D x D matrices and three D x F ones, in every layer."""
     return layers * rank * (4 * (D + D) + 3 * (D + hidden))
 
 

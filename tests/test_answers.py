@@ -25,7 +25,7 @@ from test_notebooks import ROOT, nbtools, text_of  # puts notebooks/ on the path
 
 from answers import ANSWERS  # isort: skip
 from minidrl import algorithms as alg
-from minidrl import checkpoints, denoiser, oracle
+from minidrl import checkpoints, denoiser, methods, oracle
 from minidrl.methods import METHODS
 
 NOTEBOOKS = {path.name.split("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
@@ -406,13 +406,16 @@ def _():
 
 
 @way("10", "2")
-def _():
-    rollout, sizes = alg.Rollout.of(torch.zeros(3, 4, dtype=torch.long)), []
-    for how in ("sequence_mean", "fixed_length"):
-        loss = torch.ones(1, 3, 4, dtype=torch.float64, requires_grad=True)
-        alg.aggregate(loss, alg.Plan.of(rollout.keep[None]), rollout, level="token", how=how).backward()
-        sizes.append(loss.grad.norm().item())
-    return sizes[0] / sizes[1]
+def _():  # the rows themselves, on two responses whose four log-probabilities are the parameters
+    keep = torch.tensor([[True, False, False], [True, True, True]])
+    rollout = alg.Rollout.of(torch.zeros(2, 3, dtype=torch.long), keep=keep, num_generations=2)
+    plan, first = alg.Plan.of(keep[None]), []
+    for row in (METHODS["gspo"], METHODS["reinforce"]):
+        logp = torch.linspace(-2, -1, 6, dtype=torch.float64).view(1, 2, 3).requires_grad_()
+        anchor = methods.reduced(row, plan, rollout, {"logp": logp.detach()})
+        loss = methods.method_loss(row, plan, rollout, {"logp": logp}, double(1, -1), anchor, None)
+        first.append(torch.autograd.grad(loss, logp)[0].flatten())
+    return torch.cosine_similarity(*first, dim=0).item()
 
 
 @way("10", "3")
