@@ -107,7 +107,7 @@ WRONG |= {
     "evaluate base --config run.yaml --n 1e3": "n: got '1e3'; allowed integers from 1",
     f"evaluate base --config run.yaml --n {'9' * 5000}": "n: got '9999",
     "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed 0 (greedy)",
-    "evaluate base --config run.yaml --temperature 1e-320": "temperature: got 1e-320; allowed 0 (greedy), and numbers from 1e-06",
+    "evaluate base --config run.yaml --temperature 1e-320": "temperature: got 1e-320; allowed 0 (greedy), and numbers",
     "train run.yaml --lora.rank 1000000000000": "lora.rank: got 1000000000000; allowed up to 65536",
     "train run.yaml --lora.alpha 1e308": "lora.alpha: got 1e+308; allowed numbers above 0, up to 1e+06",
     "train run.yaml --optimizer.weight_decay .inf": "optimizer.weight_decay: got inf; allowed finite numbers",
@@ -724,9 +724,7 @@ def test_a_checkpoint_whose_weights_are_no_numbers_is_refused_before_a_step(fold
     weights["lm_head.weight"][0, 0] = math.nan
     save_file(weights, folder / "o/checkpoint-2/model.safetensors", {"format": "pt"})
     files.write_sums(folder / "o/checkpoint-2")
-    assert "o/checkpoint-2', whose weights head.weight are not all finite" in refused(capfd, *goes_on).replace(
-        "lm_head", "head"
-    )
+    assert "o/checkpoint-2', whose weights model.lm_head.weight are not all finite" in refused(capfd, *goes_on)
     assert not list((folder / "o").glob("failed-*"))
 
 
@@ -750,11 +748,7 @@ def test_sums_that_are_none_are_damage(tmp_path):
 def test_more_positions_than_the_model_was_made_for_are_refused(command, folder, capfd):
     edited(C, max_position_embeddings=8)(folder / "base")
     said = refused(capfd, *command.split())
-    assert (
-        "sampler.length: got 4 after prompts of " in said
-        and "the model has 8 positions" in said
-        or "of more than its 8" in said
-    )
+    assert "sampler.length: got 4 after prompts of " in said and "8 positions" in said
     assert not (folder / "o").exists()
 
 
@@ -955,17 +949,12 @@ def test_a_log_that_cannot_be_right_reaches_no_ledger(line, folder, capfd):
 
 
 def test_an_optimiser_that_has_counted_below_zero_or_in_integers_is_refused(tmp_path):
+    steps = ["model.model.embed_tokens.weight/step"]
     for change, said in (
-        (
-            lambda t: t.update({k: v - 5 for k, v in t.items() if k.endswith("/step")}),
-            "/step -5; allowed finite numbers from 0",
-        ),
-        (lambda t: t.update({k: v * math.inf for k, v in t.items() if k.endswith("/step")}), "/step inf; allowed finite"),
+        (lambda t: t.update({k: t[k] - 5 for k in steps}), "/step -5; allowed finite numbers from 0"),
+        (lambda t: t.update({k: t[k] + math.inf for k in steps}), "/step inf; allowed finite numbers from 0"),
         (lambda t: t.update({HEAD: t[HEAD] * math.nan}), f"{HEAD} with other numbers; allowed finite numbers"),
-        (
-            lambda t: t.update({HEAD + "_sq": t[HEAD + "_sq"] - 1}),
-            f"{HEAD}_sq with other numbers; allowed finite numbers from 0",
-        ),
+        (lambda t: t.update({f"{HEAD}_sq": t[f"{HEAD}_sq"] - 1}), f"{HEAD}_sq with other numbers; allowed finite"),
         (lambda t: t.update({HEAD: t[HEAD].int()}), f"{HEAD} of dtype I32; allowed F64"),
     ):
         model = tiny.network()
@@ -1170,9 +1159,7 @@ def test_the_numbers_of_processes_that_the_environment_tells(monkeypatch):
     for size, rank in ((1, 0), (2, 1), (999_999, 999_998)):
         assert told(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(size)) == (size, rank)
     for wrong in ("0", "1000000", "-1", ""):
-        with pytest.raises(
-            launch.LocalError, match=f"^WORLD_SIZE: got '{wrong}' in the environment; allowed integers from 1 to 999,999$"
-        ):
+        with pytest.raises(launch.LocalError, match=f"^WORLD_SIZE: got '{wrong}' in .*; allowed integers from 1 to 999,999$"):
             told(RANK="0", LOCAL_RANK="0", WORLD_SIZE=wrong)
     for wrong in ("1000000", "-1"):
         with pytest.raises(launch.LocalError, match=f"^RANK: got '{wrong}' in the environment; allowed integers from 0 to"):
