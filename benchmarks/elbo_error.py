@@ -32,7 +32,6 @@ ORDERS, CALLS, LONGEST, GENERATIONS = ("random", "low_confidence"), (2, 3, 4, 6,
 POSITIONS = (0, 1, 2, 3, 4, 5, 18, 19)  # the terms of the surrogate that are about one position
 FLOOR, ROUNDED = "SDMC, floor(tn) hidden (biased, as released)", "SDMC, rounded counts (biased)"
 STRATA, ARCS, LESS = "strata (2.3)", "arcs (2.11)", "arcs less SDMC with floor(tn)"
-NO_RECORD = (FLOOR, ROUNDED, STRATA, ARCS, LESS)  # what uses nothing of the rollout
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -452,24 +451,17 @@ def table_by_cell(rows: list[dict], group: str, counts: dict[str, int], calls: i
 
 
 def page(rows: list[dict], calls: int = 3) -> str:
-    """The tables of docs/elbo_error.md."""
+    """The tables of one result; where every response has all masks, the two groups are one."""
     parts, counts, puzzles = [], rows[0]["responses"], rows[0]["puzzles"]
-    for group, title in (("all", f"responses to {puzzles} puzzles"), ("all masks", "responses with all masks tabulated")):
+    titles = {"all": f"responses to {puzzles} puzzles", "all masks": "responses with all masks tabulated"}
+    if counts["all"] == counts["all masks"]:
+        titles = {"all masks": f"responses to {puzzles} puzzles, all masks tabulated"}
+    for group, title in titles.items():
         if counts[group]["all"]:
             parts += [f"{counts[group]['all']} {title}, by network calls:", table_by_calls(rows, group)]
             parts += [f"The same at {calls} calls, by order and verdict:", table_by_cell(rows, group, counts[group], calls)]
     shown = table_by_cell(rows, "shares", counts["all masks"], None)
     return "\n\n".join([*parts, "Shares of the variance of one state, of the responses with all masks:", shown])
-
-
-def shipped_page(rows: list[dict], calls: int = 3) -> str:
-    """Markdown: what needs no record of the rollout, on responses with all masks."""
-    counts, told = rows[0]["responses"]["all masks"], [rows[0], *(r for r in rows[1:] if r["estimator"] in NO_RECORD)]
-    responses = f"{counts['all']} responses to {rows[0]['puzzles']} puzzles"
-    title = f"The base that ships, {responses}, all masks tabulated, by network calls:"
-    by_cell = table_by_cell(told, "all masks", counts, calls)
-    same = f"The same at {calls} calls, by order and verdict:"
-    return "\n\n".join([title, table_by_calls(told, "all masks"), same, by_cell])
 
 
 def stored(path: Path) -> list[dict]:
@@ -478,8 +470,9 @@ def stored(path: Path) -> list[dict]:
 
 
 def stored_page() -> str:
-    """The tables of the two results that are in the repository."""
-    return f"{page(stored(RESULT))}\n\n{shipped_page(stored(SHIPPED))}"
+    """The tables of docs/elbo_error.md: of the two results that are in the repository."""
+    told = {"The base that ships": SHIPPED, "The earlier base": RESULT}
+    return "\n\n".join(f"### {base}\n\n{page(stored(path))}" for base, path in told.items())
 
 
 def settings_of(given: argparse.Namespace) -> config.Train:
