@@ -752,6 +752,17 @@ def in_study(
     return Claim(text, source, f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", number, found, criterion)
 
 
+def reused(text: str, study: str, method: str) -> Claim:
+    """A claim that 8 updates on each rollout solve more than one, seed by seed; the rate of each was chosen for it."""
+    many, one = (by_seed(study, (method, updates), after) for updates in (8, 1))
+    seeds = sorted(many.keys() & one.keys())
+    command = f"python -m minidrl compare studies/{study}.yaml"
+    if len(seeds) < 2:
+        return not_run(text, "minidrl", f"needs two seeds of `{command}`")
+    found = functools.partial(runs, [many[seed] - one[seed] for seed in seeds])
+    return Claim(text, "minidrl", f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", "points", found, "> 0")
+
+
 # Studies whose results were looked at before their last runs were made, and how often in all.
 LOOKS = {"likelihoods": 3}
 
@@ -1094,6 +1105,26 @@ LEDGER: dict[str, list[Claim]] = {
             "confidence.",
             "reuse_confidence", ("drpo", "dppo-tv"), "points: > 0", after, "minidrl, on accounts of arXiv 2606.09821",
             updates=8),
+        *happens(in_study("REINFORCE, without a trust region, collapses with 8 updates a rollout: it ends below the base, low "
+            "confidence.",
+            "reuse_confidence", ("reinforce",), "points above the base: < 0", gained, "minidrl, on arXiv 2602.04879",
+            updates=8)),
+        *happens(in_study("The same from left to right: it collapses, it ends below the base.",
+            "reuse_left_to_right", ("reinforce",), "points above the base: < 0", gained, "minidrl, on arXiv 2602.04879",
+            updates=8)),
+        in_study("With 8 updates a rollout PPO solves more Countdown puzzles than REINFORCE: left to right.",
+            "reuse_left_to_right", ("ppo", "reinforce"), "points: > 0", after, "arXiv 1707.06347", updates=8),
+        in_study("With 8 updates a rollout DPPO solves more Countdown puzzles than PPO: left to right.",
+            "reuse_left_to_right", ("dppo-tv", "ppo"), "points: > 0", after, "arXiv 2602.04879", updates=8),
+        in_study("With 8 updates a rollout DRPO at its authors' delta, 12.5, solves more Countdown puzzles than DPPO: left to "
+            "right.",
+            "reuse_left_to_right", ("drpo-released", "dppo-tv"), "points: > 0", after, "accounts of arXiv 2606.09821",
+            updates=8),
+        in_study("DRPO at delta 0.15 solves more Countdown puzzles than at 12.5: left to right, 8 updates a rollout.",
+            "reuse_left_to_right", ("drpo", "drpo-released"), "points: > 0", after, "minidrl, on arXiv 2606.09821", updates=8),
+        reused("Eight updates on a rollout solve more Countdown puzzles than one, rollouts equal: PPO, left to right.",
+            "reuse_left_to_right", "ppo"),
+        reused("The same: PPO, low confidence.", "reuse_confidence", "ppo"),
         not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
             "arXiv 2602.04879", "needs long runs with reuse and low precision"),
     ],
