@@ -111,13 +111,18 @@ def letters(folder: Path, template: str | None = TEMPLATE) -> None:
     test_loading.write(folder / "tokenizer_config.json", named)
 
 
+def with_positions(folder: Path, most: int = 512) -> None:
+    """The 64 positions of a tiny checkpoint are too few for a chat and an answer."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_sequence_length": most}))
+
+
 @pytest.fixture(scope="module")
 def llada(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("llada")
     test_loading.llada(folder)
     letters(folder)
-    config = json.loads((folder / "config.json").read_text())  # its 64 positions are too few for a chat and an answer
-    (folder / "config.json").write_text(json.dumps(config | {"max_sequence_length": 512}))
+    with_positions(folder)
     return folder
 
 

@@ -412,6 +412,7 @@ def place(tmp_path) -> Path:
     (tmp_path / "model").mkdir()
     test_loading.llada(tmp_path / "model")
     test_chat.letters(tmp_path / "model")
+    test_chat.with_positions(tmp_path / "model")
     written(tmp_path / "rows.jsonl", many(12))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"model": "model"}), encoding="utf-8")
     return tmp_path
