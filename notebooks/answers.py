@@ -283,12 +283,13 @@ answer(
     (1 / 2, "That is the integral, which the rule returns with its first node at 0: where is g read now?"),
     (mean((0.1, 0.5, 1)), "That weighs the three nodes alike; the middle one has 4/6."),
     (1 / 6 * 0.1, "That is the error; what does the rule return?"),
+    (1 / 6 * 0.1 + 4 / 6 * 0.5, "That leaves out the node at t = 1: it stays, with g = 1 and the weight 1/6."),
     (4 / 6 * 0.5 + 1 / 6 * 1 + 0.1, "The moved node has a weight, too."),
 )
 # (50.1) with 98 % and 2 %: 0.98/3 + 0.02/12 with 3 times, 1/12 with 12 times.
 answer(
     "05", "3", (0.98 / 3 + 0.02 / 12) / (1 / 12),
-    "Put V_time = 0.98 and V_mask = 0.02 into (50.1), once with Q = 3, m = 4, once with Q = 12, m = 1.",
+    "Put V_time = 0.98 and V_Bern = 0.02 into (50.1), once with Q = 3, m = 4, once with Q = 12, m = 1.",
     (4.0, "That treats all of the variance as that of the time; masks are drawn 12 times in both."),
     (0.98 * 4, "That leaves out the masks' 2 %."),
     (0.98 + 0.02 * 4, "There time and masks have changed places: which of the two do 4 masks at one time not average?"),
