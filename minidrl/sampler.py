@@ -325,7 +325,7 @@ def decode_block(
 
 def check_positions(network: Any, width: int, length: int) -> None:
     """ValueError where a network of transformers was made for fewer positions than prompt and
-    response have: it would run, on positions that it has never met."""
+    response have: it would run, on positions that it has never met. Others have no such number."""
     most = getattr(getattr(network, "config", None), "max_position_embeddings", None)
     if most is not None and width + length > most:
         got = f"{length} after prompts of {width} tokens"

@@ -321,7 +321,7 @@ class Learner:
             encode_prompts(self.tok, self.task.held_out(1), longest, prompt_format="chat")
         else:
             width, length = self.task.prompt_length, settings.sampler.length
-            sampler.check_positions(self.model.model, width, length)
+            sampler.check_positions(getattr(self.model, "model", None), width, length)
         sampler.check_attention(self.model, settings.sampler)
         self.network = self.actor = self._compiled(self.model)
         if settings.rollout_dtype != "float32":
