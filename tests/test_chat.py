@@ -114,7 +114,8 @@ def letters(folder: Path, template: str | None = TEMPLATE) -> None:
 def with_positions(folder: Path, most: int = 512) -> None:
     """The 64 positions of a tiny checkpoint are too few for a chat and an answer."""
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_sequence_length": most}))
+    named = {"max_sequence_length", "max_position_embeddings"} & config.keys()
+    (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(named, most)))
 
 
 @pytest.fixture(scope="module")

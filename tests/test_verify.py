@@ -38,6 +38,7 @@ def random(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("random")
     test_loading.llada(folder)
     test_chat.letters(folder)
+    test_chat.with_positions(folder)
     return folder
 
 
@@ -107,6 +108,7 @@ CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] + ' ' + m['content'] }}<
 def test_chats_of_other_families_of_any_length_fail_only_for_what_they_answer(family, lead, tmp_path):
     """Random weights, whose answer is not the known one. SDAR's prompts: of two lengths, at most one is whole blocks."""
     test_loading.MAKERS[family](tmp_path)
+    test_chat.with_positions(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     test_loading.write(path, json.loads(path.read_text()) | {"chat_template": "~" * lead + CHAT})
     checks = found(tmp_path)
