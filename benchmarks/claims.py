@@ -740,15 +740,20 @@ def in_study(
     """A claim about a method's runs of a study, or about those of two, paired by seed. words: what is measured: criterion."""
     runs_of = [by_seed(study, (method, updates), measure) for method in methods]
     seeds = sorted(set.intersection(*map(set, runs_of)))
-    command = f"python -m minidrl compare studies/{study}.yaml"
-    if len(seeds) < 2:
-        return not_run(text, source, f"needs two seeds of `{command}`")
-    number, _, criterion = words.partition(": ")
     if len(methods) == 2:
         one, other = ((method, updates) for method in methods)
         found = functools.partial(difference, study, one, other, measure)
     else:
         found = functools.partial(runs, [runs_of[0][seed] for seed in seeds])
+    return of_seeds(text, source, study, seeds, words, found)
+
+
+def of_seeds(text: str, source: str, study: str, seeds: list[int], words: str, found: Callable[[], Found]) -> Claim:
+    """A claim that these seeds of a study decide; not run with fewer than two."""
+    command = f"python -m minidrl compare studies/{study}.yaml"
+    if len(seeds) < 2:
+        return not_run(text, source, f"needs two seeds of `{command}`")
+    number, _, criterion = words.partition(": ")
     return Claim(text, source, f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", number, found, criterion)
 
 
@@ -756,11 +761,8 @@ def reused(text: str, study: str, method: str) -> Claim:
     """A claim that 8 updates on each rollout solve more than one, seed by seed; the rate of each was chosen for it."""
     many, one = (by_seed(study, (method, updates), after) for updates in (8, 1))
     seeds = sorted(many.keys() & one.keys())
-    command = f"python -m minidrl compare studies/{study}.yaml"
-    if len(seeds) < 2:
-        return not_run(text, "minidrl", f"needs two seeds of `{command}`")
     found = functools.partial(runs, [many[seed] - one[seed] for seed in seeds])
-    return Claim(text, "minidrl", f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", "points", found, "> 0")
+    return of_seeds(text, "minidrl", study, seeds, "points: > 0", found)
 
 
 # Studies whose results were looked at before their last runs were made, and how often in all.

@@ -228,30 +228,34 @@ def _number(value: Any) -> Any:
         return value
 
 
+def _check_alike(cells: Sequence[Cell]) -> None:
+    """ValueError for methods that are not trained and judged on the same."""
+    first, shared = cells[0].label, _shared(cells[0])
+    for cell in cells:
+        if differing := [key for key, value in _shared(cell).items() if value != shared[key]]:
+            got = f"{cell.label!r} with another {differing[0]} than {first!r}"
+            raise ValueError(f"methods: got {got}; allowed one for all, or a study of its own")
+
+
+def _shared(cell: Cell) -> dict[str, Any]:
+    s = cell.settings
+    judged = {"evaluate.n": s.evaluate.n, "evaluate.skip": s.evaluate.skip}
+    return {"model": s.model, "task": s.task} | judged
+
+
 class Grid:
     """The cells of a study, as far as they are known: those of the report wait for the choice."""
 
     def __init__(self, name: str, study: Study):
         self.name, self.study = name, study
         self.steps: dict[tuple[str, int], int] = {}
-        for line in self.lines():  # what is wrong must not surface after hours of other cells
-            rehearsal.method_of(self._cell(REPORT, *line, study.rates[0], 0).settings)
-        self._check_alike()
+        # What is wrong must not surface after hours of other cells.
+        cells = [self._cell(REPORT, *line, study.rates[0], 0) for line in self.lines()]
+        for cell in cells:
+            rehearsal.method_of(cell.settings)
+        _check_alike(cells)
         if study.equal == "calls":
             self._equalize()
-
-    def _check_alike(self) -> None:
-        """ValueError for methods that are not trained and judged on the same."""
-        first, shared = None, {}
-        for label in self.study.methods:
-            cell = self._cell(REPORT, label, self.study.updates[0], self.study.rates[0], 0)
-            plain = config.to_dict(cell.settings)
-            own = {key: plain[key] for key in ("model", "task")}
-            own |= {f"evaluate.{key}": plain["evaluate"][key] for key in ("n", "skip")}
-            first, shared = first or label, shared or own
-            if differing := [key for key in own if own[key] != shared[key]]:
-                got = f"{label!r} with another {differing[0]} than {first!r}"
-                raise ValueError(f"methods: got {got}; allowed one for all, or a study of its own")
 
     def lines(self) -> list[tuple[str, int]]:
         """(label, updates a rollout): what is told apart."""
