@@ -55,7 +55,7 @@ def rows(scale: str) -> dict[str, methods.Method]:
 
     All have StableDRL's credit, which does not divide by the group's deviation as the row `grpo` does: a line would differ in
     more than its ratio. With one state the EUBO (5.2) is the ELBO plus a constant, so that the sandwich (5.3) is the ELBO for
-    the gradient; it acts in the lines with two states alone. "reinforce" is therefore REINFORCE on an ELBO of one state, and
+    the gradient; it acts in StableDRL's and SPG's lines with two states alone. "reinforce" is therefore REINFORCE on an ELBO of one state, and
     the lines of SPG are its row.
     """
     table, one = methods.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
@@ -72,7 +72,11 @@ def rows(scale: str) -> dict[str, methods.Method]:
         "stabledrl, shared masks": replace(stable, refresh="paired"),
     }
     found |= {f"stabledrl, epsilon {x}": methods.with_options(stable, {"objective.cap": 1.0 + x}) for x in EPSILONS}
-    found["stabledrl, two states"] = methods.with_options(table["stabledrl"], {"normalizer": SCALES[scale]})
+    two = methods.with_options(table["stabledrl"], {"normalizer": SCALES[scale]})
+    grpo = methods.with_options(table["grpo"], {"plan.num_states": 2, "normalizer": SCALES[scale]})
+    found["stabledrl, two states"] = two
+    found["stabledrl, two states, no sandwich"] = replace(two, extra=None)
+    found["grpo, two states"] = replace(grpo, credit=two.credit, refresh="independent")
     own = {"normalizer": SCALES[scale], "plan.block_length": LENGTH, "refresh": "independent"}
     found["spg"] = methods.with_options(table["spg"], own)  # blocks are the sampler's; its code draws masks for each update
     for masked, p in PROMPT_MASKING.items():

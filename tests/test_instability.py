@@ -114,7 +114,8 @@ def weak_base():
     return study.base(steps=2).state_dict()
 
 
-TWO_STATES = ("stabledrl, two states", "spg")
+SANDWICHED = ("stabledrl, two states", "spg")
+TWO_STATES = (*SANDWICHED, "stabledrl, two states, no sandwich", "grpo, two states")
 
 
 def test_lines_differ_in_the_ratio_alone():
@@ -131,6 +132,7 @@ def test_lines_with_two_states_are_the_published_rows():
     """The row stabledrl, and SPG's but for the length of a block and new masks for each update, which its code draws."""
     lines, table = study.rows("sequence"), study.methods.METHODS
     assert lines["stabledrl, two states"] == table["stabledrl"]
+    assert lines["stabledrl, two states, no sandwich"] == replace(table["stabledrl"], extra=None)
     spg, row = study.rows("token mean")["spg"], table["spg"]
     for part in ("objective", "extra", "credit", "aggregation", "anchor", "reduction", "normalizer", "kl"):
         assert getattr(spg, part) == getattr(row, part), part
@@ -138,7 +140,15 @@ def test_lines_with_two_states_are_the_published_rows():
     assert spg.plan.keywords == row.plan.keywords | {"block_length": study.LENGTH} and spg.extra.func is alg.sandwich
 
 
-@pytest.mark.parametrize("name", ["stabledrl", *TWO_STATES])
+def test_grpo_with_two_states_is_grpo_but_for_the_states():
+    """Its control with one state differs from it in nothing else."""
+    for scale in study.SCALES:
+        one, two = study.rows(scale)["grpo, fresh masks"], study.rows(scale)["grpo, two states"]
+        assert replace(two, plan=one.plan) == one
+        assert two.plan.func is one.plan.func and two.plan.keywords == one.plan.keywords | {"num_states": 2}
+
+
+@pytest.mark.parametrize("name", ["stabledrl", *SANDWICHED])
 def test_the_sandwich_acts_with_two_states_alone(name, weak_base):
     """The gradient of a line with its sandwich, and of the same line without: equal with one state."""
     model = study.denoiser.build(study.SIZES, study.Alphabet(), 0).double().eval()
