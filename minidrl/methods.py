@@ -499,7 +499,7 @@ row("espo", "ESPO (arXiv 2512.03759), read in its code (ML-GSAI/ESPO)", "one ELB
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
 
 row("ebpo-block", "EBPO (arXiv 2602.08676), eq. 4 and 5", "one block-ELBO ratio a sequence",
-  differs="the report gives no numbers: clip, masks and credit as in a re-implementation (DARE)",
+  differs="the report has no numbers: clip, credit as in a re-implementation (DARE, 16 masks)",
   plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
   anchor="old", reduction="sequence",
   credit=P(group_z_score, ddof=1, eps=1e-06),
