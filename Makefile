@@ -1,8 +1,9 @@
 # Eight verbs; each makes .venv from requirements.txt when it is missing or older than that file.
 #
 #   make train        a rising reward curve on tiny Countdown, on a CPU
-#   make test         all tests, then every notebook, with its stored outputs compared
-#   make chaos        faults: runs killed at every file operation, damaged, without disk; verifiers fuzzed; up to 20 minutes
+#   make test         all tests, then every lesson, with its stored outputs compared
+#   make chaos        faults: runs killed at every file operation, damaged, without disk; verifiers fuzzed; then the
+#                     notebooks that go with a lesson and measure more (05a, ...), compared too; up to 20 minutes
 #   make lab          Jupyter Lab on the first notebook; LAB="--no-browser --port 8890" passes options to it
 #   make extras       what one of the examples needs beside requirements.txt
 #   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
@@ -24,6 +25,9 @@ JOBS      ?= auto
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
+# One notebook to a process (loadfile), whose cells share a kernel and run in order.
+NBVAL := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile -p no:python \
+	--nbval --nbval-current-env --nbval-cell-timeout=240
 STAMP := $(VENV)/requirements.stamp
 
 # A kernel or module of another environment must not be found before those of .venv.
@@ -36,12 +40,9 @@ train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
 
 # Tests: one thread a process; two that share two cores with two threads each are many times slower than one.
-# Notebooks: one to a process (loadfile), whose cells share a kernel and run in order.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -n $(JOBS) --maxprocesses 8 --dist worksteal tests
-	@set -- notebooks/*.ipynb; if [ -e "$$1" ]; then set -x; \
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile -p no:python \
-		--nbval --nbval-current-env --nbval-cell-timeout=240 "$$@"; fi
+	$(NBVAL) notebooks/00[ab]_*.ipynb notebooks/[01][0-9]_*.ipynb
 
 # What one example needs, and its test, which is skipped without it.
 extras: $(STAMP)
@@ -51,6 +52,7 @@ chaos: $(STAMP)
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
+	$(NBVAL) notebooks/0[1-9]a_*.ipynb notebooks/10a_*.ipynb
 
 # From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)

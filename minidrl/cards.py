@@ -314,13 +314,12 @@ def _calls(method: Method, n: str) -> dict[str, str]:
     own = method.anchor == "old" and method.refresh != "independent"
     others = "0" if one else "(n - 1) K"
     old = {"independent": "K", "paired": others, "scheduled": others}.get(method.refresh, "0")
-    on_record = method.anchor == "behaviour" and method.features == ("logp",)
     reference = method.kl is not None and method.kl.target == "reference"
     if method.linear:
         first = "0"
-    elif on_record and not reference:
+    elif method.on_record and not reference:
         first = "0" if one else "(n - 1) K"
-    elif one and own and method.linear_on_policy and not on_record:
+    elif one and own and method.linear_on_policy:
         first = "0"
     else:
         first = _times(n, twice)

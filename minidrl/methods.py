@@ -175,6 +175,12 @@ class Method:
         return tuple(name for word in asked for name in RECORDS.get(word, ()))
 
     @property
+    def on_record(self) -> bool:
+        """True where ratios are taken against the log-probabilities that the sampler recorded, and
+        the loss reads nothing else of the record."""
+        return self.anchor == "behaviour" and self.features == ("logp",)
+
+    @property
     def linear(self) -> bool:
         """True when the loss is linear in the features: pass 1 of the two-pass backward can be
         skipped."""
@@ -720,7 +726,8 @@ def with_options(method: Method, options: dict[str, Any]) -> Method:
 
     Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by
     name (reduction, normalizer, refresh, aggregation, and credit: group_mean, leave_one_out,
-    group_z_score; where states have values of their own, step_value: greedy, sampled). ``kl.beta``
+    group_z_score; where states have values of their own, step_value: greedy, sampled; where ratios
+    are taken against the sampler's record, anchor: behaviour, or old to score it anew). ``kl.beta``
     0 removes the KL term, and with it the reference model; ``kl.form`` and ``kl.beta`` together
     give a row the term that it lacks. Raises ValueError for a key that the method does not have,
     and for a value of another kind than the present.
@@ -750,6 +757,10 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
         if value not in ("greedy", "sampled"):
             raise ValueError(f"method_options.step_value: got {value!r}; allowed greedy, sampled")
         return dataclasses.replace(method, step_value=value)
+    if key == "anchor" and method.on_record:
+        if value not in ("behaviour", "old"):
+            raise ValueError(f"method_options.anchor: got {value!r}; allowed behaviour, old")
+        return dataclasses.replace(method, anchor=value)
     if key in _WORDS:
         return dataclasses.replace(method, **{part: value})
     if key not in numbers(method):
@@ -841,5 +852,6 @@ def numbers(method: Method) -> list[str]:
 
 def _options(method: Method) -> list[str]:
     other = {"none": ["credit"], "proposed": []}
-    credit = other.get(method.step_value, ["step_value"])
-    return numbers(method) + [f"kl.{name}" for name in KL._fields] + credit + list(_WORDS)
+    words = other.get(method.step_value, ["step_value"]) + list(_WORDS)
+    words += ["anchor"] if method.on_record else []
+    return numbers(method) + [f"kl.{name}" for name in KL._fields] + words

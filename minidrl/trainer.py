@@ -606,7 +606,7 @@ class Learner:
         anything = dict.fromkeys(method.features, blank)
         if method.linear:
             return anything
-        if method.anchor == "behaviour" and method.features == ("logp",):
+        if method.on_record:
             sampled_now = experience.updates == self.updates
             against_reference = method.kl is not None and method.kl.target == "reference"
             return {"logp": logp * plan.scored} if sampled_now and not against_reference else None

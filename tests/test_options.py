@@ -71,8 +71,20 @@ def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
         row = methods.METHODS[name]
         words = [f"{p}.{key}" for p in ("plan", "credit", "objective", "extra")[:parts] for key in getattr(row, p).keywords]
         words += PENALTY + ["step_value" if name == "egspo-sa" else "credit"] + SHARED
+        words += ["anchor"] if name == "egspo-sa" else []
         listed = "allowed " + ", ".join(words)
         refuses(lambda row=row: with_options(row, {"nothing": 1}), "method_options.nothing", listed)
+
+
+def test_a_row_that_reads_the_samplers_record_may_score_it_anew():
+    """One that reads more of the record than the tokens' log-probabilities may not, nor one that reads none."""
+    ppo = methods.METHODS["ppo"]
+    assert with_options(ppo, {"anchor": "old"}) == dataclasses.replace(ppo, anchor="old")
+    assert with_options(ppo, {"anchor": "behaviour"}) == ppo
+    for value in ("none", 1, None, ["old"]):
+        refuses(lambda value=value: with_options(ppo, {"anchor": value}), "anchor", repr(value), "behaviour, old")
+    for name in ("dppo-topk", "reinforce", "grpo"):
+        refuses(lambda name=name: with_options(methods.METHODS[name], {"anchor": "old"}), "method_options.anchor", name)
 
 
 def test_the_number_of_states_may_be_none_which_is_all():

@@ -1138,6 +1138,30 @@ def test_a_rounded_sampler_is_another_policy(name, base):
     assert 1e-4 < other["log_ratio_std"] < 0.3 and other["ratio_mean"] == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.parametrize("name", ["ppo", "drpo", "trace-block"])
+def test_what_the_sampler_recorded_does_not_matter_where_it_is_scored_anew(name, base, monkeypatch):
+    """Weights after two updates, from the record and from one that is off by half a nat: alike with `anchor: old` alone."""
+    collect, off = trainer.Learner.collect, [0.0]
+
+    def collect_wrongly(learner, *given):
+        made = collect(learner, *given)
+        noise = torch.randn(made.rollout.logp.shape, generator=torch.Generator().manual_seed(0))
+        made.rollout = dataclasses.replace(made.rollout, logp=made.rollout.logp + off[0] * noise)
+        return made
+
+    monkeypatch.setattr(trainer.Learner, "collect", collect_wrongly)
+    monkeypatch.setattr(Countdown, "score", score_of_even_targets)
+    differs = {}
+    for anchor in ("behaviour", "old"):
+        weights = []
+        for off[0] in (0.0, 0.5):
+            learner = trainer.Learner(tiny.settings(base, method=name, method_options={"anchor": anchor}, num_prompts=8))
+            learner.step(0)
+            weights.append(torch.cat([p.detach().flatten() for p in learner.model.parameters()]))
+        differs[anchor] = not torch.equal(*weights)
+    assert differs == {"behaviour": True, "old": False}
+
+
 def test_a_rounded_sampler_follows_the_weights(base):
     """Every rollout is that of the present weights, rounded; its records are float32."""
     learner = trainer.Learner(tiny.settings(base, method="dppo-topk", rollout_dtype="bfloat16"))
