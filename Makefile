@@ -71,7 +71,7 @@ lint: $(STAMP)
 pages: $(STAMP)
 	$(PY) benchmarks/readme.py
 	$(PY) -m minidrl.index
-	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb
+	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb notebooks/10a_more_rows.ipynb
 
 $(STAMP): requirements.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
