@@ -2,7 +2,7 @@
 
 Reward 1 for every response, no centring, 8 plain gradient steps on fresh responses of the Countdown model that ships, in
 low-confidence order. A line a seed: the mean entropy of a response (nats) before each step, without updates, with the score
-of the revealed tokens (4.1), and with the exact score of the sampler, tokens and positions (4.2). Notebook 08 reads it.
+of the revealed tokens (4.1), and with the exact score of the sampler, tokens and positions (4.2). Notebook 08a reads it.
 """
 
 from __future__ import annotations

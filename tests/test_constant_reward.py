@@ -1,4 +1,4 @@
-"""benchmarks/constant_reward.py: the stored courses are what the code finds, and what notebook 08 computes for its seed."""
+"""benchmarks/constant_reward.py: the stored courses are what the code finds, and what notebook 08a computes for seed 0."""
 
 import json
 
