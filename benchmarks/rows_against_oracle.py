@@ -750,8 +750,8 @@ in seconds.
 
 TAIL = """
 What this does not say: how a network generalises, or which row trains best. All numbers are about four positions: at 256 the
-fixed counts of `gdpo-released` err by less than one per cent ([notebook 05](../notebooks/05_gdpo.ipynb)), here they miss a
-node.
+fixed counts of `gdpo-released` err by less than one per cent ([notebook 05a](../notebooks/05a_gdpo_measured.ipynb)), here they
+miss a node.
 """
 
 

@@ -334,10 +334,12 @@ def test_what_is_at_a_limit_is_allowed():
 
 # ------------------------------------------------------------------------------------------------------------- lessons
 # Notebooks 01 to 09 have one form: what is needed, the lesson, three sentences to take away, the exercise notebook; and
-# the letters of docs/glossary.md, each with one meaning, which hold in notebook 10 as well.
+# the letters of docs/glossary.md, each with one meaning, which hold in notebook 10 as well. What a lesson leaves out is in
+# its companion, which has the same form and leads back to the lesson.
 
 LESSONS = [name for name in CASES if re.match(r"0[1-9]_", name)]
-WITH_SYMBOLS = [*LESSONS, "10_the_map.ipynb"]
+COMPANIONS = [name for name in CASES if re.match(r"0[1-9]a_[a-z]*_measured\.ipynb", name)]
+WITH_SYMBOLS = [*LESSONS, *COMPANIONS, "10_the_map.ipynb", "10a_more_rows.ipynb"]
 MOST_NEEDS, MOST_SENTENCE = 40, 50  # words
 Symbols = dict[str, str]  # {"L": "positions of a response"}
 
@@ -365,9 +367,14 @@ def ends_with_three_sentences(name: str, notebook: dict) -> list[str]:
     return found
 
 
+def lesson_of(companion: str) -> str:
+    """05a_gdpo_measured.ipynb belongs to 05_gdpo.ipynb."""
+    return re.sub(r"^(0[1-9])a_([a-z]*)_measured", r"\1_\2", companion)
+
+
 def ends_with_links(name: str, notebook: dict) -> list[str]:
-    last = text_of(notebook["cells"][-1]["source"])
-    wanted = ["../docs/glossary.md", f"../exercises/{name}"]
+    last, lesson = text_of(notebook["cells"][-1]["source"]), lesson_of(name)
+    wanted = ["../docs/glossary.md", f"../exercises/{name}" if lesson == name else lesson]
     return [f"no link to {path} at the end" for path in wanted if f"]({path})" not in last]
 
 
@@ -437,13 +444,13 @@ FORM = {rule.__name__: rule for rule in (starts_with_needs, ends_with_three_sent
 
 
 @pytest.mark.parametrize("rule", FORM)
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", [*LESSONS, *COMPANIONS])
 def test_a_lesson_has_the_form_of_all(name: str, rule: str):
     assert FORM[rule](name, CASES[name][0]) == []
 
 
 @pytest.mark.parametrize("rule", LETTERS)
-@pytest.mark.parametrize("name", WITH_SYMBOLS[len(LESSONS) :])
+@pytest.mark.parametrize("name", WITH_SYMBOLS[len(LESSONS) + len(COMPANIONS) :])
 def test_a_letter_means_the_same_after_the_lessons(name: str, rule: str):
     assert LETTERS[rule](name, CASES[name][0]) == []
 
@@ -451,6 +458,19 @@ def test_a_letter_means_the_same_after_the_lessons(name: str, rule: str):
 def test_every_lesson_is_there_with_its_exercises():
     assert [name[:2] for name in LESSONS] == [f"{k:02}" for k in range(1, 10)]
     assert all((ROOT / "exercises" / name).exists() for name in LESSONS)
+
+
+def test_a_companion_and_its_lesson_name_each_other():
+    assert {lesson_of(name) for name in COMPANIONS} <= set(LESSONS)
+    for name in COMPANIONS:
+        assert f"]({name}" in markdown_of(CASES[lesson_of(name)][0]) and f"]({lesson_of(name)})" in markdown_of(CASES[name][0])
+
+
+def test_a_companion_leads_back_to_its_lesson():
+    last = markdown("## To take away\n\n[a](../docs/glossary.md), [b](01_x.ipynb)")
+    assert ends_with_links("01a_x_measured.ipynb", {"cells": [last]}) == []
+    other = markdown("## To take away\n\n[a](../docs/glossary.md), [b](02_x.ipynb)")
+    assert ends_with_links("01a_x_measured.ipynb", {"cells": [other]}) == ["no link to 01_x.ipynb at the end"]
 
 
 LESSON = [
