@@ -53,10 +53,10 @@ class Alphabet:
 def rows(scale: str) -> dict[str, methods.Method]:
     """The lines: rows made equal in everything but the ratio: one state, centred rewards, the same normaliser of the ELBO.
 
-    All have StableDRL's credit, which does not divide by the group's deviation as the row `grpo` does: a line would differ in
-    more than its ratio. With one state the EUBO (5.2) is the ELBO plus a constant, so that the sandwich (5.3) is the ELBO for
-    the gradient; it acts in StableDRL's and SPG's lines with two states alone. "reinforce" is therefore REINFORCE on an ELBO of one state, and
-    the lines of SPG are its row.
+    All have StableDRL's credit, which does not divide by the group's deviation as the row `grpo` does: a line would differ
+    in more than its ratio. With one state the EUBO (5.2) is the ELBO plus a constant, so that the sandwich (5.3) is the
+    ELBO for the gradient; it acts in StableDRL's and SPG's lines with two states alone. "reinforce" is therefore REINFORCE
+    on an ELBO of one state, and the lines of SPG are its row.
     """
     table, one = methods.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
     line = lambda name, **words: methods.with_options(table[name], one | words)  # noqa: E731

@@ -41,7 +41,7 @@ def unknown(decided_by: str) -> list[str]:
         page = re.fullmatch(r"(docs/\w+\.md)", part)
         file, notebook = (
             re.fullmatch(r"`(?:python )?(\w+/\w+\.py)`", part),
-            re.fullmatch(r"notebook (\d\d) \((\d+\.\d+)\)", part),
+            re.fullmatch(r"notebook (\d\d[a-z]?) \((\d+\.\d+)\)", part),
         )
         known = law and f"\ndef {law[1]}(" in SOURCES
         known = known or command and 1 <= int(command[1]) <= len(claims.RECORDED)
