@@ -334,8 +334,9 @@ def spread_grows(runs: list[dict]) -> bool:
 
 TWO = """## Two masked states
 
-Lines that draw two stratified states a response, as the row `stabledrl` does, for twice the network calls. They were run after
-the others, and Holm's correction is over these pairs of a scale.
+Lines that draw two stratified states a response, as the row `stabledrl` does, for twice the network calls. `grpo, two states`
+and `stabledrl, two states, no sandwich` were run after all others, to tell variance and sandwich apart; Holm's correction is
+over these pairs of a scale.
 
 {tables}
 
