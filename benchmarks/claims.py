@@ -1018,7 +1018,7 @@ LEDGER: dict[str, list[Claim]] = {
     ],
     "SPG": [
         Claim("SPG's evidence upper bound as it is computed, without its constant, lies above the log-likelihood (beta = 1.5).",
-            "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.13)",
+            "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06a (60.13)",
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
         *happens(of_runs("SPG, its row with two states and the sandwich, collapses where each rollout is used for four updates",

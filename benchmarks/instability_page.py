@@ -41,6 +41,13 @@ PAIRS = {  # what differs between the two lines
     ("grpo, mean field", FRESH): "a likelihood without noise",
     (f"stabledrl, {MASKING}", f"grpo, {MASKING}"): "cap and self-normalisation, mean field, under noise of the prompt",
 }
+ONE_MORE, PLAIN, SANDWICHED = "grpo, two states", "stabledrl, two states, no sandwich", "stabledrl, two states"
+TWO_PAIRS = {  # run later, and corrected among themselves
+    (ONE_MORE, FRESH): "a second masked state, in GRPO",
+    (PLAIN, "stabledrl"): "a second masked state, in StableDRL",
+    (SANDWICHED, PLAIN): "the sandwich",
+    (PLAIN, ONE_MORE): "cap and self-normalisation, with two states",
+}
 NO_SCALE = ("reinforce", "spg")  # no ratio: dividing the loss by the length divides its gradient, which AdamW takes out
 SLOW = 0.03  # a reward that ends further than this below its peak is past it
 LEVEL = 0.05
@@ -89,10 +96,12 @@ def table_row(name: str, runs: list[dict]) -> dict:
     }
 
 
-def paired_lines(results: list[dict], scale: str) -> list[tuple[str, str, list[float], intervals.Paired, float]]:
+def paired_lines(
+    results: list[dict], scale: str, pairs: dict[tuple[str, str], str] = PAIRS
+) -> list[tuple[str, str, list[float], intervals.Paired, float]]:
     """The pairs of which both lines ran with two common seeds or more: differences of the reward at the end, test, Holm's p."""
     found = []
-    for a, b in PAIRS:
+    for a, b in pairs:
         left, right = ({r["seed"]: r["final_reward"] for r in study.of_line(results, scale, name)} for name in (a, b))
         ends = [(left[seed], right[seed]) for seed in sorted(left.keys() & right.keys())]
         if len(ends) >= 2:
@@ -101,12 +110,12 @@ def paired_lines(results: list[dict], scale: str) -> list[tuple[str, str, list[f
     return [(*line, p) for line, p in zip(found, adjusted, strict=True)]
 
 
-def differences(results: list[dict], scale: str) -> list[dict]:
+def differences(results: list[dict], scale: str, pairs: dict[tuple[str, str], str] = PAIRS) -> list[dict]:
     """The same as rows of a table."""
     return [
         {
             "pair": f"{a} - {b}",
-            "what differs": PAIRS[a, b],
+            "what differs": pairs[a, b],
             "seeds": len(values),
             "difference": f"{pair.mean:.3f} [{pair.low:.3f}, {pair.high:.3f}]",
             "p": f"{pair.p:.2g}",
@@ -114,7 +123,7 @@ def differences(results: list[dict], scale: str) -> list[dict]:
             "mean": pair.mean,
             "adjusted": p,
         }
-        for a, b, values, pair, p in paired_lines(results, scale)
+        for a, b, values, pair, p in paired_lines(results, scale, pairs)
     ]
 
 
@@ -321,6 +330,51 @@ def spread_grows(runs: list[dict]) -> bool:
     """True if the last hundred updates have more of it than the first."""
     first, last = trend(runs, "spread")
     return last > first
+
+
+TWO = """## Two masked states
+
+Lines that draw two stratified states a response, as the row `stabledrl` does, for twice the network calls. `grpo, two states`
+and `stabledrl, two states, no sandwich` were run after all others, to tell variance and sandwich apart; Holm's correction is
+over these pairs of a scale.
+
+{tables}
+
+Of two numbers the first is for the ratio of the token mean, the second for that of the sequence.
+
+- **Less noise.** In the first hundred updates the log-ratios of GRPO spread by {noise} nats, with one state by {noise_one}.
+- **GRPO** ends at {grpo} with two states, at {grpo_one} with one: {grpo_gain}. Of its runs with two, {grpo_lost} end below
+their start; the largest gradient norms are {grpo_norm}, with one state {grpo_norm_one}.
+- **StableDRL without its sandwich** ends at {plain} with two states, at {plain_one} with one: {plain_gain}.
+- **The sandwich**, with two states, lifts it to {both}: {both_gain}.
+- **What the cure is worth then**: StableDRL without its sandwich less GRPO, both with two states, is {cure_gain}."""
+
+
+def two_states(results: list[dict]) -> str:
+    """What a second state does, what the sandwich does, and what the cure is worth with both; "" where a line has not run."""
+    there = {name: [study.of_line(results, scale, name) for scale in study.SCALES] for pair in TWO_PAIRS for name in pair}
+    if not all(len(runs) > 1 for lines in there.values() for runs in lines):
+        return ""
+    rows = [differences(results, scale, TWO_PAIRS) for scale in study.SCALES]
+    columns = ("pair", "what differs", "seeds", "difference", "p", "p, Holm")
+    parts = [f"Ratio of the {s}:\n\n{tables.markdown_table(r, columns)}" for s, r in zip(study.SCALES, rows, strict=True)]
+    told = {pair: " and ".join(map(judged, lines)) for pair, lines in zip(TWO_PAIRS, zip(*rows, strict=True), strict=True)}
+    end = {name: " and ".join(interval([r["final_reward"] for r in runs]) for runs in lines) for name, lines in there.items()}
+    words = {"grpo": end[ONE_MORE], "grpo_one": end[FRESH], "plain": end[PLAIN], "plain_one": end["stabledrl"]}
+    words |= dict(zip(("grpo_gain", "plain_gain", "both_gain", "cure_gain"), told.values(), strict=True))
+    for key, name in (("", ONE_MORE), ("_one", FRESH)):
+        words[f"noise{key}"] = " and ".join(f"{trend(runs, 'spread')[0]:.2f}" for runs in there[name])
+        words[f"grpo_norm{key}"] = " and ".join(f"{max(r['norm_max'] for r in runs):.3g}" for runs in there[name])
+    words["grpo_lost"] = " and ".join(f"{sum(study.gained(r) < 0 for r in runs)} of {len(runs)}" for runs in there[ONE_MORE])
+    head, *items = TWO.split("\n- ")
+    said = "\n".join(bullet(item.format(both=end[SANDWICHED], **words)) for item in items)
+    return head.format(tables="\n\n".join(parts)) + "\n" + said + "\n\n"
+
+
+def judged(row: dict) -> str:
+    """A difference, and whether Holm's correction leaves it."""
+    told = f"Holm p = {row['p, Holm']}"
+    return f"{row['difference']} ({told if row['adjusted'] < LEVEL else f'undecided, {told}'})"
 
 
 def ends(results: list[dict]) -> str:
@@ -561,7 +615,8 @@ StableDRL (arXiv 2603.06743) gives a reason why reinforcement learning of diffus
 the exponential of an estimate, so that its noise has a long tail; the tail passes GRPO's clip; one large gradient moves
 the policy; and a policy that has moved has noisier ratios. This page has two parts: what a weight can say about the
 ratio, computed, and what becomes of runs, measured, the argument [link by link](#the-argument-link-by-link) and [what
-follows](#what-follows). The argument itself is in [notebook 06](../notebooks/06_stabledrl.ipynb).
+follows](#what-follows). The argument itself is in [notebook
+06](../notebooks/06_stabledrl.ipynb), what is measured beside in [06a](../notebooks/06a_stabledrl_measured.ipynb).
 
 Written by `python benchmarks/instability_page.py` from `benchmarks/results/instability.json` and `weight_signal.json`.
 
@@ -574,7 +629,7 @@ that of the ELBO in its count form, one state in each of K strata, on the model 
 chosen, not fitted to a network: its token costs {cost:.2f} nats on average, and no network's noise was measured at {published}
 tokens. By accounts of the paper single ratios reach about 1e5, 11.5 nats; of which scale, they do not say. If of sequences,
 noise of about 3 nats would do; a trained model has 12 at a twentieth of this length (**Measured**, below). [Notebook
-06](../notebooks/06_stabledrl.ipynb) has the weights at such noise, too.
+06a](../notebooks/06a_stabledrl_measured.ipynb) has the weights at such noise, too.
 
 - **fresh**: old and new value have masks of their own. **shared**: they have the same. For these it is *assumed* that
   the update scales the log-probability of every token in every state by one factor; the noise of a real update was
@@ -603,9 +658,9 @@ Reading:
 {reuse} on each rollout of {batch} responses. It is not the setting of StableDRL's released code: one masked state a
 response, where the code and the row `stabledrl` have two, the code's of blocks; no clip of the gradient norm, where the code
 has 0.2; {reuse} updates on a rollout, where the code has two. The setting was searched for, and the trials were not recorded:
-the comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. GRPO with two
-states was not run. "Collapse" is this project's criterion: a run ends below its start. The same command runs what is not run
-yet.
+the comparison is made where plain GRPO with fresh masks fails, and says nothing about how often it does. Lines with [two
+states](#two-masked-states) have a part of their own. "Collapse" is this project's criterion: a run ends below its start. The
+same command runs what is not run yet.
 
 **One state leaves the sandwich out.** With one masked state the EUBO (5.2) is the ELBO plus a constant: their gradients are
 equal, and the sandwich (5.3) does nothing. What these lines weigh is the ELBO; the sandwich of StableDRL's code acts in
@@ -623,8 +678,9 @@ the deviation, so that no line differs from another in its advantages.
   are the sampler's, here one of {length}, and the masks new for each update, as in its code. Lines without a ratio have no
   scale of one: with token means loss and gradient are divided by {length}, which AdamW takes out. The runs of `reinforce`
   are in the table of the sequence, those of `spg`, whose row has token means, in that of the token mean.
-- **two states**: the row `stabledrl` as it is but for the scale of the ratio, with twice the network calls of the line
-  `stabledrl`.
+- **two states**: of StableDRL the row `stabledrl` as it is but for the scale of the ratio, with twice the network calls of
+  the line `stabledrl`; **no sandwich**: the same with the ELBO as its score. `grpo, two states` is `grpo, fresh masks` with
+  two.
 - **spread of the log-ratio**: its standard deviation over the responses of an update, at the scale of the table: noise of
   the estimate, and what the weights have moved. Lines without a ratio have one for this purpose, too.
 - **bypass** (in the figure): the share of responses with a negative advantage and a ratio above 1.2, which GRPO's clip lets
@@ -647,7 +703,7 @@ Axes of spread and gradient norm are each column's own.
 
 {sections}
 
-{ends}
+{two_states}{ends}
 """
 
 
@@ -668,6 +724,7 @@ def document(results: list[dict], lines: list[dict]) -> str:
         not_run=not_run(results),
         updates=f"{max(r['updates'] for r in results):,}",
         chain=chain(results),
+        two_states=two_states(results),
         ends=ends(results),
         sections="\n\n".join(section(results, scale) for scale in study.SCALES),
     )

@@ -279,6 +279,39 @@ def test_pairs_are_paired_by_seed_and_corrected(page):
     assert page.differences(results, "sequence") == []
 
 
+TWO_LINES = {  # three seeds each
+    "grpo, fresh masks": [0.30, 0.31, 0.29],
+    "grpo, two states": [0.80, 0.82, 0.81],
+    "stabledrl": [0.60, 0.62, 0.61],
+    "stabledrl, two states, no sandwich": [0.61, 0.60, 0.62],
+    "stabledrl, two states": [0.90, 0.89, 0.91],
+}
+
+
+def two_lines(left_out: str = "") -> list[dict]:
+    names = [name for name in TWO_LINES if name != left_out]
+    runs = [(name, scale, seed, x) for name in names for scale in study.SCALES for seed, x in enumerate(TWO_LINES[name])]
+    return [a_run(name, seed, [0.4, 0.5, x], scale) for name, scale, seed, x in runs]
+
+
+def test_what_a_second_state_does_is_judged_by_its_numbers(page):
+    """By hand: 0.51 for GRPO, nothing for StableDRL (0.01, -0.02, 0.01), 0.29 for the sandwich, -0.20 for the cure."""
+    text = " ".join(page.two_states(two_lines()).split())
+    assert "**GRPO** ends at 0.810 [" in text and "with two states, at 0.300 [" in text
+    assert "Of its runs with two, 0 of 3 and 0 of 3 end below their start" in text
+    found = {row["pair"]: row for row in page.differences(two_lines(), "sequence", page.TWO_PAIRS)}
+    assert [row["mean"] for row in found.values()] == pytest.approx([0.51, 0.0, 0.29, -0.2])
+    assert [row["adjusted"] < 0.05 for row in found.values()] == [True, False, True, True]
+    assert text.count("(undecided, Holm p = ") == 2 and text.count("(Holm p = ") == 6  # one and three of four, two scales
+    smallest = min(found.values(), key=lambda row: float(row["p"]))
+    assert smallest["adjusted"] == pytest.approx(4 * float(smallest["p"]), rel=0.05)  # among these four, not all pairs
+
+
+@pytest.mark.parametrize("name", TWO_LINES)
+def test_without_one_of_its_lines_nothing_is_said_of_two_states(name, page):
+    assert page.two_states(two_lines(name)) == ""
+
+
 def test_the_links_of_the_argument_are_counted_over_all_noisy_lines(page):
     """One grows and rises, one grows and ends below its start, one falls; the fourth is not noisy."""
     made = {
