@@ -366,6 +366,7 @@ def _verify(arguments, overrides) -> None:
 
 def _evaluate(arguments, overrides) -> None:
     from minidrl import checkpoints, config, evaluation
+    from minidrl.tasks import held_out
 
     if arguments.compare:
         _no_overrides(overrides)
@@ -394,6 +395,7 @@ def _evaluate(arguments, overrides) -> None:
         config.check_length(settings.task, one.length)
     out = _written("out", arguments.out) if arguments.out else None
     with evaluation.opened(out):
+        held_out(settings.task, n)  # before anything is loaded
         model, tok = checkpoints.load(arguments.model)
         how |= {"name": arguments.model, "out": out}
         with checkpoints.blamed(model, arguments.model):

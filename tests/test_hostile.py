@@ -104,6 +104,7 @@ WRONG |= {
     "pretrain base.yaml --network.intermediate_size 1e12": "memory: got",
     "evaluate base --config run.yaml --n 4 --samples 1000000000": "samples: got '1000000000'; allowed up to 262144",
     "evaluate base --config run.yaml --n 1000000000": "n: got '1000000000'; allowed up to 1048576",
+    "evaluate base --config run.yaml --n 36": "evaluate.n: got 36; allowed at most 35, the held-out puzzles",
     "evaluate base --config run.yaml --n 1e3": "n: got '1e3'; allowed integers from 1",
     f"evaluate base --config run.yaml --n {'9' * 5000}": "n: got '9999",
     "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed 0 (greedy)",
@@ -222,7 +223,7 @@ WRONG |= {
     "tasks gsm8k --check ": "check: got ''; allowed text",
     "evaluate base --config .": "config: got '.', which is no file",
     "evaluate base --config base/model.safetensors": "base/model.safetensors",
-    "evaluate run.yaml --config run.yaml": "model: got 'run.yaml', which holds no config.json",
+    "evaluate run.yaml --config run.yaml --n 4": "model: got 'run.yaml', which holds no config.json",
 }
 
 
