@@ -60,6 +60,38 @@ def tell(said: BaseException | str) -> None:
         print(f"minidrl: {one_line(said)}", file=sys.stderr)
 
 
+_KEPT: list[str] | None = None  # notes that wait
+
+
+def note(said: str) -> None:
+    """What a user should know of a run, as one line on stderr; inside ``kept_notes`` it waits."""
+    if _KEPT is None:
+        tell(said)
+    else:
+        _KEPT.append(said)
+
+
+def tell_notes() -> None:
+    """The notes that wait: nothing is refused any more."""
+    while _KEPT:
+        tell(_KEPT.pop(0))
+
+
+@contextlib.contextmanager
+def kept_notes() -> Iterator[None]:
+    """Inside, notes wait for ``tell_notes`` or the end; what is refused is one line, without."""
+    global _KEPT
+    _KEPT = []
+    try:
+        yield
+        tell_notes()
+    except (RunError, FloatingPointError, KeyboardInterrupt):  # something was run
+        tell_notes()
+        raise
+    finally:
+        _KEPT = None
+
+
 def launched_processes() -> int:
     """The number of processes that torchrun says it started; 1 without it."""
     told = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()

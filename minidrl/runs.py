@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl import checkpoints, config, distributed, files, report, untrusted
 from minidrl.denoiser import has_adapters, trained
-from minidrl.launch import one_line, tell
+from minidrl.launch import note, one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 _NAME = re.compile(r"checkpoint-[0-9]+")
@@ -214,7 +214,7 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
         return _resumed(out, settings)
     if _contents(out):
         _check_startable(out, settings)
-        _tell(
+        note(
             f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again"
         )
     write_config(out, settings)
@@ -258,16 +258,12 @@ def _resumed(out: Path, settings: Any) -> Path:
         raise ValueError(f"resume: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
     step = _checkpoint_step(checkpoint)
     if damaged:
-        _tell(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
+        note(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
     config.check_unchanged(settings, checkpoint, free=_FREE_ON_RESUME)
     if step > settings.steps or (step == settings.steps and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
         raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
     return checkpoint
-
-
-def _tell(said: str) -> None:
-    tell(said)
 
 
 def _check_startable(out: Path, settings: Any) -> None:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import minidrl
 from minidrl import checkpoints, config, controls, files, rehearsal, report, runs, trainer
-from minidrl.launch import Interrupted, RunError, one_line, stop_requests, tell
+from minidrl.launch import Interrupted, RunError, one_line, stop_requests, tell, tell_notes
 from minidrl.ledger import PHASES, SELF_TRAINING, Group, Ledger, rate_text
 from minidrl.untrusted import brief
 
@@ -475,6 +475,7 @@ def run(grid: Grid, out: Path, ledger: Ledger, jobs: int = 2) -> None:
     with ledger.opened():
         work = _Work(grid, out, ledger, jobs)
         _done(ledger, [*grid.choices(), *grid.cells(REPORT, ledger)], work.bed)  # or nothing is run
+        tell_notes()
         for stage in (CHOOSE, REPORT):
             cells = grid.cells(stage, ledger)
             done = _done(ledger, cells, work.bed)

@@ -5,6 +5,7 @@ draws inputs that nobody chose.
 """
 
 import ast
+import contextlib
 import json
 import math
 import os
@@ -791,6 +792,43 @@ def test_more_held_out_problems_than_there_are_is_known_before_the_first_step(ve
     assert "evaluate.n: got 5000; allowed at most 35" in refused(capfd, *verb.split(), "--evaluate.n", "5000")
     line = refused(capfd, *verb.split(), "--evaluate.skip", "5000")
     assert "evaluate.skip: got 5000; with it evaluate.n: got 5004; allowed at most 35" in line
+
+
+NOTED = {  # what is refused after something that a user should know -> a part of the one line
+    "train noted.yaml --method grpo --evaluate.n 50": "evaluate.n: got 50; allowed at most 35",
+    "evaluate base --config run.yaml --task.name sudoku --sampler.length 16 --sampler.block_length 16 --n 4": "prompt: got ",
+    "compare noted.yaml --methods grpo --rates 1e-4,2e-4 --choose.seeds 1e6": "1000000 in choose",
+}
+
+
+@pytest.mark.parametrize("command", NOTED)
+def test_what_is_refused_is_one_line_without_the_notes_before_it(command, folder, capfd):
+    (folder / "noted.yaml").write_text(yaml.safe_dump(RUN | {"method_options": {"plan.min_entropy": 0.02}}))
+    assert NOTED[command] in refused(capfd, *command.split())
+
+
+def test_a_refused_resume_says_nothing_of_the_checkpoint_that_it_would_have_skipped(folder, capfd):
+    goes_on = finished(folder)
+    (folder / "o/checkpoint-2/state.json").write_text("{}")
+    assert "seed: got 5; allowed 0, with which the run" in refused(capfd, *goes_on, "--seed", "5")
+    assert main(goes_on) == 0
+    assert capfd.readouterr().err.count("minidrl: skipped: o/checkpoint-2 ") == 1
+
+
+@pytest.mark.parametrize("raised, told", [
+    (None, True),
+    *((kind("stopped"), True) for kind in (launch.RunError, KeyboardInterrupt, FloatingPointError)),
+    *((kind("refused"), False) for kind in (ValueError, OSError, TypeError)),
+])  # fmt: skip
+def test_notes_are_told_of_what_was_run_and_not_of_what_is_refused(raised, told, capfd):
+    with contextlib.suppress(BaseException), launch.kept_notes():
+        launch.note("a note")
+        assert capfd.readouterr().err == ""
+        if raised is not None:
+            raise raised
+    assert capfd.readouterr().err == ("minidrl: a note\n" if told else "")
+    launch.note("at once")
+    assert capfd.readouterr().err == "minidrl: at once\n"
 
 
 def test_a_file_in_the_place_of_the_controls_is_not_written_over(folder, capfd):
