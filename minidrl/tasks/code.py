@@ -275,6 +275,8 @@ def _sorted(
             left[number] = str(why)
         except RecursionError:  # a test of a thousand brackets
             left[number] = "its code is nested too deeply"
+        except ValueError as error:  # 0xff.. is read, and has too many digits to be written
+            left[number] = f"its code cannot be written out: {str(error).partition(';')[0]}"
         else:
             if made.key in keys:
                 left[number] = "the question is there already"
