@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from transformers.utils import logging
 
 from minidrl import untrusted
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
-from minidrl.launch import is_panic, one_line
+from minidrl.launch import is_panic, one_line, without_stderr
 from minidrl.untrusted import brief
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -595,7 +594,7 @@ def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
         (PreTrainedTokenizerFast, "tokenizer.json") if whole else (family.tokenizer, "vocab.json")
     )
     try:
-        with _without_stderr():
+        with without_stderr():
             tokenizer = kind.from_pretrained(folder, padding_side="left")
             # Some files are read, and then break off at any text: here at one of their own words.
             tokenizer(tokenizer.convert_ids_to_tokens(len(tokenizer) // 2) or "")
@@ -605,24 +604,6 @@ def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
         allowed = "the files of a working tokenizer"
         raise ValueError(f"{name}: got {one_line(error)}; allowed {allowed}") from None
     return tokenizer
-
-
-@contextlib.contextmanager
-def _without_stderr():
-    """What a library in Rust writes when it panics, past Python, goes nowhere."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # closed by who started this
-        yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _check_tokenizer_files(folder: Path) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -1179,11 +1180,29 @@ def test_control_characters_do_not_reach_a_terminal():
     assert len(launch.one_line("x" * 10**6)) < launch.LONGEST
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "MINIDRL_WAIT"])
 def test_a_wrong_environment_is_one_line(name, here, capfd, monkeypatch):
     for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "\x1bmany"}.items():
         monkeypatch.setenv(key, value)
     assert f"{name}: got '\\x1bmany' in the environment; allowed integers" in refused(capfd, "train", "run.yaml")
+
+
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_whose_partner_never_comes_says_what_to_do(rank, agent, here, capfd, monkeypatch):
+    """With a store of its own, and with that of torchrun, which is there before the processes are."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MINIDRL_WAIT": "1"}
+    told |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": str(agent)}
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
+    for key, value in told.items():
+        monkeypatch.setenv(key, value)
+    line = refused(capfd, "train", "run.yaml", "--out", "o")
+    assert f"WORLD_SIZE: got 2 processes that did not meet at 127.0.0.1:{port}: " in line
+    assert "allowed all of them started, on every node with the same address, within MINIDRL_WAIT (1) seconds" in line
+    del store
 
 
 def test_the_numbers_of_processes_that_the_environment_tells(monkeypatch):
