@@ -770,7 +770,7 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
 
 @contextlib.contextmanager
 def blamed(model: Denoiser, source: str | Path):
-    """Numbers that are not finite, met inside, are the files' fault if they hold such weights.
+    """Numbers that are not finite, met inside, are the files' fault: ValueError that names them.
 
     To look at every weight of a large model before its first use would take longer than loading.
     """
@@ -778,13 +778,25 @@ def blamed(model: Denoiser, source: str | Path):
         yield
     except FloatingPointError as error:
         check_finite(model, source, f" ({error})")
-        raise
+        size, name = max((_largest(value), name) for name, value in model.named_parameters())
+        got = f"{str(source)!r}, with which {error}; its largest weight is {size:.3g}, in {name}"
+        raise ValueError(f"model: got {got}; allowed weights that give finite numbers") from None
+
+
+def _largest(value: torch.Tensor) -> float:
+    own = _own(value)
+    known = own.is_floating_point() and own.numel() and not own.is_meta
+    return float(own.detach().abs().max()) if known else 0.0
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
 
 
 def check_finite(model: Denoiser, source: str | Path, said: str = "") -> None:
     """ValueError that names the first weights which hold infinity, or what is no number."""
     for name, value in model.named_parameters():
-        own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+        own = _own(value)
         if not own.is_meta and not own.isfinite().all():  # on meta: not read here
             got = f"{str(source)!r}, whose weights {name} are not all finite{said}"
             raise ValueError(f"model: got {got}; allowed finite numbers") from None

@@ -500,13 +500,15 @@ def test_a_run_that_has_to_stop_exits_with_status_1(folder, capfd):
     assert last.startswith("minidrl: step 1: logits: the model returned NaN") and "new/failed-1 holds weights" in last
 
 
-def test_logits_that_are_nan_from_the_start_exit_with_status_1(folder, capfd, monkeypatch):
+def test_logits_that_are_nan_from_the_start_are_those_of_a_wrong_model(folder, capfd, monkeypatch):
     def broken(*_, **__):
         raise FloatingPointError("logits: the model returned NaN or +inf")
 
     monkeypatch.setattr(trainer.sampler, "generate", broken)
     for words in (["train", "run.yaml", "--out", "new"], ["evaluate", "base", "--config", "run.yaml", "--n", "4"]):
-        assert run(capfd, *words) == (1, "", "minidrl: logits: the model returned NaN or +inf\n")
+        status, out, error = run(capfd, *words)
+        assert (status, out, error.count("\n")) == (2, "", 1) and not (folder / "new").exists()
+        assert "base', with which logits: the model returned NaN or +inf; its largest weight is " in error
 
 
 def test_compare_does_what_is_missing_and_refuses_cells_with_other_settings(folder, capfd, monkeypatch):

@@ -852,6 +852,19 @@ def test_weights_that_are_no_numbers_are_named(words, folder, capfd):
     assert not (folder / "o").exists()
 
 
+@pytest.mark.parametrize("words", ["evaluate base --config run.yaml --n 4", "train run.yaml --out o", "controls o"])
+def test_weights_that_are_finite_and_give_no_finite_numbers_are_named(words, folder, capfd):
+    if words.startswith("controls"):
+        assert main(["train", "run.yaml", "--out", "o"]) == 0
+    path = folder / "base" / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"][:] = 3e38
+    save_file(weights, path, metadata={"format": "pt"})
+    line = refused(capfd, *words.split())
+    assert "base', with which logits: the model returned NaN or +inf; its largest weight is 3e+38, in model.lm_head.w" in line
+    assert (folder / "o").exists() == words.startswith("controls")
+
+
 # ------------------------------------------------------------------------------------------- rows that an evaluation left
 def damaged_rows(**changes):
     return lambda header, row: [header, {"rows": [row | changes], "seconds": 0.1}]
