@@ -255,6 +255,13 @@ def test_more_held_out_puzzles_than_exist_are_refused_before_any_is_drawn(monkey
         Countdown(num_numbers=2, max_number=1, held_out_share=1e-9).held_out(1)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_shortest_response_is_that_of_the_shortest_solution(count):
+    task = Countdown(num_numbers=count, max_number=4)
+    shortest = min(len(countdown.solve(puzzle.numbers, puzzle.target)) for puzzle in task.puzzles("train"))
+    assert task.shortest_response == shortest and Countdown(prompt_format="chat").shortest_response == 1
+
+
 def test_held_out_puzzles_too_rare_to_be_drawn_are_named(monkeypatch):
     monkeypatch.setattr(countdown, "MAX_REPEATS", 1)
     with pytest.raises(ValueError, match="^evaluate.n: got 645; allowed at most [1-9][0-9]{0,2}, ") as error:

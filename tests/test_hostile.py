@@ -94,6 +94,10 @@ WRONG |= {
     "train run.yaml --num_iterations 1000000000": "num_iterations: got 1000000000; allowed up to 4096",
     "train run.yaml --threads 100000": "threads: got 100000; allowed up to",
     "pretrain base.yaml --threads 100000": "threads: got 100000; allowed up to",
+    **{f"{verb} --sampler.length 1 --sampler.block_length 1": "sampler.length: got 1; allowed from 3, as the shortest response to countdown has"
+       for verb in ("train run.yaml", "pretrain base.yaml", "memory run.yaml", "evaluate base --config run.yaml --n 4")},
+    "evaluate base --config run.yaml --n 4 --length 2": "sampler.length: got 2; allowed from 3",
+    "train run.yaml --task.num_numbers 4 --sampler.length 6 --sampler.block_length 6": "sampler.length: got 6; allowed from 7",
     "train run.yaml --evaluate.n 1000000000": "evaluate.n: got 1000000000; allowed up to 1048576",
     "train run.yaml --evaluate.skip 1000000000": "evaluate.skip: got 1000000000; allowed up to 1048576",
     "train run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000; allowed up to",

@@ -267,6 +267,12 @@ class Countdown:
             return self.max_prompt_length
         return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
 
+    @property
+    def shortest_response(self) -> int:
+        """Tokens without which nothing can be solved: each number and the operators between them,
+        such as ``5+8+6``; in a chat unknown, and 1."""
+        return 1 if self.prompt_format == "chat" else 2 * self.num_numbers - 1
+
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Solved and well-formed by the rule ``strict``, whatever ``reward`` pays for."""
         strict = reward(problem, self._answer(response), "strict")
