@@ -212,6 +212,7 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
             allowed = "another --out, or --resume to continue it"
             raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
         return _resumed(out, settings)
+    _refuse_set_aside(out)
     if _contents(out):
         _check_startable(out, settings)
         note(
@@ -238,6 +239,15 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
     if content:
         got = f"{str(out)!r}, which already holds a run or other files"
         raise ValueError(f"out: got {got}; allowed another --out")
+
+
+def _refuse_set_aside(out: Path) -> None:
+    # All that is left of a run's checkpoints: one that starts again would write over its log, too.
+    aside = sorted(out.glob(_NUMBERED[0] + files.OLD))
+    damaged = [f"{path} {files.damage(path) or 'is a link'}" for path in aside]
+    if damaged:
+        allowed = "a run with a whole checkpoint, or another --out"
+        raise ValueError(f"out: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
 
 
 def _contents(out: Path) -> list[str]:

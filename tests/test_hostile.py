@@ -715,6 +715,23 @@ def finished(folder: Path) -> list[str]:
     return [*words, "--steps", "3", "--resume"]
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_of_which_only_a_damaged_checkpoint_was_set_aside_is_left_as_it_is(resume, folder, capfd):
+    """It would start at step 0 again, write over its log, and remove what was set aside."""
+    words = ["train", "run.yaml", "--out", "o"]
+    assert main(words) == 0
+    (folder / "o/checkpoint-1").rename(folder / "o/checkpoint-1.old")
+    (folder / "o/checkpoint-1.old/state.json").write_text("{}")
+    (folder / "o/summary.json").unlink()
+    before = {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()}
+    line = refused(capfd, *words, *(["--resume"] if resume else []))
+    assert "where o/checkpoint-1.old holds state.json with other bytes than were written; allowed a run with a whole" in line
+    assert "o/checkpoint-1', which holds no config.json" in refused(
+        capfd, "evaluate", "o/checkpoint-1", "--config", "run.yaml", "--n", "4"
+    )
+    assert {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()} == before
+
+
 def test_a_log_whose_last_line_has_no_end_is_gone_on_with(folder, capfd):
     """The next line would stand on the same one, and every later run would find a log that cannot be read."""
     goes_on = finished(folder)
