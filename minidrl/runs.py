@@ -215,9 +215,7 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
     _refuse_set_aside(out)
     if _contents(out):
         _check_startable(out, settings)
-        note(
-            f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again"
-        )
+        note(f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again")
     write_config(out, settings)
     return None
 

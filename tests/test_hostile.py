@@ -94,8 +94,11 @@ WRONG |= {
     "train run.yaml --num_iterations 1000000000": "num_iterations: got 1000000000; allowed up to 4096",
     "train run.yaml --threads 100000": "threads: got 100000; allowed up to",
     "pretrain base.yaml --threads 100000": "threads: got 100000; allowed up to",
-    **{f"{verb} --sampler.length 1 --sampler.block_length 1": "sampler.length: got 1; allowed from 3, as the shortest response to countdown has"
-       for verb in ("train run.yaml", "pretrain base.yaml", "memory run.yaml", "evaluate base --config run.yaml --n 4")},
+    **dict.fromkeys(
+        (f"{verb} run.yaml --sampler.length 1 --sampler.block_length 1" for verb in ("train", "memory")),
+        "sampler.length: got 1; allowed from 3, as the shortest response to countdown has",
+    ),
+    "pretrain base.yaml --sampler.length 2 --sampler.block_length 2": "sampler.length: got 2; allowed from 3",
     "evaluate base --config run.yaml --n 4 --length 2": "sampler.length: got 2; allowed from 3",
     "train run.yaml --task.num_numbers 4 --sampler.length 6 --sampler.block_length 6": "sampler.length: got 6; allowed from 7",
     "train run.yaml --evaluate.n 1000000000": "evaluate.n: got 1000000000; allowed up to 1048576",
@@ -329,7 +332,7 @@ STUDIES = {
     "methods: {reinforce: {steps: [1]}}": "steps: got [1]",
     "methods: {reinforce: {1: 2}}": "got the key 1",
     "rates: [true]": "rates: got [True]; allowed different numbers",
-    "methods: {a: {method: ppo}, b: {method: ppo, task.num_numbers: 3}}": "methods: got 'b' with another task than 'a'",
+    "methods: {a: {method: ppo}, b: {method: ppo, task.held_out_share: 0.2}}": "methods: got 'b' with another task than 'a'",
     "methods: {a: {method: ppo}, b: {method: ppo, evaluate.n: 3}}": "methods: got 'b' with another evaluate.n than 'a'",
     "methods: {a: {method: ppo}, b: {method: ppo, model: nowhere}}": "methods: got 'b' with another model than 'a'",
     "methods: [reinforce, reinforce]": "methods: got ['reinforce', 'reinforce']; allowed each name once",

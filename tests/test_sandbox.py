@@ -560,8 +560,8 @@ def test_verdicts_without_end_are_read_up_to_a_mebibyte():
 
 
 # -------------------------------------------------------------------------------------------------------- plain data
-PLAIN = [None, True, 0, -1, 10**300, -(2**63), 1.5, float("inf"), "", "\ud800\0\n", b"\xff", 1j, [], (), set(), frozenset({1}), {}]
-PLAIN += [[1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
+PLAIN = [None, True, 0, -1, 10**300, 1.5, float("inf"), "", "\ud800\0\n", b"\xff", 1j, [], (), set(), frozenset({1}), {}]
+PLAIN += [2**63, -(2**63), [1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
