@@ -18,11 +18,13 @@ from minidrl.launch import (
     RunError,
     check_address,
     is_panic,
+    kept_notes,
     launched_processes,
     launched_rank,
     one_line,
     shown,
     tell,
+    tell_notes,
 )
 
 GOES_ON = {
@@ -53,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _refuse_process(arguments.verb)
         _refuse_empty(arguments)
-        arguments.run(arguments, _overrides(rest))
+        with kept_notes():
+            arguments.run(arguments, _overrides(rest))
         sys.stdout.flush()
     except BrokenPipeError:  # who read the output has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -119,6 +122,7 @@ def _report(said: BaseException | str, status: int, error: BaseException) -> int
 
 def _print(text: object) -> None:
     # What is printed may come from a checkpoint or a ledger.
+    tell_notes()
     try:
         print(shown(str(text)), flush=True)
     except BrokenPipeError:
@@ -366,6 +370,7 @@ def _verify(arguments, overrides) -> None:
 
 def _evaluate(arguments, overrides) -> None:
     from minidrl import checkpoints, config, evaluation
+    from minidrl.tasks import held_out
 
     if arguments.compare:
         _no_overrides(overrides)
@@ -394,6 +399,7 @@ def _evaluate(arguments, overrides) -> None:
         config.check_length(settings.task, one.length)
     out = _written("out", arguments.out) if arguments.out else None
     with evaluation.opened(out):
+        held_out(settings.task, n)  # before anything is loaded
         model, tok = checkpoints.load(arguments.model)
         how |= {"name": arguments.model, "out": out}
         with checkpoints.blamed(model, arguments.model):

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from transformers.utils import logging
 
 from minidrl import untrusted
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
-from minidrl.launch import is_panic, one_line
+from minidrl.launch import is_panic, one_line, without_stderr
 from minidrl.untrusted import brief
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -595,7 +594,7 @@ def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
         (PreTrainedTokenizerFast, "tokenizer.json") if whole else (family.tokenizer, "vocab.json")
     )
     try:
-        with _without_stderr():
+        with without_stderr():
             tokenizer = kind.from_pretrained(folder, padding_side="left")
             # Some files are read, and then break off at any text: here at one of their own words.
             tokenizer(tokenizer.convert_ids_to_tokens(len(tokenizer) // 2) or "")
@@ -605,24 +604,6 @@ def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
         allowed = "the files of a working tokenizer"
         raise ValueError(f"{name}: got {one_line(error)}; allowed {allowed}") from None
     return tokenizer
-
-
-@contextlib.contextmanager
-def _without_stderr():
-    """What a library in Rust writes when it panics, past Python, goes nowhere."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # closed by who started this
-        yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _check_tokenizer_files(folder: Path) -> None:
@@ -789,7 +770,7 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
 
 @contextlib.contextmanager
 def blamed(model: Denoiser, source: str | Path):
-    """Numbers that are not finite, met inside, are the files' fault if they hold such weights.
+    """Numbers that are not finite, met inside, are the files' fault: ValueError that names them.
 
     To look at every weight of a large model before its first use would take longer than loading.
     """
@@ -797,13 +778,25 @@ def blamed(model: Denoiser, source: str | Path):
         yield
     except FloatingPointError as error:
         check_finite(model, source, f" ({error})")
-        raise
+        size, name = max((_largest(value), name) for name, value in model.named_parameters())
+        got = f"{str(source)!r}, with which {error}; its largest weight is {size:.3g}, in {name}"
+        raise ValueError(f"model: got {got}; allowed weights that give finite numbers") from None
+
+
+def _largest(value: torch.Tensor) -> float:
+    own = _own(value)
+    known = own.is_floating_point() and own.numel() and not own.is_meta
+    return float(own.detach().abs().max()) if known else 0.0
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
 
 
 def check_finite(model: Denoiser, source: str | Path, said: str = "") -> None:
     """ValueError that names the first weights which hold infinity, or what is no number."""
     for name, value in model.named_parameters():
-        own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+        own = _own(value)
         if not own.is_meta and not own.isfinite().all():  # on meta: not read here
             got = f"{str(source)!r}, whose weights {name} are not all finite{said}"
             raise ValueError(f"model: got {got}; allowed finite numbers") from None

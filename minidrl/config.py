@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from minidrl import untrusted
-from minidrl.launch import launched_rank, tell
+from minidrl.launch import launched_rank, note
 from minidrl.methods import METHODS, has_option
 from minidrl.sampler import Sampler
 from minidrl.tasks import DEFAULT, TASKS, Task, task_class
@@ -315,9 +315,9 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
             raise ValueError(f"settings: got the key {brief(key)}; allowed text")
         _set(data, key, parsed(key, value) if isinstance(value, str) else value)
     settings = from_dict(kind, data)
-    for note in filter(None, notes):
+    for said in filter(None, notes):
         if launched_rank() == 0:
-            tell(note)
+            note(said)
     return settings
 
 

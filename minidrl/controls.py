@@ -94,11 +94,13 @@ def measure(run: Path) -> dict:
     """All controls of a finished run; written to controls.json in its folder."""
     settings = config.of_run(config.Train, run)
     before, tok = checkpoints.load(settings.model)
-    after, _ = checkpoints.load(run / f"checkpoint-{settings.steps}")
+    checkpoint = run / f"checkpoint-{settings.steps}"
+    after, _ = checkpoints.load(checkpoint)
 
     def rate(model: Denoiser, t: float, samples: int = 1, **changes: Any) -> float:
         key = "solved" if samples == 1 else f"pass@{samples}"
-        return solved(model, tok, settings, t, samples, **changes)[key]
+        with checkpoints.blamed(model, checkpoint if model is after else settings.model):
+            return solved(model, tok, settings, t, samples, **changes)[key]
 
     rows = {f"base, temperature {t:g}": rate(before, t) for t in TEMPERATURES}
     for order in (order for order in sampler.ORDERS if order != settings.sampler.order):

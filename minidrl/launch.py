@@ -60,6 +60,56 @@ def tell(said: BaseException | str) -> None:
         print(f"minidrl: {one_line(said)}", file=sys.stderr)
 
 
+_KEPT: list[str] | None = None  # notes that wait
+
+
+def note(said: str) -> None:
+    """What a user should know of a run, as one line on stderr; inside ``kept_notes`` it waits."""
+    if _KEPT is None:
+        tell(said)
+    else:
+        _KEPT.append(said)
+
+
+def tell_notes() -> None:
+    """The notes that wait: nothing is refused any more."""
+    while _KEPT:
+        tell(_KEPT.pop(0))
+
+
+@contextlib.contextmanager
+def kept_notes() -> Iterator[None]:
+    """Inside, notes wait for ``tell_notes`` or the end; what is refused is one line, without."""
+    global _KEPT
+    _KEPT = []
+    try:
+        yield
+        tell_notes()
+    except (RunError, FloatingPointError, KeyboardInterrupt):  # something was run
+        tell_notes()
+        raise
+    finally:
+        _KEPT = None
+
+
+@contextlib.contextmanager
+def without_stderr() -> Iterator[None]:
+    """What a library writes there past Python, in Rust when it panics or in C++, goes nowhere."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed by who started this
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def launched_processes() -> int:
     """The number of processes that torchrun says it started; 1 without it."""
     told = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
@@ -77,6 +127,12 @@ def check_address() -> None:
         _told("LOCAL_RANK", 0)
         if "MASTER_PORT" in os.environ:
             _told("MASTER_PORT", 1, 65535)
+        patience()
+
+
+def patience() -> int:
+    """Seconds for which a process waits until all have been started: MINIDRL_WAIT, or 5 minutes."""
+    return _told("MINIDRL_WAIT", 1) if "MINIDRL_WAIT" in os.environ else 300
 
 
 def _told(name: str, low: int, high: int = 999_999) -> int:

@@ -124,10 +124,15 @@ def _put(path: Path, columns: Mapping[str, Kind], rows: Sequence[Row]) -> None:
 def read_ledger(path: str | Path) -> list[Row]:
     """The lines of the ledger; columns that ``LEDGER`` does not name are not looked at.
 
-    Raises: ValueError, one line, for a column that is missing, a value that is not allowed, or a
-    cell that stands there twice.
+    Raises: ValueError, one line, for a column that is missing, a value that is not allowed, a cell
+    that stands there twice, or one that is not named by its method, rate, updates and seed.
     """
     return _read(path, LEDGER, ("study", "cell"))
+
+
+def cell_name(row: Row) -> str:
+    """METHOD-RATE-UPDATES-SEED."""
+    return f"{row['method']}-{rate_text(row['rate'])}-{row['updates']}-{row['seed']}"
 
 
 def read_courses(path: str | Path, study: str) -> Courses:
@@ -151,6 +156,9 @@ def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) ->
                 got = f"got {len(line[None])} values more than there are columns"
                 raise ValueError(f"{where}: {got}; allowed {len(lines.fieldnames)}")
             rows.append({name: _value(line[name], columns[name], where, name) for name in columns})
+            if columns is LEDGER and rows[-1]["cell"] != (named := cell_name(rows[-1])):
+                allowed = f"{named}, by its method, rate, updates and seed"
+                raise ValueError(f"{where}: cell: got {rows[-1]['cell']!r}; allowed: {allowed}")
             known = tuple(rows[-1][name] for name in once)
             if known in seen:
                 raise ValueError(f"{where}: {once[-1]}: got {known[-1]!r} again; allowed is once")

@@ -716,7 +716,8 @@ _KL_WORDS = {
 }
 # Below these (or on them) an option has no meaning, and the objective would not always say so.
 _ABOVE = dict.fromkeys(("delta", "epsilon", "epsilon_low", "epsilon_high", "cap", "eubo_beta"), 0)
-_ABOVE |= {"bound": 1}
+_ABOVE |= {"bound": 1, "psi": 0}
+_FROM = {"min_entropy": (0, math.inf), "eps": (0, math.inf), "omega": (0, 1)}  # inf itself is out
 _NUM_STATES = "plan.num_states"  # may be None, which is every step
 
 
@@ -835,6 +836,10 @@ def _check_like(key: str, value: Any, present: Any) -> None:
     low = _ABOVE.get(key.partition(".")[2])
     if low is not None and not value > low:
         raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
+    first, last = _FROM.get(key.partition(".")[2], (None, math.inf))
+    if first is not None and value == value and not (first <= value <= last and value < math.inf):
+        allowed = f"{first} to {last}" if last < math.inf else f"finite numbers from {first}"
+        raise ValueError(f"method_options.{key}: got {value!r}; allowed {allowed}")
     if value != value:  # nan: every comparison with it is false, a filter by it lets all pass
         raise ValueError(f"method_options.{key}: got nan; allowed a number like {present!r}")
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl import checkpoints, config, distributed, files, report, untrusted
 from minidrl.denoiser import has_adapters, trained
-from minidrl.launch import one_line, tell
+from minidrl.launch import note, one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 _NAME = re.compile(r"checkpoint-[0-9]+")
@@ -212,11 +212,10 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
             allowed = "another --out, or --resume to continue it"
             raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
         return _resumed(out, settings)
+    _refuse_set_aside(out)
     if _contents(out):
         _check_startable(out, settings)
-        _tell(
-            f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again"
-        )
+        note(f"{out} holds a run that ended before its first checkpoint; it starts at step 0 again")
     write_config(out, settings)
     return None
 
@@ -240,6 +239,15 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
         raise ValueError(f"out: got {got}; allowed another --out")
 
 
+def _refuse_set_aside(out: Path) -> None:
+    # All that is left of a run's checkpoints: one that starts again would write over its log, too.
+    aside = sorted(out.glob(_NUMBERED[0] + files.OLD))
+    damaged = [f"{path} {files.damage(path) or 'is a link'}" for path in aside]
+    if damaged:
+        allowed = "a run with a whole checkpoint, or another --out"
+        raise ValueError(f"out: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
+
+
 def _contents(out: Path) -> list[str]:
     names = (path.name for path in out.iterdir()) if out.is_dir() else ()
     return [name for name in names if name != ".lock" and not name.endswith(files.PART)]
@@ -258,16 +266,12 @@ def _resumed(out: Path, settings: Any) -> Path:
         raise ValueError(f"resume: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
     step = _checkpoint_step(checkpoint)
     if damaged:
-        _tell(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
+        note(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
     config.check_unchanged(settings, checkpoint, free=_FREE_ON_RESUME)
     if step > settings.steps or (step == settings.steps and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
         raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
     return checkpoint
-
-
-def _tell(said: str) -> None:
-    tell(said)
 
 
 def _check_startable(out: Path, settings: Any) -> None:

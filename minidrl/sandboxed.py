@@ -47,8 +47,11 @@ _KINDS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 def packed(value: Any) -> Any:
     """Plain data as JSON: a container is a list that begins with its kind; TypeError for others.
 
-    Subclasses, such as Counter or a named tuple, go as what they are built on.
+    Subclasses, such as Counter or a named tuple, go as what they are built on; large numbers in
+    hexadecimal digits, of which Python reads and writes any number.
     """
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return ["int", hex(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -72,6 +75,8 @@ def unpacked(found: Any) -> Any:
     kind, *rest = found
     if kind == "dict":
         return {unpacked(key): unpacked(value) for key, value in rest}
+    if kind == "int":
+        return int(*rest, 16)
     if kind == "bytes":
         return bytes.fromhex(*rest)
     if kind == "complex":
@@ -114,6 +119,13 @@ def candidate(requests: BinaryIO, answers: BinaryIO) -> None:
         send(answers, answered(call))
 
 
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)[:SAID]
+    except BaseException:  # its own, of a number of 5,000 digits or of a stranger's ``__str__``
+        return "an error without a text"
+
+
 def _call(module: Any, name: str, words: tuple, keywords: dict) -> Callable[[], Any]:
     return lambda: getattr(module, name)(*words, **keywords)
 
@@ -124,7 +136,7 @@ def answered(call: Callable[[], Any]) -> list:
         value = call()
     except BaseException as error:
         names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-        return ["error", names, str(error)[:SAID]]
+        return ["error", names, _said(error)]
     try:
         return ["value", packed(value)]
     except (TypeError, RecursionError):
@@ -163,7 +175,8 @@ def _attempt(run: Callable[[], Any]) -> str:
     try:
         run()
     except BaseException as error:
-        text = str(error) if isinstance(error, Lost) or type(error).__module__ == "builtins" else ""
+        plain = isinstance(error, Lost) or type(error).__module__ == "builtins"
+        text = _said(error) if plain else ""
         return f"{type(error).__name__}: {text}"[:SAID]
     return ""
 

@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 import minidrl
 from minidrl import checkpoints, config, controls, files, rehearsal, report, runs, trainer
-from minidrl.launch import Interrupted, RunError, one_line, stop_requests, tell
-from minidrl.ledger import PHASES, SELF_TRAINING, Group, Ledger, rate_text
+from minidrl.launch import Interrupted, RunError, one_line, stop_requests, tell, tell_notes
+from minidrl.ledger import PHASES, SELF_TRAINING, Group, Ledger, cell_name, rate_text
 from minidrl.untrusted import brief
 
 CELL = "cell.json"
@@ -157,7 +157,8 @@ class Cell:
     def name(self) -> str:
         """METHOD-RATE-UPDATES-SEED."""
         s = self.settings
-        return f"{self.label}-{rate_text(s.optimizer.learning_rate)}-{s.num_iterations}-{s.seed}"
+        parts = {"method": self.label, "rate": s.optimizer.learning_rate}
+        return cell_name(parts | {"updates": s.num_iterations, "seed": s.seed})
 
     @property
     def key(self) -> str:
@@ -475,6 +476,7 @@ def run(grid: Grid, out: Path, ledger: Ledger, jobs: int = 2) -> None:
     with ledger.opened():
         work = _Work(grid, out, ledger, jobs)
         _done(ledger, [*grid.choices(), *grid.cells(REPORT, ledger)], work.bed)  # or nothing is run
+        tell_notes()
         for stage in (CHOOSE, REPORT):
             cells = grid.cells(stage, ledger)
             done = _done(ledger, cells, work.bed)

@@ -42,7 +42,7 @@ from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network
 from minidrl.gradient import one_pass_backward, shared_features, two_pass_backward
-from minidrl.launch import Interrupted, RunError, stop_requests
+from minidrl.launch import Interrupted, RunError, stop_requests, tell_notes
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
 from minidrl.runs import MetricsLog, keyed_generator, keyed_seed
@@ -86,10 +86,11 @@ def _train(
         )
         if checkpoint is not None:  # which has been read, and is good
             distributed.on_main(lambda: runs.write_config(out, settings))
-        _announce_cache(settings.sampler.cache)
         if state["solved_before"] is None:
             with checkpoints.blamed(learner.model, settings.model):
                 state["solved_before"] = _evaluate_into(log, learner, 0, 0.0)
+        tell_notes()
+        _announce_cache(settings.sampler.cache)
         _train_on(learner, log, out, state, asked)
         return _finish(learner, log, out, state)
 
@@ -866,6 +867,7 @@ def _pretrain(
     log = MetricsLog(out, checkpoint, state["step"])
     if checkpoint is not None:
         runs.write_config(out, settings)
+    tell_notes()
     started = time.perf_counter() - state["seconds"]
     last, met = settings.stop_after or settings.steps, set(state["met"])
     steps = range(state["step"], last)

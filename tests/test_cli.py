@@ -147,6 +147,11 @@ METHOD_MISTAKES = {
     "drpo --method_options.objective.delta 0": "method_options.objective.delta: got 0; allowed above 0",
     "dppo-tv --method_options.objective.delta -0.1": "method_options.objective.delta: got -0.1; allowed above 0",
     "dppo-tv --method_options.objective.form js": "form: got 'js'; allowed tv, kl",
+    "reinforce --method_options.plan.min_entropy -1": "plan.min_entropy: got -1; allowed finite numbers from 0",
+    "dppo-topk --method_options.plan.min_entropy .inf": "plan.min_entropy: got inf; allowed finite numbers from 0",
+    "grpo --method_options.credit.eps -1e-4": "method_options.credit.eps: got -0.0001; allowed finite numbers from 0",
+    "spg --method_options.extra.omega 1.5": "method_options.extra.omega: got 1.5; allowed 0 to 1",
+    "wd1 --method_options.credit.psi -1": "method_options.credit.psi: got -1; allowed above 0",
     "spo --method_options.objective.epsilon 0": "method_options.objective.epsilon: got 0; allowed above 0",
     "spo --method_options.objective.epsilon .nan": "method_options.objective.epsilon: got nan; allowed above 0",
     "ppo --method_options.objective.epsilon_low -0.2": "method_options.objective.epsilon_low: got -0.2; allowed above 0",
@@ -286,8 +291,8 @@ OTHER_MISTAKES = {
     "evaluate base --config run.yaml --task chess": "task.name: got 'chess'; allowed countdown",
     "evaluate base --config run.yaml --sample 3": "--sample: unknown option",
     "evaluate base --config nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
-    "evaluate nowhere --config run.yaml": "model: got 'nowhere', which holds no config.json",
-    "evaluate gpt --config run.yaml": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
+    "evaluate nowhere --config run.yaml --n 4": "model: got 'nowhere', which holds no config.json",
+    "evaluate gpt --config run.yaml --n 4": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
     "memory nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
     "memory run.yaml --gpus 0": "gpus: got '0'; allowed integers from 1",
     "memory run.yaml --model nowhere": "model: got 'nowhere', which holds no config.json",
@@ -394,7 +399,7 @@ UNSAID = {
 @pytest.mark.parametrize("kind", UNSAID, ids=lambda kind: kind.__name__)
 def test_what_a_config_does_not_say_means_what_it_meant_when_the_run_was_started(kind):
     """A config that leaves a key out is another run as soon as the key has another default."""
-    task = {"sampler": tiny.SAMPLER} if kind in (config.Train, config.Pretrain) else {}
+    task = {"sampler": dataclasses.replace(tiny.SAMPLER, length=8)} if kind in (config.Train, config.Pretrain) else {}
     settings = kind(**task)
     assert {key: getattr(settings, key) for key in UNSAID[kind]} == UNSAID[kind]
 
@@ -500,13 +505,15 @@ def test_a_run_that_has_to_stop_exits_with_status_1(folder, capfd):
     assert last.startswith("minidrl: step 1: logits: the model returned NaN") and "new/failed-1 holds weights" in last
 
 
-def test_logits_that_are_nan_from_the_start_exit_with_status_1(folder, capfd, monkeypatch):
+def test_logits_that_are_nan_from_the_start_are_those_of_a_wrong_model(folder, capfd, monkeypatch):
     def broken(*_, **__):
         raise FloatingPointError("logits: the model returned NaN or +inf")
 
     monkeypatch.setattr(trainer.sampler, "generate", broken)
     for words in (["train", "run.yaml", "--out", "new"], ["evaluate", "base", "--config", "run.yaml", "--n", "4"]):
-        assert run(capfd, *words) == (1, "", "minidrl: logits: the model returned NaN or +inf\n")
+        status, out, error = run(capfd, *words)
+        assert (status, out, error.count("\n")) == (2, "", 1) and not (folder / "new").exists()
+        assert "base', with which logits: the model returned NaN or +inf; its largest weight is " in error
 
 
 def test_compare_does_what_is_missing_and_refuses_cells_with_other_settings(folder, capfd, monkeypatch):

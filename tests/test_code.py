@@ -137,6 +137,10 @@ UNFIT = {
     "the tests call no function of the solution": ("mbpp", {"test_list": ["assert 1 == 1"]}),
     "the solution has no function": ("mbpp", {"code": "vowels = len"}),
     "the solution is no Python": ("mbpp", {"code": "print 'x'"}),
+    "its code cannot be written out: Exceeds the limit (4300 digits) for integer string conversion": (
+        "mbpp",
+        {"code": f"def vowels(word=0x{'f' * 5000}): return word"},
+    ),
     "the test is no Python": ("mbpp", {"test_list": ["assert vowels('a') ="]}),
     "the prompt has no function of the name entry_point": ("humaneval", {"entry_point": "triples"}),
     "the test has no check(candidate)": ("humaneval", {"test": "def test(candidate): assert candidate"}),

@@ -247,6 +247,28 @@ def test_held_out_counts_that_do_not_exist_are_named():
         tiny.held_out(0)
 
 
+def test_more_held_out_puzzles_than_exist_are_refused_before_any_is_drawn(monkeypatch):
+    monkeypatch.setattr(Countdown, "problems", lambda *_: pytest.fail("a puzzle was drawn"))
+    with pytest.raises(ValueError, match="^evaluate.n: got 1000000; allowed at most 645, "):
+        Countdown().held_out(10**6)
+    with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
+        Countdown(num_numbers=2, max_number=1, held_out_share=1e-9).held_out(1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_shortest_response_is_that_of_the_shortest_solution(count):
+    task = Countdown(num_numbers=count, max_number=4)
+    shortest = min(len(countdown.solve(puzzle.numbers, puzzle.target)) for puzzle in task.puzzles("train"))
+    assert task.shortest_response == shortest and Countdown(prompt_format="chat").shortest_response == 1
+
+
+def test_held_out_puzzles_too_rare_to_be_drawn_are_named(monkeypatch):
+    monkeypatch.setattr(countdown, "MAX_REPEATS", 1)
+    with pytest.raises(ValueError, match="^evaluate.n: got 645; allowed at most [1-9][0-9]{0,2}, ") as error:
+        Countdown().held_out(645)
+    assert "at most 645" not in str(error.value)
+
+
 def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
     with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
         Countdown().problems(1, np.random.default_rng(0), "test")
@@ -342,6 +364,8 @@ def test_running_calculations_are_all_of_them(numbers, max_value):
     found = countdown.running_calculations(numbers, max_value)
     assert {text: value for value, texts in found.items() for text in texts} == all_runs(numbers, max_value)
     assert all(len(texts) == len(set(texts)) for texts in found.values())
+    task = Countdown(num_numbers=len(numbers), max_number=max(numbers), max_value=max_value)
+    assert task.targets(numbers) == sorted(set(found) - {0})
 
 
 @TASKS

@@ -93,6 +93,18 @@ def test_a_wrong_value_is_named(tmp_path, column, value, allowed):
     assert str(error.value) == f"{path} line 3: {column}: got {value!r}; allowed: {allowed}"
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "named"),
+    [("method", "b", "b-3e-4-8-1"), ("rate", 1e-3, "a-1e-3-8-1"), ("updates", 1, "a-3e-4-1-1"), ("seed", 2, "a-3e-4-8-2")],
+)
+def test_a_cell_whose_name_says_something_else_than_its_columns_is_named(tmp_path, column, value, named):
+    path, _ = write(tmp_path, [cell("a", 0, 0.3), cell("a", 1, 0.3) | {column: value}], [])
+    with pytest.raises(ValueError) as error:
+        ledger.read_ledger(path)
+    said = f"{path} line 3: cell: got 'a-3e-4-8-1'; allowed: {named}, by its method, rate, updates and seed"
+    assert str(error.value) == said
+
+
 def test_wrong_curves_are_named(tmp_path):
     lines = course(cell("a", 0, 0.3))
     for change, message in (
@@ -146,7 +158,7 @@ def test_a_cell_stands_once(tmp_path):
     [
         ({"bed": "ffffffff"}, "bed: got 'ab12cd34' and 'ffffffff' in s; allowed is one"),
         ({"judged": "64 from 0"}, "judged: got '512 from 0' and '64 from 0' in s; allowed is one"),
-        ({"rate": 1e-3}, "rate: got 3e-4, 1e-3 for a with 8 updates in the stage report; allowed is one"),
+        ({"rate": 1e-3, "cell": "a-1e-3-8-1"}, "rate: got 3e-4, 1e-3 for a with 8 updates in the stage report; allowed is one"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, change, message):

@@ -5,11 +5,13 @@ draws inputs that nobody chose.
 """
 
 import ast
+import contextlib
 import json
 import math
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,13 @@ WRONG |= {
     "train run.yaml --num_iterations 1000000000": "num_iterations: got 1000000000; allowed up to 4096",
     "train run.yaml --threads 100000": "threads: got 100000; allowed up to",
     "pretrain base.yaml --threads 100000": "threads: got 100000; allowed up to",
+    **dict.fromkeys(
+        (f"{verb} run.yaml --sampler.length 1 --sampler.block_length 1" for verb in ("train", "memory")),
+        "sampler.length: got 1; allowed from 3, as the shortest response to countdown has",
+    ),
+    "pretrain base.yaml --sampler.length 2 --sampler.block_length 2": "sampler.length: got 2; allowed from 3",
+    "evaluate base --config run.yaml --n 4 --length 2": "sampler.length: got 2; allowed from 3",
+    "train run.yaml --task.num_numbers 4 --sampler.length 6 --sampler.block_length 6": "sampler.length: got 6; allowed from 7",
     "train run.yaml --evaluate.n 1000000000": "evaluate.n: got 1000000000; allowed up to 1048576",
     "train run.yaml --evaluate.skip 1000000000": "evaluate.skip: got 1000000000; allowed up to 1048576",
     "train run.yaml --sampler.length 1000000 --sampler.block_length 1000000": "sampler.length: got 1000000; allowed up to",
@@ -104,6 +113,7 @@ WRONG |= {
     "pretrain base.yaml --network.intermediate_size 1e12": "memory: got",
     "evaluate base --config run.yaml --n 4 --samples 1000000000": "samples: got '1000000000'; allowed up to 262144",
     "evaluate base --config run.yaml --n 1000000000": "n: got '1000000000'; allowed up to 1048576",
+    "evaluate base --config run.yaml --n 36": "evaluate.n: got 36; allowed at most 35, the held-out puzzles",
     "evaluate base --config run.yaml --n 1e3": "n: got '1e3'; allowed integers from 1",
     f"evaluate base --config run.yaml --n {'9' * 5000}": "n: got '9999",
     "evaluate base --config run.yaml --temperature inf": "temperature: got inf; allowed 0 (greedy)",
@@ -222,7 +232,7 @@ WRONG |= {
     "tasks gsm8k --check ": "check: got ''; allowed text",
     "evaluate base --config .": "config: got '.', which is no file",
     "evaluate base --config base/model.safetensors": "base/model.safetensors",
-    "evaluate run.yaml --config run.yaml": "model: got 'run.yaml', which holds no config.json",
+    "evaluate run.yaml --config run.yaml --n 4": "model: got 'run.yaml', which holds no config.json",
 }
 
 
@@ -322,7 +332,7 @@ STUDIES = {
     "methods: {reinforce: {steps: [1]}}": "steps: got [1]",
     "methods: {reinforce: {1: 2}}": "got the key 1",
     "rates: [true]": "rates: got [True]; allowed different numbers",
-    "methods: {a: {method: ppo}, b: {method: ppo, task.num_numbers: 3}}": "methods: got 'b' with another task than 'a'",
+    "methods: {a: {method: ppo}, b: {method: ppo, task.held_out_share: 0.2}}": "methods: got 'b' with another task than 'a'",
     "methods: {a: {method: ppo}, b: {method: ppo, evaluate.n: 3}}": "methods: got 'b' with another evaluate.n than 'a'",
     "methods: {a: {method: ppo}, b: {method: ppo, model: nowhere}}": "methods: got 'b' with another model than 'a'",
     "methods: [reinforce, reinforce]": "methods: got ['reinforce', 'reinforce']; allowed each name once",
@@ -708,6 +718,23 @@ def finished(folder: Path) -> list[str]:
     return [*words, "--steps", "3", "--resume"]
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_of_which_only_a_damaged_checkpoint_was_set_aside_is_left_as_it_is(resume, folder, capfd):
+    """It would start at step 0 again, write over its log, and remove what was set aside."""
+    words = ["train", "run.yaml", "--out", "o"]
+    assert main(words) == 0
+    (folder / "o/checkpoint-1").rename(folder / "o/checkpoint-1.old")
+    (folder / "o/checkpoint-1.old/state.json").write_text("{}")
+    (folder / "o/summary.json").unlink()
+    before = {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()}
+    line = refused(capfd, *words, *(["--resume"] if resume else []))
+    assert "where o/checkpoint-1.old holds state.json with other bytes than were written; allowed a run with a whole" in line
+    assert "o/checkpoint-1', which holds no config.json" in refused(
+        capfd, "evaluate", "o/checkpoint-1", "--config", "run.yaml", "--n", "4"
+    )
+    assert {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()} == before
+
+
 def test_a_log_whose_last_line_has_no_end_is_gone_on_with(folder, capfd):
     """The next line would stand on the same one, and every later run would find a log that cannot be read."""
     goes_on = finished(folder)
@@ -792,6 +819,43 @@ def test_more_held_out_problems_than_there_are_is_known_before_the_first_step(ve
     assert "evaluate.skip: got 5000; with it evaluate.n: got 5004; allowed at most 35" in line
 
 
+NOTED = {  # what is refused after something that a user should know -> a part of the one line
+    "train noted.yaml --method grpo --evaluate.n 50": "evaluate.n: got 50; allowed at most 35",
+    "evaluate base --config run.yaml --task.name sudoku --sampler.length 16 --sampler.block_length 16 --n 4": "prompt: got ",
+    "compare noted.yaml --methods grpo --rates 1e-4,2e-4 --choose.seeds 1e6": "1000000 in choose",
+}
+
+
+@pytest.mark.parametrize("command", NOTED)
+def test_what_is_refused_is_one_line_without_the_notes_before_it(command, folder, capfd):
+    (folder / "noted.yaml").write_text(yaml.safe_dump(RUN | {"method_options": {"plan.min_entropy": 0.02}}))
+    assert NOTED[command] in refused(capfd, *command.split())
+
+
+def test_a_refused_resume_says_nothing_of_the_checkpoint_that_it_would_have_skipped(folder, capfd):
+    goes_on = finished(folder)
+    (folder / "o/checkpoint-2/state.json").write_text("{}")
+    assert "seed: got 5; allowed 0, with which the run" in refused(capfd, *goes_on, "--seed", "5")
+    assert main(goes_on) == 0
+    assert capfd.readouterr().err.count("minidrl: skipped: o/checkpoint-2 ") == 1
+
+
+@pytest.mark.parametrize("raised, told", [
+    (None, True),
+    *((kind("stopped"), True) for kind in (launch.RunError, KeyboardInterrupt, FloatingPointError)),
+    *((kind("refused"), False) for kind in (ValueError, OSError, TypeError)),
+])  # fmt: skip
+def test_notes_are_told_of_what_was_run_and_not_of_what_is_refused(raised, told, capfd):
+    with contextlib.suppress(BaseException), launch.kept_notes():
+        launch.note("a note")
+        assert capfd.readouterr().err == ""
+        if raised is not None:
+            raise raised
+    assert capfd.readouterr().err == ("minidrl: a note\n" if told else "")
+    launch.note("at once")
+    assert capfd.readouterr().err == "minidrl: at once\n"
+
+
 def test_a_file_in_the_place_of_the_controls_is_not_written_over(folder, capfd):
     assert main(["train", "run.yaml", "--out", "o"]) == 0
     path = folder / "o" / "controls.json"
@@ -810,6 +874,19 @@ def test_weights_that_are_no_numbers_are_named(words, folder, capfd):
     line = refused(capfd, *words.split())
     assert "base" in line and "weights model.lm_head.weight are not all finite" in line
     assert not (folder / "o").exists()
+
+
+@pytest.mark.parametrize("words", ["evaluate base --config run.yaml --n 4", "train run.yaml --out o", "controls o"])
+def test_weights_that_are_finite_and_give_no_finite_numbers_are_named(words, folder, capfd):
+    if words.startswith("controls"):
+        assert main(["train", "run.yaml", "--out", "o"]) == 0
+    path = folder / "base" / "model.safetensors"
+    weights = load_file(path)
+    weights["lm_head.weight"][:] = 3e38
+    save_file(weights, path, metadata={"format": "pt"})
+    line = refused(capfd, *words.split())
+    assert "base', with which logits: the model returned NaN or +inf; its largest weight is 3e+38, in model.lm_head.w" in line
+    assert (folder / "o").exists() == words.startswith("controls")
 
 
 # ------------------------------------------------------------------------------------------- rows that an evaluation left
@@ -1140,11 +1217,29 @@ def test_control_characters_do_not_reach_a_terminal():
     assert len(launch.one_line("x" * 10**6)) < launch.LONGEST
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "MINIDRL_WAIT"])
 def test_a_wrong_environment_is_one_line(name, here, capfd, monkeypatch):
     for key, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", name: "\x1bmany"}.items():
         monkeypatch.setenv(key, value)
     assert f"{name}: got '\\x1bmany' in the environment; allowed integers" in refused(capfd, "train", "run.yaml")
+
+
+@pytest.mark.parametrize("agent", [False, True])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_whose_partner_never_comes_says_what_to_do(rank, agent, here, capfd, monkeypatch):
+    """With a store of its own, and with that of torchrun, which is there before the processes are."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MINIDRL_WAIT": "1"}
+    told |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": str(agent)}
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
+    for key, value in told.items():
+        monkeypatch.setenv(key, value)
+    line = refused(capfd, "train", "run.yaml", "--out", "o")
+    assert f"WORLD_SIZE: got 2 processes that did not meet at 127.0.0.1:{port}: " in line
+    assert "allowed all of them started, on every node with the same address, within MINIDRL_WAIT (1) seconds" in line
+    del store
 
 
 def test_the_numbers_of_processes_that_the_environment_tells(monkeypatch):

@@ -199,7 +199,7 @@ def shown(value: object) -> str:
 
 def expected(kind: type) -> dict[str, str]:
     """{key: default} from the classes themselves."""
-    made = sampler.Sampler(order="random", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
+    made = sampler.Sampler(order="random", temperature=1.0, length=8, block_length=8, tokens_per_step=1)
     settings, keys = kind(sampler=made), {}
     required = [f.name for f in dataclasses.fields(made) if f.default is dataclasses.MISSING]
     for field in dataclasses.fields(settings):

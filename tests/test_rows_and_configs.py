@@ -150,9 +150,8 @@ def test_an_option_of_the_command_line_that_the_row_lacks_is_refused(key, run, c
     before = sorted(run.parent.rglob("*"))
     words = ["train", str(run), "--out", str(run.parent / "out"), "--method", "tracerl", f"--method_options.{key}", "3"]
     assert main(words) == 2
-    *notice, refusal = capfd.readouterr().err.splitlines()
+    (refusal,) = capfd.readouterr().err.splitlines()  # without the note of what the file sets
     assert refusal.startswith(f"minidrl: method_options.{key}: no such option of tracerl; allowed plan.merge")
-    assert all(line.startswith("minidrl: method_options: tracerl has no plan.") for line in notice) and len(notice) == 1
     assert sorted(run.parent.rglob("*")) == before
 
 

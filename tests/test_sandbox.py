@@ -561,7 +561,7 @@ def test_verdicts_without_end_are_read_up_to_a_mebibyte():
 
 # -------------------------------------------------------------------------------------------------------- plain data
 PLAIN = [None, True, 0, -1, 10**300, 1.5, float("inf"), "", "\ud800\0\n", b"\xff", 1j, [], (), set(), frozenset({1}), {}]
-PLAIN += [[1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
+PLAIN += [2**63, -(2**63), [1, (2, [3])], {"a": [1], (1, 2): {3}, None: b""}, {frozenset({(1, "x")})}]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
@@ -588,6 +588,18 @@ def test_what_is_no_plain_data_is_not_sent(value):
 def test_other_json_is_refused(text):
     with pytest.raises((TypeError, ValueError, KeyError)):
         sandboxed.unpacked(json.loads(text))
+
+
+@HERE
+def test_numbers_of_more_digits_than_python_writes_cross():
+    program = """
+        from math import factorial as attack
+        def f(x): raise KeyError(attack(x))
+    """
+    setup = "import math; import pytest"
+    tests = ("assert attack(2000) == math.factorial(2000)", "with pytest.raises(KeyError): f(2000)", "assert attack(3) == 6")
+    assert sandbox.run(textwrap.dedent(program), ("attack", "f"), tests, setup=setup)[:3] == (3, 3, "")
+    assert run(program, "assert attack(2000) < 0, attack(2000)", "assert attack(3) == 6").passed == 1
 
 
 @HERE

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tqdm import tqdm
 
 from minidrl import sandbox, untrusted
-from minidrl.launch import launched_rank, tell
+from minidrl.launch import launched_rank, note
 from minidrl.tasks import Verdict, rows
 from minidrl.untrusted import TEXT, Kind
 
@@ -275,6 +275,8 @@ def _sorted(
             left[number] = str(why)
         except RecursionError:  # a test of a thousand brackets
             left[number] = "its code is nested too deeply"
+        except ValueError as error:  # 0xff.. is read, and has too many digits to be written
+            left[number] = f"its code cannot be written out: {str(error).partition(';')[0]}"
         else:
             if made.key in keys:
                 left[number] = "the question is there already"
@@ -290,7 +292,7 @@ def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
     fitting, left = _sorted(found, form, show_tests)
     if left and launched_rank() == 0:
         said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
-        tell(f"task code: {path}: {len(found)} rows, left out: {said}")
+        note(f"task code: {path}: {len(found)} rows, left out: {said}")
     return list(fitting.values())
 
 

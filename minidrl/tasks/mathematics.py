@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from minidrl.launch import tell
+from minidrl.launch import note
 from minidrl.tasks import Verdict, equality, rows
 from minidrl.tasks.countdown import MAX_RESPONSE, PROMPT_FORMATS, check_choice
 from minidrl.tasks.wordings import D1_EVAL, OURS, PUBLISHED, WORDINGS
@@ -155,7 +155,7 @@ class Mathematics:
                 raise ValueError(f"task.train_path: got {got}; allowed others")
         if any(removed.values()):
             counts = ", ".join(f"{count} {what}" for what, count in removed.items() if count)
-            tell(f"task {self.name}: removed {counts}")
+            note(f"task {self.name}: removed {counts}")
         return kept
 
     # --------------------------------------------------------------------------------- the question
