@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -166,6 +167,15 @@ def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeyp
     assert [row["cell"] for row in rows] == grid.planned(ledger) and len(rows) == 2 * len(grid.lines())
     assert {row["status"] for row in rows} == {"finished"}
     assert asked.seeds >= 5 and (len(asked.rates) > 1 or path.stem in AT_ONE_RATE)
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+def test_there_are_the_puzzles_that_a_study_judges_by(path):
+    """Of the report, and others to choose the rates by: a rehearsal, judged on four, would not miss them."""
+    grid = studies.Grid(path.stem, studies.study_of(path, config.read(path), {}))
+    cell = (grid.choices() or grid.reports(dict.fromkeys(grid.lines(), 1e-4)))[0].settings
+    wanted = cell.evaluate.skip + cell.evaluate.n
+    assert sum(1 for _ in itertools.islice(cell.task.puzzles("held_out"), wanted)) == wanted
 
 
 def test_a_rehearsal_is_of_two_groups_and_judged_before_and_after(folder):
