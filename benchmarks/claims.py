@@ -1053,7 +1053,8 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("The 4 most uncertain of 12 steps train within 2 points of all of them: right to left, one token a step.",
             "minidrl, on arXiv 2603.12554", COMPARE, ONE_RUN,
             "points, egspo less reinforce", lambda: points("egspo, 4 of 12 steps", "reinforce"), ">= -2"),
-        in_study("The 4 most uncertain of 14 steps solve more than 4 drawn uniformly: low confidence, equal network calls.",
+        in_study("The 4 most uncertain of 14 steps solve more than 4 drawn uniformly from those above 0.02 nats: low "
+            "confidence, equal network calls.",
             "steps", ("entropy", "uniform"), "points: > 0", after, "accounts of arXiv 2603.12554"),
         in_study("The 4 most uncertain of 14 steps solve more than all of them: low confidence, equal network calls.",
             "steps", ("entropy", "all"), "points: > 0", after),
