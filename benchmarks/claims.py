@@ -1056,7 +1056,7 @@ LEDGER: dict[str, list[Claim]] = {
         in_study("The 4 most uncertain of 14 steps solve more than 4 drawn uniformly from those above 0.02 nats: low "
             "confidence, equal network calls.",
             "steps", ("entropy", "uniform"), "points: > 0", after, "accounts of arXiv 2603.12554"),
-        in_study("The 4 most uncertain of 14 steps solve more than all of them: low confidence, equal network calls.",
+        in_study("The 4 most uncertain of 14 steps solve more than all that have above 0.02 nats: low confidence, equal calls.",
             "steps", ("entropy", "all"), "points: > 0", after),
         in_study("Scoring positions, too (4.2), solves more than tokens alone: low confidence, the 4 most uncertain steps.",
             "steps", ("exact", "entropy"), "points: > 0", after, "minidrl, on arXiv 2603.12554"),
