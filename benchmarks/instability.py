@@ -138,7 +138,9 @@ def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout
     return rollout, (rollout.response == goal(rollout.prompt)).double().mean(-1)
 
 
-def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int, settings=OPTIMIZER):
+def updates(
+    model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int, settings=OPTIMIZER
+):
     """Yield plan, features, anchor, adv and gradient norm of each update on a rollout; plans as the row's ``refresh`` says."""
     draw = lambda purpose: method.plan(rollout, runs.keyed_generator(seed, step, purpose))  # noqa: E731
     score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731

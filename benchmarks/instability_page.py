@@ -394,8 +394,8 @@ def ends(results: list[dict]) -> str:
     return ENDS.partition("- ")[0] + "\n".join(bullet(text) for text in said if text)
 
 
-NORM_CLIP = """`{name}` on the {scale} {verdict}. Its runs end at {ends}, without the clip at {others}, {fallen} below their
-best hundred; mean difference {gap}."""
+NORM_CLIP = """`{name}` on the {scale} {verdict}. Its runs end at {ends}, {fallen} below their best hundred; without the
+clip at {others}; mean difference {gap}."""
 
 
 def norm_clip(results: list[dict]) -> str:
@@ -408,9 +408,10 @@ def norm_clip(results: list[dict]) -> str:
             (pair,) = differences(results, scale, {(name + study.CLIPPED, name): ""})
             low, high = (pick(map(study.fallen, runs)) for pick in (min, max))
             words = {"name": name, "scale": scale, "verdict": verdict_of(runs), "ends": ends, "others": plain}
-            said.append(NORM_CLIP.format(**words, fallen=f"{low:.2f} to {high:.2f}", gap=pair["difference"]))
-    head = """**Does an ordinary clip of the gradient norm save GRPO?** At 0.2, as in the released code, added to two lines after all
-others had run (no test is corrected for these). """
+            words |= {"fallen": f"{low:.2f} to {high:.2f}", "gap": pair["difference"]}
+            said.append(NORM_CLIP.format(**words))
+    head = """**Does an ordinary clip of the gradient norm save GRPO?** At 0.2, as in the released code, added to two lines at each
+scale after all others had run (no test is corrected for these). """
     return head + " ".join(said) if said else ""
 
 
@@ -599,10 +600,10 @@ def measured_reading(results: list[dict], lines: list[dict]) -> str:
         f"  {shared:.2f} with shared ones, what the policy really moved included: {fresh / shared:.0f} times less. A trained\n"
         "  model has more noise than this one, by redraws at equal weights on answers of 10 to 12 tokens ([notebook\n"
         f"  06](../notebooks/06_stabledrl.ipynb)): {TRAINED[1]} nats with one state, {TRAINED[2]} with two, where this\n"
-        f"  model has {model:.2f} and {two:.2f}. Of token means, the scale that the released code exponentiates, two states of the\n"
-        f"  ELBO have {mean[0]} nats, and its blocks {blocks[0]}, where this model has {short:.2f} at {study.LENGTH} tokens\n"
-        f"  and {long:.2f} at {PUBLISHED}: of a group of 8 with a cap of 5 then {mean[1]} and {blocks[1]} count (effective size).\n"
-        "  No number here says that this noise is gone at the published length."
+        f"  model has {model:.2f} and {two:.2f}. Of token means, the scale that the released code exponentiates, two states\n"
+        f"  of the ELBO have {mean[0]} nats, and its blocks {blocks[0]}, where this model has {short:.2f} at\n"
+        f"  {study.LENGTH} tokens and {long:.2f} at {PUBLISHED}: of a group of 8 with a cap of 5 then {mean[1]} and {blocks[1]}\n"
+        "  count (effective size). No number here says that this noise is gone at the published length."
     )
 
 
