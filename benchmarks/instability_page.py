@@ -410,8 +410,8 @@ def norm_clip(results: list[dict]) -> str:
             words = {"name": name, "scale": scale, "verdict": verdict_of(runs), "ends": ends, "others": plain}
             words |= {"fallen": f"{low:.2f} to {high:.2f}", "gap": pair["difference"]}
             said.append(NORM_CLIP.format(**words))
-    head = """**Does an ordinary clip of the gradient norm save GRPO?** At 0.2, as in the released code, added to two lines at each
-scale after all others had run (no test is corrected for these). """
+    head = """**Does an ordinary clip of the gradient norm save GRPO?** At 0.2, as in the released code, added to two lines at
+each scale after all others had run (no test is corrected for these). """
     return head + " ".join(said) if said else ""
 
 
@@ -602,7 +602,7 @@ def measured_reading(results: list[dict], lines: list[dict]) -> str:
         f"  06](../notebooks/06_stabledrl.ipynb)): {TRAINED[1]} nats with one state, {TRAINED[2]} with two, where this\n"
         f"  model has {model:.2f} and {two:.2f}. Of token means, the scale that the released code exponentiates, two states\n"
         f"  of the ELBO have {mean[0]} nats, and its blocks {blocks[0]}, where this model has {short:.2f} at\n"
-        f"  {study.LENGTH} tokens and {long:.2f} at {PUBLISHED}: of a group of 8 with a cap of 5 then {mean[1]} and {blocks[1]}\n"
+        f"  {study.LENGTH} tokens and {long:.2f} at {PUBLISHED}: of a group of 8, cap 5, then {mean[1]} and {blocks[1]}\n"
         "  count (effective size). No number here says that this noise is gone at the published length."
     )
 
