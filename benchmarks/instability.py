@@ -39,6 +39,7 @@ PROMPT_MASKING = {"": 0.0, ", prompt masking": 0.15}  # of diffu-GRPO: the chanc
 RESULTS = Path(__file__).parent / "results"
 SETTINGS = sampler.Sampler(order="random", temperature=1.0, length=LENGTH, block_length=LENGTH, tokens_per_step=2)
 OPTIMIZER = config.Optimizer(learning_rate=3e-4, weight_decay=0.1, max_grad_norm=math.inf)
+CLIPPED = ", norm 0.2"  # lines of this name have the clip of the gradient norm of StableDRL's released code
 
 
 class Alphabet:
@@ -83,7 +84,13 @@ def rows(scale: str) -> dict[str, methods.Method]:
         look = partial(alg.mean_field_plan, p_mask_prompt=p)
         found |= {f"grpo, mean field{masked}": replace(centred, plan=look)}
         found |= {f"stabledrl, mean field{masked}": replace(stable, plan=look)}
+    found |= {name + CLIPPED: found[name] for name in ("grpo, fresh masks", "grpo, mean field, prompt masking")}
     return found
+
+
+def optimizer_of(name: str) -> config.Optimizer:
+    """The optimiser of a line: with the clip of the gradient norm where its name says so."""
+    return replace(OPTIMIZER, max_grad_norm=0.2) if name.endswith(CLIPPED) else OPTIMIZER
 
 
 def goal(prompt: Tensor) -> Tensor:
@@ -131,7 +138,9 @@ def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout
     return rollout, (rollout.response == goal(rollout.prompt)).double().mean(-1)
 
 
-def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int):
+def updates(
+    model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int, settings=OPTIMIZER
+):
     """Yield plan, features, anchor, adv and gradient norm of each update on a rollout; plans as the row's ``refresh`` says."""
     draw = lambda purpose: method.plan(rollout, runs.keyed_generator(seed, step, purpose))  # noqa: E731
     score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731
@@ -143,7 +152,7 @@ def updates(model, method: methods.Method, rollout: alg.Rollout, reward: Tensor,
     for plan, anchor in zip(plans, anchors, strict=True):
         adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
         methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
-        norm = trainer.optimizer_step(model, optimizer, OPTIMIZER, OPTIMIZER.learning_rate)
+        norm = trainer.optimizer_step(model, optimizer, settings, settings.learning_rate)
         yield plan, {name: value.detach() for name, value in feature.items()}, anchor, adv, norm
 
 
@@ -155,7 +164,8 @@ def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) 
     for step in range(count // REUSE):
         rollout, reward = collect(model, seed, step)
         try:
-            for plan, feature, anchor, adv, norm in updates(model, method, rollout, reward, optimizer, seed, step):
+            steps = updates(model, method, rollout, reward, optimizer, seed, step, optimizer_of(name))
+            for plan, feature, anchor, adv, norm in steps:
                 seen = methods.ratio_diagnostics(judge, plan, rollout, feature, anchor, adv)
                 values = (float(reward.mean()), seen["log_ratio_std"], seen["bypass_fraction"], norm)
                 for key, value in zip(curves, (*values, seen["effective_sample_size"]), strict=True):

@@ -350,6 +350,35 @@ def test_the_trained_model_has_the_noise_that_the_notebook_prints(page):
     printed = (page.ROOT / "notebooks" / "06_stabledrl.ipynb").read_text(encoding="utf-8")
     for states, told in page.TRAINED.items():
         assert f"ELBO, K = {states}" + " " * 31 + told in printed
+    for name, (told, size) in page.TRAINED_MEANS.items():
+        assert f"{name:41s} {told}" in printed and f"cap 5: {name}: {size} of 8" in printed
+
+
+def test_lines_with_a_clip_of_the_norm_differ_in_it_alone(page, weak_base):
+    """In the method nothing differs, in the optimiser the bound of the norm; an update is another one."""
+    lines, names = study.rows("sequence"), [name for name in study.rows("sequence") if name.endswith(study.CLIPPED)]
+    assert len(names) == 2
+    moved = {}
+    for name in names:
+        plain = name.removesuffix(study.CLIPPED)
+        assert lines[name] == lines[plain] and study.optimizer_of(plain) == study.OPTIMIZER
+        assert study.optimizer_of(name) == replace(study.OPTIMIZER, max_grad_norm=0.2)
+        for line in (name, plain):
+            model = study.denoiser.build(study.SIZES, study.Alphabet(), 0).double().eval()
+            model.load_state_dict(weak_base)
+            found = study.run(line, "sequence", model, 0, 4)
+            moved[line] = torch.cat([p.detach().flatten() for p in model.parameters()]), found["norm"]
+        assert moved[name][1][0] == moved[plain][1][0] > 0.2 and not torch.equal(moved[name][0], moved[plain][0])
+
+
+def test_the_clip_of_the_norm_has_its_sentence_and_no_pair(page):
+    name, ends = "grpo, fresh masks", {"": [0.4, 0.6, 0.5], study.CLIPPED: [0.4, 0.6, 0.3]}
+    results = [a_run(name + what, seed, ends[what]) for seed in (0, 1) for what in ends]
+    said = page.norm_clip(results)
+    assert f"`{name}` on the token mean collapses: every run ends below its start. Its runs end at 0.30, 0.30" in said
+    assert "0.30 to 0.30 below" in said and "-0.200" in said and page.norm_clip(results[::2]) == ""
+    assert not any(study.CLIPPED in line for pair in (*page.PAIRS, *page.TWO_PAIRS) for line in pair)
+    assert study.CLIPPED not in page.chain(study.stored(study.RESULTS / "instability.json"))
 
 
 def test_what_is_not_run_is_said(page):
