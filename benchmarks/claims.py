@@ -1128,6 +1128,21 @@ LEDGER: dict[str, list[Claim]] = {
         reused("Eight updates on a rollout solve more Countdown puzzles than one, rollouts equal: PPO, left to right.",
             "reuse_left_to_right", "ppo"),
         reused("The same: PPO, low confidence.", "reuse_confidence", "ppo"),
+        *happens(in_study("REINFORCE collapses with 8 updates on a rollout that was sampled in bfloat16: it ends below the "
+            "base, low confidence.",
+            "reuse_bfloat16", ("reinforce",), "points above the base: < 0", gained, "minidrl, on arXiv 2602.04879",
+            updates=8)),
+        in_study("With 8 updates on a rollout sampled in bfloat16 PPO solves more Countdown puzzles than REINFORCE: low "
+            "confidence.",
+            "reuse_bfloat16", ("ppo", "reinforce"), "points: > 0", after, "arXiv 1707.06347", updates=8),
+        in_study("There DPPO solves more Countdown puzzles than PPO.",
+            "reuse_bfloat16", ("dppo-tv", "ppo"), "points: > 0", after, "arXiv 2602.04879", updates=8),
+        in_study("There DRPO at delta 0.15 (published: 12.5) solves more Countdown puzzles than DPPO.",
+            "reuse_bfloat16", ("drpo", "dppo-tv"), "points: > 0", after, "minidrl, on accounts of arXiv 2606.09821",
+            updates=8),
+        in_study("With one update on a rollout sampled in bfloat16 PPO solves more Countdown puzzles than REINFORCE: low "
+            "confidence.",
+            "reuse_bfloat16", ("ppo", "reinforce"), "points: > 0", after, "minidrl, on arXiv 2602.04879"),
         not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
             "arXiv 2602.04879", "needs long runs with reuse and low precision"),
     ],
