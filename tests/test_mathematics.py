@@ -293,6 +293,23 @@ def test_formats_are_those_of_the_published_patterns_with_lines():
     assert min(found) > 100
 
 
+def test_a_line_counts_for_one_tag_and_an_answer_may_be_empty():
+    start = "<reasoning>\n18\n</reasoning>\n<answer>\n"
+    assert mathematics.strict_format(start + "\n</answer>") and not mathematics.strict_format(start + "</answer>")
+    assert Math500().shape("<answer>\\boxed{1}", "1", False) == 0.5, "opened and never closed"
+
+
+@pytest.mark.parametrize("kind", [Gsm8k, Math500])
+def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
+    """In the instruction of a question, after its text."""
+    asked = {
+        reward: kind(reward=reward)._asked(mathematics.Question("1+1?", "2", ""), "").instruction
+        for reward in ("d1", "correctness")
+    }
+    assert {reward: "<reasoning>" in text for reward, text in asked.items()} == {"d1": True, "correctness": False}
+    assert all(text.startswith("1+1?\n\n") and "<answer>" in text for text in asked.values())
+
+
 def test_defects_of_published_rewards_that_are_not_here():
     """Each line of ERRATA.md about them: what the published expression does, and what is done here."""
     assert re.match(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", NEAT) is None and mathematics.soft_format(NEAT)
