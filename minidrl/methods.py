@@ -754,14 +754,11 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
     part, _, name = key.partition(".")
     if key == "credit":
         return dataclasses.replace(method, credit=_credit(method, value))
-    if key == "step_value" and method.step_value in ("greedy", "sampled"):
-        if value not in ("greedy", "sampled"):
-            raise ValueError(f"method_options.step_value: got {value!r}; allowed greedy, sampled")
-        return dataclasses.replace(method, step_value=value)
-    if key == "anchor" and method.on_record:
-        if value not in ("behaviour", "old"):
-            raise ValueError(f"method_options.anchor: got {value!r}; allowed behaviour, old")
-        return dataclasses.replace(method, anchor=value)
+    if allowed := _choices_of(method).get(key):
+        if value not in allowed:
+            got = f"method_options.{key}: got {value!r}"
+            raise ValueError(f"{got}; allowed {', '.join(allowed)}")
+        return dataclasses.replace(method, **{key: value})
     if key in _WORDS:
         return dataclasses.replace(method, **{part: value})
     if key not in numbers(method):
@@ -772,6 +769,16 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
     component = getattr(method, part)
     _check_like(key, value, component.keywords[name])
     return dataclasses.replace(method, **{part: partial(component, **{name: value})})
+
+
+def _choices_of(method: Method) -> dict[str, tuple[str, ...]]:
+    # By name as _WORDS, and not in every row.
+    found = {}
+    if method.step_value in ("greedy", "sampled"):
+        found["step_value"] = ("greedy", "sampled")
+    if method.on_record:
+        found["anchor"] = ("behaviour", "old")
+    return found
 
 
 def _credit(method: Method, name: Any) -> partial:
