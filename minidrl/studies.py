@@ -81,8 +81,10 @@ class Study:
                among them (without: the label). ``self-training`` is one of ``controls``
     rates      learning rates; where there are several, one is chosen for each method and number
                of updates
+    rate_of    the rate of those methods, by label, for which none is chosen any more
     updates    updates a rollout (``num_iterations``)
     seeds      how many the report has
+    first_seed the first of them
     equal      ``updates``: every cell has the config's ``steps``. ``calls``: every method has as
                many as it takes to make the network calls of the first one, by a trial step
     hours      the grid is refused where the first cells say that it will need more
@@ -92,8 +94,10 @@ class Study:
     settings: dict = field(default_factory=dict)
     methods: dict
     rates: list = field(default_factory=list)
+    rate_of: dict = field(default_factory=dict)
     updates: list = field(default_factory=lambda: [1])
     seeds: int = 5
+    first_seed: int = 0
     choose: Choice = field(default_factory=Choice)
     equal: str = "updates"
     hours: float = 8.0
@@ -112,21 +116,51 @@ class Study:
         _refuse_own_keys("settings", self.settings)
         for label, how in self.methods.items():
             _refuse_own_keys(f"methods.{label}", how)
-        _all_numbers("rates", self.rates, lambda x: isinstance(x, float) and x > 0, "above 0")
-        if len(set(map(rate_text, self.rates))) < len(self.rates):  # they name cells
-            allowed = "numbers that differ in their first digits"
-            raise ValueError(f"rates: got {brief(self.rates)}; allowed {allowed}")
+        self._check_rates()
         _all_numbers("updates", self.updates, lambda x: type(x) is int and x > 0, "whole, from 1")
-        for name, low in {"seeds": 1, "hours": 0}.items():
+        for name, low in {"seeds": 1, "first_seed": 0, "hours": 0}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed from {low}")
         if self.equal not in EQUAL:
             raise ValueError(f"equal: got {self.equal!r}; allowed {', '.join(EQUAL)}")
-        lines = len(self.methods) * len(self.updates)
-        chosen = self.choose.seeds * len(self.rates) * (len(self.rates) > 1)
-        if (cells := lines * (self.seeds + chosen)) > MOST_CELLS:
+        if (cells := self.size()) > MOST_CELLS:
             got = f"{self.seeds}, {self.choose.seeds} in choose: {cells} runs"
             raise ValueError(f"seeds: got {got}; allowed up to {MOST_CELLS} runs")
+        if (after := self.first_seed + self.seeds) > FIRST_CHOICE:
+            allowed = f"below {FIRST_CHOICE}, where those of the choice begin"
+            raise ValueError(f"first_seed: got seeds up to {after - 1}; allowed {allowed}")
+
+    def _check_rates(self) -> None:
+        if stray := [label for label in self.rate_of if label not in self.methods]:
+            raise ValueError(f"rate_of: got {brief(stray[0])}; allowed {', '.join(self.methods)}")
+        for label, rate in self.rate_of.items():
+            _all_numbers(f"rate_of.{label}", [rate], _above_0, "above 0")
+        if self.rates or self.rate_of.keys() != self.methods.keys():
+            _all_numbers("rates", self.rates, _above_0, "above 0")
+        if len(set(map(rate_text, self.rates))) < len(self.rates):  # they name cells
+            allowed = "numbers that differ in their first digits"
+            raise ValueError(f"rates: got {brief(self.rates)}; allowed {allowed}")
+
+    def rates_of(self, label: str) -> list[float]:
+        """The rates of which one is chosen for a method; where it is one, nothing is."""
+        return [self.rate_of[label]] if label in self.rate_of else self.rates
+
+    def lines(self) -> list[tuple[str, int]]:
+        """(label, updates a rollout): what is told apart."""
+        return [(label, n) for n in self.updates for label in self.methods]
+
+    def to_choose(self) -> list[tuple[str, int]]:
+        """The lines whose rate is chosen."""
+        return [line for line in self.lines() if len(self.rates_of(line[0])) > 1]
+
+    def size(self) -> int:
+        """How many runs there are, known or not."""
+        choices = len(self.to_choose()) * self.choose.seeds * len(self.rates)
+        return len(self.lines()) * self.seeds + choices
+
+
+def _above_0(number: Any) -> bool:
+    return isinstance(number, float) and number > 0
 
 
 def _refuse_own_keys(key: str, settings: dict) -> None:
@@ -203,8 +237,12 @@ def study_of(
         if names:
             _refuse_twice(names)
             data["methods"] = {label: data["methods"].get(label, {}) for label in names}
+            own = _section(data, "rate_of")
+            data["rate_of"] = {label: own[label] for label in names if label in own}
     if isinstance(data.get("rates"), list):  # YAML reads 3e-4 as a string
         data["rates"] = [_number(rate) for rate in data["rates"]]
+    own = {} if "rates" in overrides else _section(data, "rate_of")
+    data["rate_of"] = {label: _number(rate) for label, rate in own.items()}
     _section(data, "choose"), _section(data, "settings")
     study = config.from_dict(Study, data)
     config.check_path("config", study.config)
@@ -251,7 +289,7 @@ class Grid:
         self.name, self.study = name, study
         self.steps: dict[tuple[str, int], int] = {}
         # What is wrong must not surface after hours of other cells.
-        cells = [self._cell(REPORT, *line, study.rates[0], 0) for line in self.lines()]
+        cells = [self._first(line) for line in study.lines()]
         for cell in cells:
             rehearsal.method_of(cell.settings)
         _check_alike(cells)
@@ -259,33 +297,23 @@ class Grid:
             self._equalize()
 
     def lines(self) -> list[tuple[str, int]]:
-        """(label, updates a rollout): what is told apart."""
-        return [(label, n) for n in self.study.updates for label in self.study.methods]
+        return self.study.lines()
 
     def choices(self) -> list[Cell]:
         """The cells of the choice; none where there is one rate."""
         s = self.study
-        if len(s.rates) == 1:
-            return []
-        seeds = range(FIRST_CHOICE, FIRST_CHOICE + s.choose.seeds)
         return [
-            self._cell(CHOOSE, label, updates, rate, seed)
-            for seed in seeds
+            self._cell(CHOOSE, *line, rate, seed)
+            for seed in range(FIRST_CHOICE, FIRST_CHOICE + s.choose.seeds)
             for rate in s.rates
-            for label, updates in self.lines()
+            for line in s.to_choose()
         ]
 
     def cells(self, stage: str, ledger: Ledger) -> list[Cell]:
         """The cells of a stage, as far as the ledger lets them be known."""
         if stage == CHOOSE:
             return self.choices()
-        return self.reports(chosen(self.study, ledger.rows(self.name), self.lines()))
-
-    def size(self) -> int:
-        """How many cells there are, known or not."""
-        s = self.study
-        choices = s.choose.seeds * len(s.rates) if len(s.rates) > 1 else 0
-        return len(self.lines()) * (choices + s.seeds)
+        return self.reports(chosen(self.study, ledger.rows(self.name)))
 
     def planned(self, ledger: Ledger) -> list[str]:
         """The names of all cells that are known."""
@@ -293,16 +321,21 @@ class Grid:
 
     def bed(self) -> str:
         """That of every cell."""
-        return bed_of(self._cell(REPORT, *self.lines()[0], self.study.rates[0], 0).settings)
+        return bed_of(self._first(self.lines()[0]).settings)
 
     def reports(self, rates: dict[tuple[str, int], float]) -> list[Cell]:
         """The cells of the report, for the lines whose rate is known."""
+        first = self.study.first_seed
         return [
             self._cell(REPORT, *line, rates[line], seed)
-            for seed in range(self.study.seeds)
+            for seed in range(first, first + self.study.seeds)
             for line in self.lines()
             if line in rates
         ]
+
+    def _first(self, line: tuple[str, int], seed: int = 0) -> Cell:
+        """A cell of a line, to be looked at before any is run."""
+        return self._cell(REPORT, *line, self.study.rates_of(line[0])[0], seed)
 
     def _cell(self, stage: str, label: str, updates: int, rate: float, seed: int) -> Cell:
         s = self.study
@@ -327,28 +360,27 @@ class Grid:
         """Steps for each line that make the network calls of the first one: a trial step each."""
         budget = None
         for line in self.lines():
-            cell = self._cell(REPORT, *line, self.study.rates[0], FIRST_CHOICE)
+            cell = self._first(line, FIRST_CHOICE)
             calls = sum(_calls(_learner(cell)(cell.settings).step(0)).values())
             budget = budget or calls * cell.settings.steps
             self.steps[line] = max(1, round(budget / calls))
 
 
-def chosen(study: Study, rows: Sequence[dict], lines: Sequence[tuple[str, int]]) -> dict:
+def chosen(study: Study, rows: Sequence[dict]) -> dict[tuple[str, int], float]:
     """The best rate of each line: the highest mean of ``after`` over the seeds of the choice.
 
     A cell that failed counts as nothing solved; of equal rates the lowest is taken. A line without
     all of its cells has no entry.
     """
-    if len(study.rates) == 1:
-        return dict.fromkeys(lines, study.rates[0])
-    made: dict[tuple[str, int], list[dict]] = {line: [] for line in lines}
+    made: dict[tuple[str, int], list[dict]] = {line: [] for line in study.to_choose()}
     for row in rows:
         line = row["method"], row["updates"]
         if row["stage"] == CHOOSE and row["rate"] in study.rates and line in made:
             made[line].append(row)
     whole = study.choose.seeds * len(study.rates)
     groups = [Group(*line, choose=own) for line, own in made.items() if len(own) == whole]
-    return {(group.method, group.updates): group.rate for group in groups}
+    told = {line: study.rates_of(line[0])[0] for line in study.lines() if line not in made}
+    return told | {(group.method, group.updates): group.rate for group in groups}
 
 
 # ------------------------------------------------------------------------------------------- a cell
@@ -563,7 +595,7 @@ class _Work:
         rows = self.ledger.rows(self.grid.name)
         rows = [row for row in rows if (row["method"], row["updates"]) in lines]
         mean = sum(row["seconds"] for row in rows) / len(rows)
-        needed = mean * max(len(left), self.grid.size() - len(rows)) / self.jobs
+        needed = mean * max(len(left), self.grid.study.size() - len(rows)) / self.jobs
         spent = time.perf_counter() - self.started
         if len(rows) >= 2 * self.jobs and spent + needed > 3600 * hours:
             need = f"{(spent + needed) / 3600:.1f} by the first {len(rows)} cells"

@@ -89,13 +89,34 @@ def line(rate: float, after: float | None, method: str = "drpo", updates: int = 
 
 
 def test_the_best_rate_is_chosen_by_its_mean_and_a_failed_cell_counts_as_nothing_solved(folder):
-    asked, lines = study(folder, rates=[1e-4, 3e-4, 1e-3], choose={"seeds": 2}), [("drpo", 1), ("drpo", 8)]
+    asked = study(folder, methods=["drpo"], updates=[1, 8], rates=[1e-4, 3e-4, 1e-3], choose={"seeds": 2})
     rows = [line(1e-4, 0.25), line(1e-4, 0.25), line(3e-4, 0.5), line(3e-4, None), line(1e-3, 0.2), line(1e-3, 0.2)]
     other = [line(1e-4, 0.9, stage="report"), line(1e-3, 0.9, method="ppo"), line(1e-3, 0.9, updates=8), line(1e-2, 0.9)]
-    assert studies.chosen(asked, rows + other, lines) == {("drpo", 1): 1e-4}, "of equal ones the lowest; 8 updates: unfinished"
-    assert studies.chosen(asked, rows[1:] + other, lines) == {}
+    assert studies.chosen(asked, rows + other) == {("drpo", 1): 1e-4}, "of equal ones the lowest; 8 updates: unfinished"
+    assert studies.chosen(asked, rows[1:] + other) == {}
     alone = study(folder, rates=[2e-4])
-    assert studies.chosen(alone, [], lines) == dict.fromkeys(lines, 2e-4)
+    assert studies.chosen(alone, []) == dict.fromkeys(alone.lines(), 2e-4)
+
+
+def test_a_rate_that_is_given_is_not_chosen_and_seeds_begin_where_they_are_told(folder):
+    asked = study(folder, rate_of={"drpo": "2e-3"}, first_seed=5)
+    grid = studies.Grid("trial", asked)
+    assert [cell.name for cell in grid.choices()] == ["reinforce-1e-4-1-1000", "reinforce-3e-4-1-1000"]
+    assert studies.chosen(asked, []) == {("drpo", 1): 2e-3}, "that of reinforce waits for its choice"
+    reports = grid.reports({("drpo", 1): 2e-3, ("reinforce", 1): 1e-4})
+    lines = "reinforce-1e-4", "drpo-2e-3"
+    assert [cell.name for cell in reports] == [f"{line}-1-{seed}" for seed in (5, 6) for line in lines]
+    assert asked.size() == len(grid.choices()) + len(reports) == 2 + 4
+
+
+def test_all_rates_given_need_no_others_and_picking_and_rates_by_hand_go_before(folder):
+    given = {"config": "run.yaml", "methods": ["reinforce", "drpo"], "rate_of": {"reinforce": 1e-3, "drpo": "2e-3"}}
+    asked = studies.study_of(folder / "study.yaml", given, {})
+    assert not asked.rates and studies.chosen(asked, []) == {("reinforce", 1): 1e-3, ("drpo", 1): 2e-3}
+    picked = studies.study_of(folder / "study.yaml", given, {}, ["drpo"])
+    assert picked.rate_of == {"drpo": 2e-3}
+    by_hand = studies.study_of(folder / "study.yaml", given, {"rates": "[5e-4]"})
+    assert by_hand.rates == [5e-4] and studies.chosen(by_hand, []) == dict.fromkeys(by_hand.lines(), 5e-4)
 
 
 def test_a_cell_that_stops_for_another_reason_is_no_result(folder, monkeypatch):
@@ -153,6 +174,7 @@ def test_equal_calls(folder):
 
 
 AT_ONE_RATE = {"arcs"}  # the question is what the plan changes and nothing else
+CHOSEN_BEFORE = {"likelihoods_again"}  # each at the rate that another study chose for it
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 
 
@@ -166,7 +188,7 @@ def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeyp
     rows = ledger.rows(path.stem)
     assert [row["cell"] for row in rows] == grid.planned(ledger) and len(rows) == 2 * len(grid.lines())
     assert {row["status"] for row in rows} == {"finished"}
-    assert asked.seeds >= 5 and (len(asked.rates) > 1 or path.stem in AT_ONE_RATE)
+    assert asked.seeds >= 5 and (len(asked.rates) > 1 or path.stem in AT_ONE_RATE | CHOSEN_BEFORE)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
@@ -434,6 +456,12 @@ BAD = {
     "method: got 'pppo'; allowed reinforce": {"methods": ["pppo"]},
     "speed: unknown key": {"speed": 3},
     "choose.seeds: got 0; allowed from 1": {"choose": {"seeds": 0}},
+    "rate_of: got 'ppo'; allowed reinforce, drpo": {"rate_of": {"ppo": 1e-3}},
+    "rate_of: got [1]; allowed a section": {"rate_of": [1]},
+    "rate_of.drpo: got ['much']; allowed different numbers, each above 0": {"rate_of": {"drpo": "much"}},
+    "rates: got []; allowed different numbers, each above 0": {"rates": [], "rate_of": {"drpo": 1e-3}},
+    "first_seed: got -1; allowed from 0": {"first_seed": -1},
+    "first_seed: got seeds up to 1001; allowed below 1000, where those of the choice begin": {"first_seed": 1000},
 }
 
 
