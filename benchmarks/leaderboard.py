@@ -33,13 +33,19 @@ def best_decoder() -> float:
 
 
 def jobs() -> dict[str, tuple[str, int]]:
-    """Of each study the order in which its runs decode, and the responses of a step."""
-    found = {}
+    """Of each study with the base and the puzzles of CONFIG the order in which its runs decode, and the responses of a step."""
+    found, wanted = {}, judged_by(config.load(config.Train, CONFIG))
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = studies.study_of(path, config.read(path), {})
         s = config.load(config.Train, study.config, study.settings)
-        found[path.stem] = s.sampler.order.replace("_", "-"), s.num_prompts * s.num_generations
+        if judged_by(s) == wanted:
+            found[path.stem] = s.sampler.order.replace("_", "-"), s.num_prompts * s.num_generations
     return found
+
+
+def judged_by(settings: config.Train) -> tuple[str, int, int]:
+    """Bed and held-out puzzles of a run."""
+    return studies.bed_of(settings), settings.evaluate.n, settings.evaluate.skip
 
 
 def main(argv: list[str] | None = None) -> int:

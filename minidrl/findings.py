@@ -239,9 +239,9 @@ def leaderboard(
     points above the best decoder of the base.
 
     ``best_decoder``: the solved fraction of the base under its best sampler, on the held-out
-    puzzles of the ledger. ``jobs``: of each study the order in which it decodes, and the responses
-    of a step; each order has tables of its own. ``studies``: those that count, by default all; they
-    share one bed.
+    puzzles of the ledger. ``jobs``: of each study that may count the order in which it decodes, and
+    the responses of a step; each order has tables of its own. ``studies``: those that count, by
+    default all of ``jobs``; they share one bed and its puzzles. Others of the ledger are named.
     ``command``: makes a cell, with names of columns of the ledger in braces.
     Raises: ValueError as ``study_report`` does, for a fraction that is none, for several beds, or
     for a study whose job is not told.
@@ -249,7 +249,8 @@ def leaderboard(
     if not 0 <= best_decoder <= 1:
         raise ValueError(f"best_decoder: got {best_decoder}; allowed are fractions of 0 to 1")
     rows = read_ledger(ledger)
-    studies = list(studies or dict.fromkeys(row["study"] for row in rows))
+    known = dict.fromkeys(row["study"] for row in rows)
+    studies = list(studies or (study for study in known if study in jobs))
     if untold := [study for study in studies if study not in jobs]:
         raise ValueError(f"jobs: got none of {untold[0]}; required is one for each study")
     reported = [r for r in rows if r["study"] in studies and r["stage"] == "report"]
@@ -264,6 +265,7 @@ def leaderboard(
             every.setdefault(jobs[study][0], []).extend(found)
     every = {order: _once(found) for order, found in every.items()}
     goals = " and ".join(f"{100 * goal:.0f}" for goal in GOALS)
+    others = ", ".join(study for study in known if study not in studies)
     head = f"""# Leaderboard
 
 First what each method solves of held-out puzzles once it has spent so many network calls; then \
@@ -278,7 +280,7 @@ Between two evaluations a curve is taken as straight.
 where it is another. Runs that are among those of a line with more seeds, digit for digit, are \
 shown in that one. {_alike(every)}
 - Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
-bed {_listed(row["bed"] for row in reported)}."""
+bed {_listed(row["bed"] for row in reported)}. Other studies of the ledger: {others or "none"}."""
     sizes = {study: responses for study, (_, responses) in jobs.items()}
     parts = [_goal(every, goal, best_decoder + goal, sizes) for goal in GOALS]
     found = [group for of_order in every.values() for group, _ in of_order]

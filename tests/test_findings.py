@@ -446,8 +446,11 @@ def test_runs_of_two_orders_are_in_two_tables(tmp_path):
     assert far.startswith("20 points above: 35.0 %") and "|" not in far
     for order in ("random", "right-to-left"):
         assert f"Decoding in {order} order: no seed of these runs got there." in far
+    known = {"s": ("random", 128), "u": ("random", 128)}
+    assert "Other studies of the ledger: none." in text
+    assert "Other studies of the ledger: t." in findings.leaderboard(*files, 0.15, known)
     with pytest.raises(ValueError, match="jobs: got none of t; required is one for each study"):
-        findings.leaderboard(*files, 0.15, {"s": ("random", 128), "u": ("random", 128)})
+        findings.leaderboard(*files, 0.15, known, ["s", "t"])
 
 
 def test_the_order_of_a_study_is_that_of_its_runs(monkeypatch):
@@ -458,6 +461,7 @@ def test_the_order_of_a_study_is_that_of_its_runs(monkeypatch):
         128,
     )  # of the config, which both leave as it is
     assert (found["arcs"], found["reuse_left_to_right"]) == (("random", 128), ("left-to-right", 128))
+    assert not {"blocks", "likelihoods_again"} & {*found}, "of another base, and judged by other puzzles"
 
 
 def test_a_method_whose_rate_is_still_being_chosen_is_not_on_the_board(tmp_path):
