@@ -754,7 +754,9 @@ def of_seeds(text: str, source: str, study: str, seeds: list[int], words: str, f
     if len(seeds) < 2:
         return not_run(text, source, f"needs two seeds of `{command}`")
     number, _, criterion = words.partition(": ")
-    return Claim(text, source, f"`{command}`", f"{len(seeds)} seeds, 512 puzzles", number, found, criterion)
+    puzzles = next(iter(of_study(study).values())).report[0]["judged"].partition(" ")[0]
+    made = f"{len(seeds)} seeds, {int(puzzles):,} puzzles"
+    return Claim(text, source, f"`{command}`", made, number, found, criterion)
 
 
 def reused(text: str, study: str, method: str) -> Claim:
@@ -936,6 +938,12 @@ LEDGER: dict[str, list[Claim]] = {
         in_study("The same runs, judged by greedy decoding; rates were chosen at temperature 1.",
             "likelihoods", ("gdpo", "diffu-grpo"), "points: > 0", greedy,
             "accounts of arXiv 2510.08554 (its abstract: most benchmarks)"),
+        in_study("GDPO against diffu-GRPO at temperature 1 once more: new seeds and puzzles, rates as before, looked at once.",
+            "likelihoods_again", ("gdpo", "diffu-grpo"), "points: > 0", after,
+            "accounts of arXiv 2510.08554 (its abstract: most benchmarks)"),
+        in_study("These runs, judged by greedy decoding.",
+            "likelihoods_again", ("gdpo", "diffu-grpo"), "points: > 0", greedy,
+            "accounts of arXiv 2510.08554 (its abstract: most benchmarks)"),
         in_study("GDPO solves more Countdown puzzles than the base: random order, temperature 1.",
             "likelihoods", ("gdpo",), "points above the base: > 0", gained,
             "accounts of arXiv 2510.08554 (its abstract: consistent gains)"),
@@ -946,6 +954,10 @@ LEDGER: dict[str, list[Claim]] = {
             "likelihoods", ("gdpo", "coupled-grpo"), "points: > 0", after, "accounts of arXiv 2510.08554 (a table)"),
         in_study("The same runs, judged by greedy decoding.",
             "likelihoods", ("gdpo", "coupled-grpo"), "points: > 0", greedy, "accounts of arXiv 2510.08554 (a table)"),
+        in_study("GDPO against coupled-GRPO at temperature 1 once more: new seeds and puzzles, looked at once.",
+            "likelihoods_again", ("gdpo", "coupled-grpo"), "points: > 0", after, "accounts of arXiv 2510.08554 (a table)"),
+        in_study("These runs, judged by greedy decoding.",
+            "likelihoods_again", ("gdpo", "coupled-grpo"), "points: > 0", greedy, "accounts of arXiv 2510.08554 (a table)"),
         in_study("GDPO solves more than wd1, which has the masks of diffu-GRPO and no KL term either: random order.",
             "likelihoods", ("gdpo", "wd1"), "points: > 0", after, "minidrl, on arXiv 2510.08554"),
         not_run("SDMC trains better than double Monte Carlo at equal network calls, and more nodes better than fewer.",
@@ -954,6 +966,8 @@ LEDGER: dict[str, list[Claim]] = {
             "arcs", ("gdpo-arcs", "gdpo"), "points: > 0", after),
         in_study("The same: rates chosen for each, equal network calls; five seeds of SDMC are those of the line above.",
             "likelihoods", ("gdpo-arcs", "gdpo"), "points: > 0", after),
+        in_study("Arcs against SDMC once more: new seeds and puzzles, looked at once.",
+            "likelihoods_again", ("gdpo-arcs", "gdpo"), "points: > 0", after),
     ],
     "StableDRL": [
         Claim("Masks of their own for old and new are noise in the ratio: of equal weights its mean is above 1.01.",
@@ -1028,6 +1042,17 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("Blocks of one token make the block ELBO exact.",
             "minidrl, on arXiv 2503.09573", "`law_blocks_of_one_token_are_exact`, notebook 07 (70.7)", TABLE_SEEDS,
             "error, nats", lambda: over_tables(blocks_of_one_token), "<= 1e-8"),
+        in_study("StableDRL on blocks, four updates on a rollout, solves more Countdown puzzles than the base.",
+            "blocks", ("stabledrl-block",), "points above the base: > 0", gained, "minidrl, on accounts of arXiv 2603.06743",
+            updates=4),
+        in_study("There it solves more than the recorded run of the sampler with PPO's clip, trace-block.",
+            "blocks", ("stabledrl-block", "trace-block"), "points: > 0", after, "minidrl, on accounts of arXiv 2603.06743",
+            updates=4),
+        in_study("The same with one update on a rollout.",
+            "blocks", ("stabledrl-block", "trace-block"), "points: > 0", after, "minidrl, on accounts of arXiv 2603.06743"),
+        in_study("With four updates eight masked states of a response train better than one.",
+            "blocks", ("stabledrl-block-8", "stabledrl-block-1"), "points: > 0", after, "minidrl, on arXiv 2603.06743",
+            updates=4),
     ],
     "Trajectories: EGSPO, TraceRL, MDPO": [
         Claim("The sum over steps of advantage times score is the policy gradient: random order.",
