@@ -21,6 +21,7 @@ from minidrl.launch import (
     kept_notes,
     launched_processes,
     launched_rank,
+    lost_partner,
     one_line,
     shown,
     tell,
@@ -66,6 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, FloatingPointError) as error:
         return _report(error, 1, error)
     except RuntimeError as error:
+        if lost_partner(error):
+            said = f"a connection to another process of this run broke: {one_line(error)}"
+            return _report(f"{said}; {GOES_ON['train']}", 1, LocalError())
         if not (asked := re.search("memory: you tried to allocate ([0-9]+)", str(error))):
             raise
         size = f"{int(asked[1]) / 1e9:.1f} GB"

@@ -54,6 +54,12 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def lost_partner(error: RuntimeError) -> bool:
+    """True for what gloo and NCCL raise in a process when another one of the run has ended."""
+    said = str(error).lower()
+    return launched_processes() > 1 and any(word in said for word in ("gloo", "nccl"))
+
+
 def tell(said: BaseException | str) -> None:
     """One line on stderr."""
     with contextlib.suppress(OSError):  # a full disk behind it changes no exit status

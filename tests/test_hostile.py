@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1240,6 +1241,34 @@ def test_a_process_whose_partner_never_comes_says_what_to_do(rank, agent, here, 
     assert f"WORLD_SIZE: got 2 processes that did not meet at 127.0.0.1:{port}: " in line
     assert "allowed all of them started, on every node with the same address, within MINIDRL_WAIT (1) seconds" in line
     del store
+
+
+def test_a_process_whose_partner_dies_says_so_in_one_line(folder):
+    """What was saved is kept: the one that is left ends with status 1, and without a traceback."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = str(tiny.ROOT)
+    words = [sys.executable, "-m", "minidrl", "train", "run.yaml", "--steps", "100000", "--save_every", "1", "--out", "o"]
+    started = [
+        subprocess.Popen(words, env=shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=folder, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    try:
+        until = time.monotonic() + 120
+        while not list((folder / "o").glob("checkpoint-[1-9]*")) and time.monotonic() < until:
+            time.sleep(0.2)
+        started[1].kill()
+        error = started[0].communicate(timeout=60)[1]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert started[0].returncode == 1 and "Traceback" not in error, error
+    line = error.strip().splitlines()[-1]
+    assert line.startswith("minidrl: a connection to another process of this run broke: "), error
+    assert line.endswith("; the same command with --resume goes on")
 
 
 def test_the_numbers_of_processes_that_the_environment_tells(monkeypatch):
