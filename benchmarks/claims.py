@@ -1081,6 +1081,10 @@ LEDGER: dict[str, list[Claim]] = {
         in_study("The 4 most uncertain of 14 steps solve more than 4 drawn uniformly from those above 0.02 nats: low "
             "confidence, equal network calls.",
             "steps", ("entropy", "uniform"), "points: > 0", after, "accounts of arXiv 2603.12554"),
+        in_study("The 4 most uncertain of 14 steps solve more than 4 by lot of all: low confidence, equal calls, one rate.",
+            "steps_by_lot", ("entropy", "lot"), "points: > 0", after, "accounts of arXiv 2603.12554"),
+        in_study("In those runs they solve more than 4 drawn uniformly from the steps above 0.02 nats.",
+            "steps_by_lot", ("entropy", "uniform"), "points: > 0", after, "accounts of arXiv 2603.12554"),
         in_study("The 4 most uncertain of 14 steps solve more than all that have above 0.02 nats: low confidence, equal calls.",
             "steps", ("entropy", "all"), "points: > 0", after),
         in_study("Scoring positions, too (4.2), solves more than tokens alone: low confidence, the 4 most uncertain steps.",
@@ -1168,6 +1172,10 @@ LEDGER: dict[str, list[Claim]] = {
         in_study("With one update on a rollout sampled in bfloat16 PPO solves more Countdown puzzles than REINFORCE: low "
             "confidence.",
             "reuse_bfloat16", ("ppo", "reinforce"), "points: > 0", after, "minidrl, on arXiv 2602.04879"),
+        in_study("There DPPO anchored on the sampler's record solves more than anchored on probabilities computed anew.",
+            "anchor_bfloat16", ("dppo-tv", "dppo-tv-old"), "points: > 0", after, "minidrl, on arXiv 2602.04879", updates=8),
+        in_study("There PPO anchored on the sampler's record solves more than anchored on probabilities computed anew.",
+            "anchor_bfloat16", ("ppo", "ppo-old"), "points: > 0", after, "minidrl, on arXiv 2602.04879", updates=8),
         not_run("Anchoring on the rollout policy, not on recomputed probabilities, prevents collapse.",
             "arXiv 2602.04879", "needs long runs with reuse and low precision"),
     ],
