@@ -38,6 +38,49 @@ def test_a_card_prints_and_its_lines_are_the_definitions(name, capsys):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_a_card_has_the_parts_that_its_row_has_from_the_masked_states_to_the_loss(name):
+    method = METHODS[name]
+    there = {
+        "position": "position_logp" in method.features,
+        "order": "order_logp" in method.features,
+        "ratio": method.anchor != "none",
+        "extra": method.extra is not None,
+        "KL": method.kl is not None,
+    }
+    parts = ("plan", "position", "order", "reduction", "ratio", "credit", "extra", "objective", "KL", "aggregation", "loss")
+    assert [step["part"] for step in cards.card(name)["formulas"]] == [part for part in parts if there.get(part, True)]
+
+
+LOSSES = {
+    "gdpo": "ppo clip, on the ratio of each sequence against the weights before the first update; "
+    "log-likelihood from the quadrature plan; advantage by group mean; no KL; summed by ",
+    "reinforce": "reinforce, on the log-likelihood of each step; log-likelihood from the replay plan; ",
+    "mask-aware": "ppo clip, on the ratio of each sequence against the weights before the first update; "
+    "log-likelihood, and apart from it of the positions, from the replay plan",
+    "egspo-exact": "ppo clip, on the ratio of each step against the weights before the first update; "
+    "log-likelihood and the order from the entropy plan; ",
+    "stabledrl-block": "self normalized clip, with sandwich, on the ratio of each sequence against the weights before the "
+    "first update; log-likelihood from the block elbo plan",
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_in_words(name):
+    assert cards.loss_in_words(METHODS[name]).startswith(LOSSES[name])
+
+
+def test_a_card_names_what_the_rollout_has_to_record():
+    found = {name: cards.card(name)["records"] for name in ("gdpo", "egspo-sa", "mdpo")}
+    assert found == {"gdpo": ["entropy"], "egspo-sa": ["entropy", "one_step"], "mdpo": ["entropy", "one_step_proposed"]}
+
+
+@pytest.mark.parametrize("name", ["gdpo", "stabledrl-released"])
+def test_the_text_of_a_card_stands_in_a_column(name):
+    lines = cards.card_text(cards.card(name)).splitlines()[1:]
+    assert {(line[12], line[13] == " ") for line in lines} == {(" ", False)}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_card_in_json_is_the_same(name, capsys):
     assert main(["methods", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == cards.card(name)
@@ -119,6 +162,11 @@ def test_no_other_row_is_nearer():
             return sum(mine.get(key, key) != its.get(key, key) for key in mine | its)
 
         assert far(other) == min(far(row) for row in METHODS.values() if row is not method), method.name
+
+
+def test_of_rows_that_are_equally_near_a_card_names_the_one_with_the_most_alike_words():
+    near = {name: cards.nearest(METHODS[name])[0].name for name in ("gdpo", "ppo-released", "cispo")}
+    assert near == {"gdpo": "gdpo-arcs", "ppo-released": "ppo", "cispo": "cispo-released"}
 
 
 def test_a_difference_by_hand():

@@ -18,6 +18,7 @@ COMMAND = "run `python -m minidrl.index`"
 
 def test_the_page_is_current():
     assert index.PAGE.read_text(encoding="utf-8") == index.page(KNOWN), f"docs/index.md is not what the sources say: {COMMAND}"
+    assert index.page() == index.page(KNOWN)
 
 
 def missing(page: str) -> list[str]:
@@ -133,6 +134,8 @@ def test_words_that_stand_apart_are_no_answer():
     assert index._Text(index.Paragraph(1, (closer,)), index.stem).near(["ratio", "clip"]).line == 1
     found = index._Text(index.Paragraph(7, (apart, "the ratio that", "a clip cuts")), index.stem).near(["clip", "ratio"])
     assert (found.line, found.lines) == (8, ("the ratio that",))
+    found = index._Text(index.Paragraph(7, (apart, "ratio that", "a clip cuts")), index.stem).near(["clip", "ratio"])
+    assert (found.line, found.lines) == (8, ("ratio that",)), "the passage begins with the line"
 
 
 def test_a_module_is_no_answer_for_words_near_each_other():
@@ -141,6 +144,48 @@ def test_a_module_is_no_answer_for_words_near_each_other():
     hits = index.where("near here", known)
     assert [(hit.entry.name, hit.rank) for hit in hits] == [("b", 3), ("a", 4)]
     assert [hit.entry.name for hit in index.where("stands here", known)] == ["b", "a"]
+
+
+def said(name: str, *lines: str, kind: str = "function", tag: str = "") -> index.Entry:
+    """An entry of a package that is not there, in a file of its own."""
+    return index.Entry(f"{name}.py", 1, name, kind, tag, (index.Paragraph(1, lines),))
+
+
+def test_of_entries_that_hold_the_same_words_equations_come_first_and_modules_and_constants_last():
+    line = " ".join(["Alpha", *["word"] * index.NEAR, "gamma."])
+    kinds = ("constant", "module", "function", "row")
+    known = [*(said(kind, line, kind=kind) for kind in kinds), said("equation", line, tag="1.1")]
+    hits = index.where("alpha gamma", known)
+    assert {hit.rank for hit in hits} == {4}, "not near each other"
+    assert [hit.entry.name for hit in hits] == ["equation", "row", "function", "constant", "module"]
+
+
+def test_a_term_that_is_cut_elsewhere_comes_after_those_that_are_cut_alike():
+    known = [said("c", "First.", "", "Second.", "The form k - 1."), said("b", "The form k - 1."), said("a", "The form k1.")]
+    hits = index.where("k1", known)
+    assert [(hit.entry.name, hit.rank, hit.late) for hit in hits] == [("a", 1, 0), ("b", 1, 2), ("c", 1, 3)]
+
+
+def test_the_beginning_of_a_word_is_enough():
+    known = [said("a", "Stratified draws of the nodes."), said("b", "Draws of the nodes.")]
+    (hit,) = index.where("stratif draws", known)
+    assert (hit.entry.name, hit.matched.lines) == ("a", ("Stratified draws of the nodes.",))
+
+
+def test_what_cites_a_paper_is_told_without_the_rows_that_use_it():
+    """These are the answers themselves; after a function that was asked for by name come the rows that use it, six of them."""
+    assert "rows:" not in index.answer("2510.08554") and " gdpo " in index.answer("2510.08554")
+    rows = {name: [row.name for row in KNOWN if name in row.functions.values()] for name in ("quadrature_plan", "ppo_clip")}
+    few, many = rows.values()
+    assert 1 < len(few) <= 6 < len(many)
+    assert index.answer("quadrature_plan").splitlines()[1] == f"    rows: {', '.join(few)}"
+    assert index.answer("ppo_clip").splitlines()[1] == f"    rows: {', '.join(many[:6])} and {len(many) - 6} more"
+
+
+def test_the_words_that_do_stand_together_are_told_where_the_query_has_no_answer():
+    known = [said("a", "Alpha beta."), said("b", "Gamma.")]
+    with pytest.raises(ValueError, match=r"which no docstring holds; near: 'alpha beta' in a \(a.py:1\)$"):
+        index.where("alpha gamma xyzzyx beta", known)
 
 
 def test_words_that_stand_nowhere_together_have_answers_that_say_so(capsys):
@@ -236,3 +281,8 @@ def test_help_lists_every_key_with_its_default(kind, capsys):
     for name, found in zip(TASKS, tasks, strict=True):
         keys = {f"task.{f.name}": shown(getattr(task_class(name)(), f.name)) for f in dataclasses.fields(task_class(name))}
         assert {key: value for key, value in found.items() if key.startswith("task.") and key != "task.name"} == keys
+
+
+def test_the_numbers_of_a_method_are_mentioned_where_there_is_a_method():
+    line = "a method's numbers: --method_options.KEY value; `methods NAME` lists them"
+    assert index.settings_help("Train").endswith(f"\n\n{line}") and line not in index.settings_help("Pretrain")

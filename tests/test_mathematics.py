@@ -475,6 +475,11 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
         assert str(caught.value).startswith(message)
 
 
+def test_the_room_for_a_prompt_is_half_a_thousand_tokens_or_a_thousand_unless_a_setting_says_otherwise():
+    assert (Gsm8k().prompt_length, Math500().prompt_length) == (512, 1024)
+    assert Gsm8k(max_prompt_length=77).prompt_length == Math500(max_prompt_length=77).prompt_length == 77
+
+
 def test_a_config_names_files_beside_itself(tmp_path):
     written(tmp_path, "test.jsonl", GSM8K)
     sampler = {"order": "random", "temperature": 1.0, "length": 4, "block_length": 4, "tokens_per_step": 1}
