@@ -205,7 +205,7 @@ PANELS = {
 
 
 def figure(results: list[dict], path: Path, keys: tuple[str, ...] = tuple(PANELS), height: float = 7.2) -> None:
-    """Of ratio spread, bypass fraction, gradient norm and reward the given ones over the updates: a run a line, a scale a column."""
+    """Ratio spread, bypass fraction, gradient norm and reward (``keys``) over the updates, one line a run: a column a scale."""
     fig = Figure(figsize=(10.5, height), dpi=110, layout="constrained")
     axes = fig.subplots(len(keys), len(SCALES) + 1, sharex=True)
     columns = {f"ratio of the {scale}" + (" ELBO" if scale == "sequence" else ""): (scale, COLOURS) for scale in SCALES}

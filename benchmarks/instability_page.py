@@ -1,6 +1,6 @@
 """Two pages and their figures from stored numbers: `python benchmarks/instability_page.py` (`--check`: are they current?).
 
-docs/instability.md is the short one, for who wants to know why noise in the ratio collapses training; docs/instability_measured.md
+docs/instability.md is the short one, for who asks why noise in the ratio should collapse training; docs/instability_measured.md
 has every line, for who doubts the first.
 
 Reads results/instability.json (benchmarks/instability.py) and results/weight_signal.json (benchmarks/weight_signal.py) and runs
@@ -671,11 +671,11 @@ def curve(axis, lines: list[dict], key: str, colour: str, label: str | None, sty
 
 CHANGED = {  # the lines of the short table, and what is changed in the first
     FRESH: "nothing",
-    ONE_MORE: "a second masked state",
-    FRESH + study.CLIPPED: "gradient norm clipped at 0.2",
+    ONE_MORE: "a second state",
+    FRESH + study.CLIPPED: "norm clipped at 0.2",
     SHARED: "masks shared",
     "clip-only": f"ratio cut at {weight.CAP:g}",
-    "self-norm-only": "ratio over the group's sum",
+    "self-norm-only": "ratio over the sum",
     "stabledrl": "cut and sum",
     "reinforce": "no ratio",
 }
@@ -694,8 +694,15 @@ def computed_table(lines: list[dict]) -> str:
     rows = []
     for scale, masks in itertools.product(weight.SCALES[::-1], weight.MASKS):
         nat = case(lines, length=PUBLISHED, states=2, scale=scale, masks=masks, drift=next(iter(weight.DRIFTS)))
-        row = {"ratio": scale, "masks": masks, "spread, nats": f"{nat['deviation']:.3g}", "better weighs more": f"{nat['auc']:.3f}"}
-        rows.append(row | {"at the cut": f"{nat['at_cap']:.0%}", f"effective, of {weight.GROUP}": f"{nat['effective_size']:.1f}"})
+        row = {
+            "ratio": scale,
+            "masks": masks,
+            "spread, nats": f"{nat['deviation']:.3g}",
+            "better weighs more": f"{nat['auc']:.3f}",
+        }
+        rows.append(
+            row | {"at the cut": f"{nat['at_cap']:.0%}", f"effective size, of {weight.GROUP}": f"{nat['effective_size']:.1f}"}
+        )
     return tables.markdown_table(rows, tuple(rows[0]))
 
 
@@ -703,12 +710,11 @@ def reward_table(results: list[dict]) -> str:
     """Rewards at the end of a few lines at both scales."""
     rows = []
     for name, changed in CHANGED.items():
+        there = {scale: study.of_line(results, scale, name) for scale in study.SCALES}
         row = {"line": f"`{name}`", "changed": changed}
-        for scale in study.SCALES:
-            runs = study.of_line(results, scale, name)
-            row[scale] = interval([r["final_reward"] for r in runs]) if runs else ""
-            row[f"collapse, {scale}"] = f"{sum(study.gained(r) < 0 for r in runs)}/{len(runs)}" if runs else ""
-        rows.append(row)
+        row |= {scale: interval([r["final_reward"] for r in runs]) if runs else "" for scale, runs in there.items()}
+        lost = [f"{sum(study.gained(r) < 0 for r in runs)}/{len(runs)}" for runs in there.values() if runs]
+        rows.append(row | {"collapse": ", ".join(lost)})
     return tables.markdown_table(rows, tuple(rows[0]))
 
 
@@ -759,7 +765,10 @@ def rest_words(results: list[dict]) -> dict:
     words = {f"{key}_calls": forwards(name).rpartition("= ")[2].replace(" ", "") for key, name in calls.items()}
     for key, name in (("shared", SHARED), ("both", "stabledrl, shared masks")):
         runs = study.of_line(results, "sequence", name)
-        words |= {f"{key}_norm": f"{max(r['norm_max'] for r in runs):,.0f}", f"{key}_end": interval([r["final_reward"] for r in runs])}
+        words |= {
+            f"{key}_norm": f"{max(r['norm_max'] for r in runs):,.0f}",
+            f"{key}_end": interval([r["final_reward"] for r in runs]),
+        }
         words |= {f"{key}_slow": f"{sum(study.fallen(r) > SLOW for r in runs)} of {len(runs)}"}
     gaps = (differences(results, scale, {(FRESH + study.CLIPPED, FRESH): ""}) for scale in study.SCALES)
     more = (x for scale in study.SCALES for x in differences(results, scale, TWO_PAIRS) if x["pair"] == f"{ONE_MORE} - {FRESH}")
@@ -768,23 +777,24 @@ def rest_words(results: list[dict]) -> dict:
 
 SHORT = """# Noise in the ratio
 
-After the first update on a rollout a method weighs each response by a *ratio*: its likelihood under the new weights over
-that under the old. A masked diffusion model's likelihood is only estimated, from random masks: the ratio is the exponential of
-noise. **Why would that collapse training, and what helps?** StableDRL (arXiv 2603.06743) answers with a loop:
+A method that reuses a rollout weighs each response by a *ratio*: its likelihood under the new weights over that under the
+old. A masked diffusion model's likelihood is only estimated, from random masks: the ratio is the exponential of an estimate,
+with its noise. **Why would noise collapse training, and what helps?** StableDRL (arXiv 2603.06743) answers with a loop:
 
 1. the exponential gives the noise a long tail;
-2. the tail passes GRPO's clip, which bounds no ratio where the advantage is negative;
+2. the tail passes GRPO's clip, which bounds no ratio of a negative advantage;
 3. one large gradient moves the policy;
 4. a policy that has moved has noisier ratios.
 
-This is what one toy showed of it. Every line, run and caution: [measured](instability_measured.md). The argument: [notebook
+What one toy showed of it. Every line, run, caution: [measured](instability_measured.md); the argument: [notebook
 06](../notebooks/06_stabledrl.ipynb). Written by `python benchmarks/instability_page.py`.
 
 ## The words
 
-- **Masked state**: the response with random positions hidden. From such states the ELBO is estimated, which stands for the
-  log-likelihood.
-- **Masks**: *fresh*, if old and new likelihood have their own; *shared*, if the same: then the noise of equal weights cancels.
+- **Masked state**: the response with random positions hidden. From such states the ELBO is estimated, in place of the
+  likelihood.
+- **Masks**: *fresh*, if old and new likelihood have their own; *shared*, if the same: then the noise of equal weights
+  cancels.
 - **Ratio** of the *sequence*, or of the *token mean*: its log divided by the length.
 - **Spread**: standard deviation of the log-ratio over responses, in nats; one nat is a factor of 2.7.
 - **Cut and sum**, StableDRL's weights: the ratio is cut at {cap:g}, then divided by the sum over the prompt's responses.
@@ -792,62 +802,63 @@ This is what one toy showed of it. Every line, run and caution: [measured](insta
 
 ## What noise leaves of a weight
 
-Computed by `python benchmarks/weight_signal.py` for {published} tokens, two states, groups of {group}, cut and sum. Of two responses
-with true log-ratios +1 and -1, how often does the better weigh more? A coin has 0.5.
+Computed by `python benchmarks/weight_signal.py` for {published} tokens, two states, groups of {group}, cut and sum. Of two
+responses with true log-ratios +1 and -1, how often does the better weigh more? A coin has 0.5.
 
 {computed}
 
-Token means keep the group, and hardly the signal; shared masks keep both. At 0.1 nat a token fresh masks have {far[0]:.3f}
-(sequence) and {far[1]:.3f}. Integrals have no interval; the last column, the effective size, is over {groups:,} groups, seed 0. It
-is *assumed* that the noise is that of a [solved model](instability_measured.md#how-much-a-weight-says), and, for shared masks,
-that an update scales all log-probabilities alike. A trained network has {trained} nats at 10 to 12 tokens (notebook 06: 16 puzzles,
-jackknife), this model {model:.2f}.
+With fresh masks token means keep the group, and hardly the signal; shared masks keep both. At 0.1 nat a token fresh masks
+have {far[0]:.3f} (sequence) and {far[1]:.3f}. Integrals have no interval; the last column is over {groups:,} groups, seed 0.
+It is *assumed* that the noise is that of a [solved model](instability_measured.md#how-much-a-weight-says), and, for shared
+masks, that an update scales all log-probabilities alike. A trained network has {trained} nats at 10 to 12 tokens (notebook
+06: 16 puzzles, jackknife), this model {model:.2f}.
 
 ## What was tried
 
-`python benchmarks/instability.py`: a network of 50,000 weights learns to write {length} letters. The reward is the share of right
-ones, 0.125 by chance and {start:.2f} before training. {updates} updates, {reuse} a rollout of {batch} responses; one state, fresh masks, AdamW
-at {rate:g}, no clip of the gradient norm, unless the second column says otherwise. GRPO has StableDRL's advantages. Mean rewards
-of the last hundred updates, Student's 95 % intervals over {seeds} seeds, and the runs that collapse:
+`python benchmarks/instability.py`: a network of 50,000 weights learns to write {length} letters. Reward: the share that is
+right, 0.125 by chance and {start:.2f} before training. {updates} updates, {reuse} a rollout of {batch} responses; one state,
+fresh masks, AdamW at {rate:g}, no clip of the gradient norm, unless the second column says otherwise. GRPO has StableDRL's
+advantages. Mean rewards of the last hundred updates, Student's 95 % intervals over {seeds} seeds, and the runs that collapse
+(token mean, sequence):
 
 {rewards}
 
 ![Largest gradient norms and rewards over the updates, one line a run](instability_short.png)
 
-Third column: a mean field (all of the response hidden at once) whose prompt is masked anew for old and new.
+Third column: a mean field (the whole response hidden), its prompt masked anew for old and new.
 
 ## What happened
 
-Differences, paired by seed, with 95 % intervals; p after Holm's correction over all pairs of a scale.
+Paired by seed; 95 % intervals, not corrected; p after Holm's correction over all pairs of a scale, shown or not.
 
 {compared}
 
-On sequences GRPO with fresh masks {verdict}. On token means it {verdict_mean}. And the loop?
+On sequences GRPO with fresh masks {verdict}. On token means it {verdict_mean}. The loop:
 
-- **The tail passes the clip**: {passed} of the responses in the first hundred updates of {noisy_lines} lines with noise, {passed_shared}
-  with shared masks.
-- **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks from the start. In the noisy mean field it
-  learns, to {best}, then ends at {field_end}, {field_lost} runs below the start. Spikes come before, up to {spikes} times the
-  largest norm of the first hundred updates. That they cause the fall is not shown: with shared masks GRPO on sequences has up to
-  {shared_times} times, and {shared_lost} runs collapse.
-- **Noisier ratios**: the spread grows in {grown} of {noisy} noisy lines, of which {grown_lost} has a run that collapses; of the {others}
-  others {others_lost} have. Growth alone does not predict ruin.
+- **The tail passes the clip**: {passed} of the responses in the first hundred updates of {noisy_lines} lines with noise,
+  {passed_shared} with shared masks.
+- **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks from the start. In the noisy mean field
+  it learns, to {best}, then ends at {field_end}, {field_lost} runs below the start. Spikes come before, up to {spikes} times
+  the largest norm of the first hundred updates. That they cause the fall is not shown: GRPO with shared masks, on sequences,
+  has up to {shared_times} times, and {shared_lost} runs collapse.
+- **Noisier ratios**: the spread grows in {grown} of {noisy} noisy lines, of which {grown_lost} has a run that collapses; of
+  the {others} others {others_lost} have. Growth alone does not predict ruin.
 
-## What follows for such a setting
+## What follows here
 
-- **Share the masks**: {paired_calls} forwards a response with K states if each update has new ones (`refresh: paired`), {fixed_calls}
-  with one draw (`fixed`); fresh ones cost {fresh_calls}.
-- **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best hundred updates.
-  StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
-- **Or bear the noise**: cut and sum; or no ratio, {none_calls}, at the price of a bias from the second update on.
+- **Share the masks**: {paired_calls} forwards a response with K states if each update has new ones (`refresh: paired`),
+  {fixed_calls} with one draw (`fixed`); fresh ones cost {fresh_calls}.
+- **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best
+  hundred updates. StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
+- **Or bear the noise**: cut and sum; or no ratio, {none_calls}, biased from the second update on.
 - **A clip of the norm** changes GRPO's reward by {clip} (token means, sequences; not corrected).
-- **A second state**, for twice the calls, by {second} (p over four pairs).
+- **A second state**, for twice the calls: by {second}, of four pairs.
 
 ## What was not shown
 
 - How often GRPO fails: the setting was searched for until it did; the trials were not recorded.
-- StableDRL's own setting: two updates a rollout, two states of blocks, a third part (the sandwich, idle with one state), norms
-  clipped at 0.2. No line has all. By accounts each half collapses alone; not here, which refutes nothing there.
+- StableDRL's own setting: two updates a rollout, two states of blocks, a third part (the sandwich, idle with one state),
+  norms clipped at 0.2. No line has all. By accounts each half alone collapses; not here, which refutes nothing.
 - Another learning rate, which could change the order: this one was tuned for none.
 - The noise of a full-size network.
 - That undecided pairs are equal.
@@ -862,8 +873,8 @@ the exponential of an estimate, so that its noise has a long tail; the tail pass
 the policy; and a policy that has moved has noisier ratios. Below: the [runs](#what-was-run), [what follows](#what-follows), the
 argument [link by link](#the-argument-link-by-link), [two masked states](#two-masked-states), [what a weight can
 say](#how-much-a-weight-says) about the ratio, computed; then all lines with the ratio of the [token
-mean](#ratio-of-the-token-mean) and of the [sequence](#ratio-of-the-sequence), and [each run](#run-by-run). The argument itself is
-in [notebook 06](../notebooks/06_stabledrl.ipynb), what is measured beside in
+mean](#ratio-of-the-token-mean) and of the [sequence](#ratio-of-the-sequence), and [each run](#run-by-run). The argument itself
+is in [notebook 06](../notebooks/06_stabledrl.ipynb), what is measured beside in
 [06a](../notebooks/06a_stabledrl_measured.ipynb).
 
 Written by `python benchmarks/instability_page.py` from `benchmarks/results/instability.json` and `weight_signal.json`.
@@ -1023,7 +1034,7 @@ def short_page(results: list[dict], lines: list[dict]) -> str:
 
 
 def wrapped(block: str) -> str:
-    """A paragraph or list of the short page broken into lines anew, after its numbers are in; tables and headings as they are."""
+    """A paragraph or list of the short page broken into lines anew, with its numbers in; tables and headings as they are."""
     if block.startswith(("|", "#", "!")):
         return block
     items = re.split(r"\n(?=- |\d\. )", block.rstrip("\n"))
