@@ -830,7 +830,7 @@ TABLE_SEEDS, GRID = f"exact, {TABLES} tables", "exact, grid of 19,602 tokens"
 KERNEL = ("logp", "order_logp")
 ACCOUNTS, FRESH = "accounts of arXiv 2603.06743", "grpo, fresh masks"
 NOISY_FIELD = "grpo, mean field, prompt masking"
-LINES = "docs/instability.md"  # where no equation of the notebook states it, the tables of the page do
+LINES = "docs/instability_measured.md"  # where no equation of the notebook states it, the tables of the page do
 
 
 def race(where: str) -> str:

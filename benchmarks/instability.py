@@ -204,19 +204,19 @@ PANELS = {
 }
 
 
-def figure(results: list[dict], path: Path) -> None:
-    """Ratio spread, bypass fraction, gradient norm and reward over the updates, one line a run: a column a scale."""
-    fig = Figure(figsize=(10.5, 7.2), dpi=110, layout="constrained")
-    axes = fig.subplots(len(PANELS), len(SCALES) + 1, sharex=True)
+def figure(results: list[dict], path: Path, keys: tuple[str, ...] = tuple(PANELS), height: float = 7.2) -> None:
+    """Ratio spread, bypass fraction, gradient norm and reward (``keys``) over the updates, one line a run: a column a scale."""
+    fig = Figure(figsize=(10.5, height), dpi=110, layout="constrained")
+    axes = fig.subplots(len(keys), len(SCALES) + 1, sharex=True)
     columns = {f"ratio of the {scale}" + (" ELBO" if scale == "sequence" else ""): (scale, COLOURS) for scale in SCALES}
     columns["mean field, prompts masked\nanew; ratio of the token mean"] = ("token mean", FIELDS)
     for column, (title, (scale, colours)) in zip(axes.T, columns.items(), strict=True):
-        for axis, key in zip(column, PANELS, strict=True):
+        for axis, key in zip(column, keys, strict=True):
             panel(axis, [r for r in results if r["scale"] == scale], key, colours)
         column[0].set_title(title, loc="left", fontsize=10)
         column[-1].set_xlabel("updates (4 on each rollout)")
-    for axis, label in zip(axes[:, 0], PANELS.values(), strict=True):
-        axis.set_ylabel(label)
+    for axis, key in zip(axes[:, 0], keys, strict=True):
+        axis.set_ylabel(PANELS[key])
     handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
     fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
     handles, labels = axes[-1, -1].get_legend_handles_labels()

@@ -395,11 +395,75 @@ def test_what_is_not_run_is_said(page):
     assert page.not_run(everything) == ""
 
 
-def test_the_page_is_what_the_stored_numbers_give(page, tmp_path):
+PAGES = ("instability.md", "instability_measured.md")
+
+
+@pytest.mark.parametrize("stale", PAGES)
+def test_both_pages_are_what_the_stored_numbers_give(stale, page, tmp_path):
     page.main(["--check"])
-    (tmp_path / "instability.md").write_text((page.ROOT / "docs" / "instability.md").read_text().replace("0.506", "0.606", 1))
-    with pytest.raises(SystemExit, match="not current"):
+    for name in PAGES:
+        text = (page.ROOT / "docs" / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("0.506", "0.606", 1) if name == stale else text, encoding="utf-8")
+    with pytest.raises(SystemExit, match=f"{stale} is not current"):
         page.main(["--check", "--out", str(tmp_path)])
+
+
+def tables_of(text: str) -> list[list[list[str]]]:
+    """Of each table of a page its rows below the rule, as cells."""
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]] for lines in blocks]
+
+
+def test_the_short_page_is_short(page):
+    """1,100 words (what has a letter or a digit), three tables of eight rows and six columns, the question before the first."""
+    text = (page.ROOT / "docs" / "instability.md").read_text(encoding="utf-8")
+    assert sum(any(c.isalnum() for c in word) for word in text.split()) <= 1100
+    found = tables_of(text)
+    assert len(found) <= 3 and all(len(rows) <= 8 and len(rows[0]) <= 6 for rows in found)
+    assert text.index("what helps?") < text.index("## The words") < text.index("\n|")
+    assert max(map(len, text.splitlines())) <= 141
+
+
+def test_the_short_tables_are_rows_of_the_long_ones(page):
+    """Each reward and each difference of the short page stands in the measured one, and the rewards of runs average to it."""
+    short, long = ((page.ROOT / "docs" / name).read_text(encoding="utf-8") for name in PAGES)
+    _, rewards, compared = tables_of(short)
+    for row in rewards:
+        assert all(cell in long for cell in row[2:4]), row
+    for row in compared:
+        assert all(cell in long for cell in (row[1], row[3])), row
+    runs = tables_of(long)[-2:]
+    for row in rewards:
+        for rows, told in zip(runs, row[2:4], strict=True):
+            ends = [list(map(float, line[1:])) for line in rows if line[0] == row[0].strip("`")]
+            assert bool(ends) is bool(told) and all(sum(x) / 5 == pytest.approx(float(told[:5]), abs=1e-3) for x in ends), row
+
+
+def test_the_short_tables_follow_from_the_numbers(page):
+    """By hand: a pair that differs by 0.3 in every run is told apart, one of equal means is undecided; one line collapses."""
+    ends = {"grpo, fresh masks": [0.30, 0.31, 0.29], "stabledrl": [0.60, 0.62, 0.61], "clip-only": [0.61, 0.60, 0.62]}
+    results = [
+        a_run(n, seed, [0.4, 0.5, x], scale) for n, y in ends.items() for scale in study.SCALES for seed, x in enumerate(y)
+    ]
+    rewards, compared = (
+        dict((r[0], r[1:]) for r in tables_of(make(results))[0]) for make in (page.reward_table, page.compared_table)
+    )
+    assert rewards["`grpo, fresh masks`"][-1] == "3/3, 3/3" and rewards["`stabledrl`"][-1] == "0/3, 0/3"
+    assert rewards["`grpo, two states`"][1:] == ["", "", ""]
+    assert "undecided" not in compared["`stabledrl` - `grpo`, fresh masks"][1]
+    assert compared["`stabledrl` - cut alone"][1] == "1, undecided" and compared["`stabledrl` - no ratio"] == [""] * 4
+
+
+def test_the_measured_page_has_every_run(page):
+    """Each line at each scale, a number a seed; and the sections that other pages link to."""
+    text = (page.ROOT / "docs" / "instability_measured.md").read_text(encoding="utf-8")
+    results = study.stored(study.RESULTS / "instability.json")
+    for scale, rows in zip(study.SCALES, tables_of(text)[-2:], strict=True):
+        lines = [name for name in study.rows(scale) if study.of_line(results, scale, name)]
+        assert [row[0] for row in rows] == lines and all(len(row) == 6 and all(row) for row in rows)
+    words = ("What was run", "What follows", "The argument, link by link", "Two masked states", "How much a weight says")
+    heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert heads == [*words, *(f"Ratio of the {scale}" for scale in study.SCALES), "Run by run"]
 
 
 def test_the_config_of_full_size_has_what_the_page_recommends(page):
