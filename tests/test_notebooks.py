@@ -338,7 +338,7 @@ def test_what_is_at_a_limit_is_allowed():
 # its companion, which has the same form and leads back to the lesson.
 
 LESSONS = [name for name in CASES if re.match(r"0[1-9]_", name)]
-COMPANIONS = [name for name in CASES if re.match(r"0[1-9]a_[a-z]*_measured\.ipynb", name)]
+COMPANIONS = [name for name in CASES if re.match(r"0[1-9]a_[a-z_]*_measured\.ipynb", name)]
 AFTER = ["10_the_map.ipynb", "10a_more_rows.ipynb"]
 WITH_SYMBOLS = [*LESSONS, *COMPANIONS, *AFTER]
 MOST_NEEDS, MOST_SENTENCE = 40, 50  # words
@@ -370,7 +370,7 @@ def ends_with_three_sentences(name: str, notebook: dict) -> list[str]:
 
 def lesson_of(companion: str) -> str:
     """05a_gdpo_measured.ipynb belongs to 05_gdpo.ipynb."""
-    return re.sub(r"^(0[1-9])a_([a-z]*)_measured", r"\1_\2", companion)
+    return re.sub(r"^(0[1-9])a_([a-z_]*)_measured", r"\1_\2", companion)
 
 
 def ends_with_links(name: str, notebook: dict) -> list[str]:
