@@ -671,13 +671,13 @@ def curve(axis, lines: list[dict], key: str, colour: str, label: str | None, sty
 
 CHANGED = {  # the lines of the short table, and what is changed in the first
     FRESH: "nothing",
-    ONE_MORE: "a second state",
-    FRESH + study.CLIPPED: "norm clipped at 0.2",
     SHARED: "masks shared",
     "clip-only": f"ratio cut at {weight.CAP:g}",
     "self-norm-only": "ratio over the sum",
     "stabledrl": "cut and sum",
     "reinforce": "no ratio",
+    f"grpo, {MASKING}": "mean field",
+    f"stabledrl, {MASKING}": "mean field, cut and sum",
 }
 COMPARED = {  # the pairs of the short table, in short
     (SHARED, FRESH): "`grpo`, shared masks - fresh",
@@ -779,79 +779,91 @@ SHORT = """# Noise in the ratio
 
 A method that reuses a rollout weighs each response by a *ratio*: its likelihood under the new weights over that under the
 old. A masked diffusion model's likelihood is only estimated, from random masks: the ratio is the exponential of an estimate,
-with its noise. **Why would noise collapse training, and what helps?** StableDRL (arXiv 2603.06743) answers with a loop:
+with its noise. **Why would noise collapse training, and what helps?**
+
+**In short**, from one toy of {seeds} seeds: let old and new weights share their masks, or take no ratio at all; where the
+noise must be borne, StableDRL's weights bear it. That a loop of noise and large gradients ruins the runs is not shown.
+
+StableDRL (arXiv 2603.06743) answers with such a loop:
 
 1. the exponential gives the noise a long tail;
-2. the tail passes GRPO's clip, which bounds no ratio of a negative advantage;
+2. the tail passes GRPO's clip: with a negative advantage a ratio above 1.2 keeps its whole gradient;
 3. one large gradient moves the policy;
 4. a policy that has moved has noisier ratios.
 
-What one toy showed of it. Every line, run, caution: [measured](instability_measured.md); the argument: [notebook
-06](../notebooks/06_stabledrl.ipynb). Written by `python benchmarks/instability_page.py`.
+By its abstract a second cause joins in: division by a fixed group size lets the gradient's length fluctuate with the
+weights. So it cuts the ratios, and divides by their sum.
+
+Every line, run, caution: [measured](instability_measured.md); the argument: [notebook 06](../notebooks/06_stabledrl.ipynb).
+Written by `python benchmarks/instability_page.py`.
 
 ## The words
 
 - **Masked state**: the response with random positions hidden. From such states the ELBO is estimated, in place of the
-  likelihood.
+  likelihood. The **mean field** hides the whole response; here its prompt is masked, too, anew for old and new.
 - **Masks**: *fresh*, if old and new likelihood have their own; *shared*, if the same: then the noise of equal weights
   cancels.
-- **Ratio** of the *sequence*, or of the *token mean*: its log divided by the length.
+- **Ratio** of the *sequence*, or of the *token mean*: its log divided by the length. The released code has token means.
 - **Spread**: standard deviation of the log-ratio over responses, in nats; one nat is a factor of 2.7.
 - **Cut and sum**, StableDRL's weights: the ratio is cut at {cap:g}, then divided by the sum over the prompt's responses.
+  The line `clip-only` has the cut alone, `self-norm-only` the sum alone.
+- **Effective size**: how many responses of a group count, 1 over the sum of squared weights.
 - **Collapse**, here: a run ends below its start.
 
 ## What noise leaves of a weight
 
 Computed by `python benchmarks/weight_signal.py` for {published} tokens, two states, groups of {group}, cut and sum. Of two
-responses with true log-ratios +1 and -1, how often does the better weigh more? A coin has 0.5.
+responses whose true log-ratios are +1 and -1 nat, how often does the better weigh more? Ties count half, a coin has 0.5.
 
 {computed}
 
-With fresh masks token means keep the group, and hardly the signal; shared masks keep both. At 0.1 nat a token fresh masks
-have {far[0]:.3f} (sequence) and {far[1]:.3f}. Integrals have no interval; the last column is over {groups:,} groups, seed 0.
-It is *assumed* that the noise is that of a [solved model](instability_measured.md#how-much-a-weight-says), and, for shared
-masks, that an update scales all log-probabilities alike. A trained network has {trained} nats at 10 to 12 tokens (notebook
-06: 16 puzzles, jackknife), this model {model:.2f}.
+With fresh masks token means keep most of the group, and hardly the signal; shared masks keep both. If the two differ by 0.1 nat
+a token instead, 25.6 to either side, fresh masks have {far[0]:.3f} (sequence) and {far[1]:.3f} (token mean). These integrals
+have no interval; the last column is over {groups:,} groups, seed 0. It is *assumed* that the noise is that of a [solved
+model](instability_measured.md#how-much-a-weight-says), and, for shared masks, that an update scales all log-probabilities
+alike. At 10 to 12 tokens, two states and the sequence that model has {model:.2f} nats, a trained network {trained}
+(notebook 06: 16 puzzles, jackknife).
 
 ## What was tried
 
 `python benchmarks/instability.py`: a network of 50,000 weights learns to write {length} letters. Reward: the share that is
 right, 0.125 by chance and {start:.2f} before training. {updates} updates, {reuse} a rollout of {batch} responses; one state,
-fresh masks, AdamW at {rate:g}, no clip of the gradient norm, unless the second column says otherwise. GRPO has StableDRL's
-advantages. Mean rewards of the last hundred updates, Student's 95 % intervals over {seeds} seeds, and the runs that collapse
-(token mean, sequence):
+fresh masks, AdamW at {rate:g}, no clip of the gradient norm, unless the second column says otherwise. All advantages are
+rewards less the group's mean. Rewards of the last hundred updates, Student's 95 % intervals over {seeds} seeds, and the runs
+that collapse (token mean, sequence):
 
 {rewards}
 
-![Largest gradient norms and rewards over the updates, one line a run](instability_short.png)
-
-Third column: a mean field (the whole response hidden), its prompt masked anew for old and new.
+![Largest gradient norm of each ten updates, and rewards; one line a run; right: the mean field](instability_short.png)
 
 ## What happened
 
-Paired by seed; 95 % intervals, not corrected; p after Holm's correction over all pairs of a scale, shown or not.
+Paired by seed; 95 % intervals, not corrected; p after Holm's correction over all pairs of the measured page with that ratio.
 
 {compared}
 
-On sequences GRPO with fresh masks {verdict}. On token means it {verdict_mean}. The loop:
+On sequences GRPO with fresh masks {verdict}. On token means, the released scale, it {verdict_mean}. The loop:
 
 - **The tail passes the clip**: {passed} of the responses in the first hundred updates of {noisy_lines} lines with noise,
   {passed_shared} with shared masks.
-- **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks from the start. In the noisy mean field
-  it learns, to {best}, then ends at {field_end}, {field_lost} runs below the start. Spikes come before, up to {spikes} times
-  the largest norm of the first hundred updates. That they cause the fall is not shown: GRPO with shared masks, on sequences,
-  has up to {shared_times} times, and {shared_lost} runs collapse.
-- **Noisier ratios**: the spread grows in {grown} of {noisy} noisy lines, of which {grown_lost} has a run that collapses; of
-  the {others} others {others_lost} have. Growth alone does not predict ruin.
+- **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks from the start, although AdamW rescales.
+  In the noisy mean field, on token means, it learns, to {best}, then ends at {field_end}, {field_lost} runs below the start;
+  spikes come before, in the five runs up to {spikes} times the largest norm of the first hundred updates. That they cause the
+  fall is not shown: GRPO with shared masks, on sequences, has up to {shared_times} times, and {shared_lost} runs collapse.
+- **Noisier ratios**: of all {noisy} lines with a noisy ratio the spread grows in {grown}, of which {grown_lost} has a run that
+  collapses; of the {others} others {others_lost} have. Growth alone does not predict ruin.
 
 ## What follows here
 
-- **Share the masks**: {paired_calls} forwards a response with K states if each update has new ones (`refresh: paired`),
-  {fixed_calls} with one draw (`fixed`); fresh ones cost {fresh_calls}.
+- **Share the masks**. A response with K states and four updates costs {paired_calls} forwards if each update has new ones
+  (`refresh: paired`: old value, first pass, two more with the way back), {fixed_calls} with one draw (`fixed`); fresh ones
+  {fresh_calls}.
+- **Or take no ratio**: {none_calls} as run, of which half is the first pass that the idle sandwich asks for; biased from the
+  second update on.
+- **Or bear the noise**: cut and sum.
 - **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best
   hundred updates. StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
-- **Or bear the noise**: cut and sum; or no ratio, {none_calls}, biased from the second update on.
-- **A clip of the norm** changes GRPO's reward by {clip} (token means, sequences; not corrected).
+- **A clip of the norm**, 0.2, changes GRPO's reward by {clip} (token means, sequences; not corrected).
 - **A second state**, for twice the calls: by {second}, of four pairs.
 
 ## What was not shown

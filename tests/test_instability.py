@@ -415,9 +415,9 @@ def tables_of(text: str) -> list[list[list[str]]]:
 
 
 def test_the_short_page_is_short(page):
-    """1,100 words (what has a letter or a digit), three tables of eight rows and six columns, the question before the first."""
+    """1,300 words (what has a letter or a digit), three tables of eight rows and six columns, the question before the first."""
     text = (page.ROOT / "docs" / "instability.md").read_text(encoding="utf-8")
-    assert sum(any(c.isalnum() for c in word) for word in text.split()) <= 1100
+    assert sum(any(c.isalnum() for c in word) for word in text.split()) <= 1300
     found = tables_of(text)
     assert len(found) <= 3 and all(len(rows) <= 8 and len(rows[0]) <= 6 for rows in found)
     assert text.index("what helps?") < text.index("## The words") < text.index("\n|")
@@ -449,7 +449,7 @@ def test_the_short_tables_follow_from_the_numbers(page):
         dict((r[0], r[1:]) for r in tables_of(make(results))[0]) for make in (page.reward_table, page.compared_table)
     )
     assert rewards["`grpo, fresh masks`"][-1] == "3/3, 3/3" and rewards["`stabledrl`"][-1] == "0/3, 0/3"
-    assert rewards["`grpo, two states`"][1:] == ["", "", ""]
+    assert rewards["`reinforce`"][1:] == ["", "", ""]
     assert "undecided" not in compared["`stabledrl` - `grpo`, fresh masks"][1]
     assert compared["`stabledrl` - cut alone"][1] == "1, undecided" and compared["`stabledrl` - no ratio"] == [""] * 4
 
