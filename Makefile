@@ -14,6 +14,7 @@
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
 #   make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # ARGS="..."               added to the train command, e.g. make train ARGS="--steps 20"
+# FUZZ="--programs 100000" more hostile programs in `make chaos` than its 2,000: an hour of two cores
 # JOBS=4                   processes of `make test`, of one thread each (default: one a core, at most 8)
 
 SHELL     := /bin/sh
@@ -50,7 +51,7 @@ extras: $(STAMP)
 
 chaos: $(STAMP)
 	$(PY) tests/chaos.py
-	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py $(FUZZ)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
 	$(NBVAL) notebooks/0[1-9]a_*.ipynb notebooks/10a_*.ipynb
 

@@ -20,10 +20,12 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import test_countdown
 import test_sandbox
@@ -283,11 +285,12 @@ def program_cases(seed: int) -> Iterator[tuple[str, bool]]:
 
 def fuzz_programs(count: int, seed: int = 0) -> dict:
     """How many of ``count`` programs solved their exercise. AssertionError for a verdict that a program does not deserve."""
-    task, found = Code(seconds=1), collections.Counter()
-    for response, expected in itertools.islice(program_cases(seed), count):
-        verdict = task.judge(SQUARE, response)
-        assert verdict.solved == expected == (verdict.reward == 1.0), f"{verdict}, expected {expected}: {response!r:.500}"
-        found[verdict.solved] += 1
+    task, found, cases = Code(seconds=1), collections.Counter(), list(itertools.islice(program_cases(seed), count))
+    with ThreadPoolExecutor(len(sandbox.cores())) as pool:  # the work is in the sandboxes' processes
+        verdicts = pool.map(lambda case: task.judge(SQUARE, case[0]), cases)
+        for (response, expected), verdict in zip(cases, tqdm(verdicts, total=count, leave=False, mininterval=5), strict=True):
+            assert verdict.solved == expected == (verdict.reward == 1.0), f"{verdict}, expected {expected}: {response!r:.500}"
+            found[verdict.solved] += 1
     return {"solved": found[True], "not solved": found[False]}
 
 
@@ -302,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print a line a task; 1 if a verdict was wrong or slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000, help="outputs for each task")
-    parser.add_argument("--programs", type=int, default=500, help="outputs for the task code")
+    parser.add_argument("--programs", type=int, default=2000, help="outputs for the task code")
     arguments = parser.parse_args(argv)
     count, failed = arguments.count, 0
     for name in CASES:
