@@ -672,10 +672,13 @@ def curve(axis, lines: list[dict], key: str, colour: str, label: str | None, sty
 CHANGED = {  # the lines of the short table, and what is changed in the first
     FRESH: "nothing",
     SHARED: "masks shared",
+    FIXED: "masks shared, one draw for all updates",
     "clip-only": f"ratio cut at {weight.CAP:g}",
     "self-norm-only": "ratio over the sum",
     "stabledrl": "cut and sum",
+    "stabledrl, two states": "cut, sum, sandwich, two states",
     "reinforce": "no ratio",
+    "grpo, mean field": "mean field, prompts as they are",
     f"grpo, {MASKING}": "mean field",
     f"stabledrl, {MASKING}": "mean field, cut and sum",
 }
@@ -735,7 +738,8 @@ def loop_words(results: list[dict]) -> dict:
     """What the runs say of the links, in numbers."""
     found = unclipped(results)
     fresh, shared = noisy_and_quiet(found)
-    noisy = {key: runs for key, runs in found.items() if runs and key[1] not in NO_SCALE and trend(runs, "spread")[0] > NOISY}
+    grpo = {key: runs for key, runs in found.items() if runs and key[1].startswith("grpo")}
+    noisy = {key: runs for key, runs in grpo.items() if trend(runs, "spread")[0] > NOISY}
     more = [key for key in noisy if spread_grows(noisy[key])]
     field = found["token mean", f"grpo, {MASKING}"]
     best = [r["final_reward"] + study.fallen(r) for r in field]
@@ -782,7 +786,8 @@ old. A masked diffusion model's likelihood is only estimated, from random masks:
 with its noise. **Why would noise collapse training, and what helps?**
 
 **In short**, from one toy of {seeds} seeds: let old and new weights share their masks, or take no ratio at all; where the
-noise must be borne, StableDRL's weights bear it. That a loop of noise and large gradients ruins the runs is not shown.
+noise must be borne, StableDRL's weights bear it, best with the two states that its row has. That a loop of noise and large
+gradients ruins the runs is not shown.
 
 StableDRL (arXiv 2603.06743) answers with such a loop:
 
@@ -800,13 +805,14 @@ Written by `python benchmarks/instability_page.py`.
 ## The words
 
 - **Masked state**: the response with random positions hidden. From such states the ELBO is estimated, in place of the
-  likelihood. The **mean field** hides the whole response; here its prompt is masked, too, anew for old and new.
+  likelihood. The **mean field** hides the whole response; *prompt masking* hides prompt tokens, too, here anew for old and
+  new (diffu-GRPO gives both the same).
 - **Masks**: *fresh*, if old and new likelihood have their own; *shared*, if the same: then the noise of equal weights
   cancels.
 - **Ratio** of the *sequence*, or of the *token mean*: its log divided by the length. The released code has token means.
 - **Spread**: standard deviation of the log-ratio over responses, in nats; one nat is a factor of 2.7.
-- **Cut and sum**, StableDRL's weights: the ratio is cut at {cap:g}, then divided by the sum over the prompt's responses.
-  The line `clip-only` has the cut alone, `self-norm-only` the sum alone.
+- **Cut and sum**, StableDRL's weights: the ratio is cut at {cap:g} (released code: 5), then divided by the sum over
+  the prompt's responses. The line `clip-only` has the cut alone, `self-norm-only` the sum alone.
 - **Effective size**: how many responses of a group count, 1 over the sum of squared weights.
 - **Collapse**, here: a run ends below its start.
 
@@ -817,8 +823,8 @@ responses whose true log-ratios are +1 and -1 nat, how often does the better wei
 
 {computed}
 
-With fresh masks token means keep most of the group, and hardly the signal; shared masks keep both. If the two differ by 0.1 nat
-a token instead, 25.6 to either side, fresh masks have {far[0]:.3f} (sequence) and {far[1]:.3f} (token mean). These integrals
+With fresh masks token means keep most of the group, and hardly the signal; shared masks keep both. If they lie 0.1 nat a token,
+25.6 nats, to either side, fresh masks have {far[0]:.3f} (sequence) and {far[1]:.3f} (token mean). These integrals
 have no interval; the last column is over {groups:,} groups, seed 0. It is *assumed* that the noise is that of a [solved
 model](instability_measured.md#how-much-a-weight-says), and, for shared masks, that an update scales all log-probabilities
 alike. At 10 to 12 tokens, two states and the sequence that model has {model:.2f} nats, a trained network {trained}
@@ -844,22 +850,22 @@ Paired by seed; 95 % intervals, not corrected; p after Holm's correction over al
 
 On sequences GRPO with fresh masks {verdict}. On token means, the released scale, it {verdict_mean}. The loop:
 
-- **The tail passes the clip**: {passed} of the responses in the first hundred updates of {noisy_lines} lines with noise,
-  {passed_shared} with shared masks.
+- **The tail passes the clip**: {passed} of the responses in the first hundred updates of the {noisy_lines} lines that the
+  [measured page](instability_measured.md#the-argument-link-by-link) names, {passed_shared} with shared masks.
 - **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks from the start, although AdamW rescales.
   In the noisy mean field, on token means, it learns, to {best}, then ends at {field_end}, {field_lost} runs below the start;
   spikes come before, in the five runs up to {spikes} times the largest norm of the first hundred updates. That they cause the
   fall is not shown: GRPO with shared masks, on sequences, has up to {shared_times} times, and {shared_lost} runs collapse.
-- **Noisier ratios**: of all {noisy} lines with a noisy ratio the spread grows in {grown}, of which {grown_lost} has a run that
-  collapses; of the {others} others {others_lost} have. Growth alone does not predict ruin.
+- **Noisier ratios**: of {noisy} lines of GRPO with a noisy ratio the spread grows in {grown}, of which {grown_lost} has a run
+  that collapses; of the {others} others {others_lost} have. In the spread noise and movement are one.
 
 ## What follows here
 
-- **Share the masks**. A response with K states and four updates costs {paired_calls} forwards if each update has new ones
-  (`refresh: paired`: old value, first pass, two more with the way back), {fixed_calls} with one draw (`fixed`); fresh ones
-  {fresh_calls}.
-- **Or take no ratio**: {none_calls} as run, of which half is the first pass that the idle sandwich asks for; biased from the
-  second update on.
+- **Share the masks**. K states and n updates cost a response (3n - 1)K forwards, backwards not counted, if each update has new
+  masks (`refresh: paired`; old value, first pass, second pass, but the first update needs no old value): {paired_calls} here;
+  2nK = {fixed_calls} with one draw (`fixed`, line `grpo, one plan`); fresh ones (2n + 1)K = {fresh_calls}.
+- **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; biased from the second
+  update on.
 - **Or bear the noise**: cut and sum.
 - **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best
   hundred updates. StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
@@ -870,7 +876,8 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 
 - How often GRPO fails: the setting was searched for until it did; the trials were not recorded.
 - StableDRL's own setting: two updates a rollout, two states of blocks, a third part (the sandwich, idle with one state),
-  norms clipped at 0.2. No line has all. By accounts each half alone collapses; not here, which refutes nothing.
+  norms clipped at 0.2. No line has all. By accounts each half alone collapses, and so does SPG, which has no ratio; not here,
+  which refutes nothing.
 - Another learning rate, which could change the order: this one was tuned for none.
 - The noise of a full-size network.
 - That undecided pairs are equal.

@@ -526,6 +526,55 @@ def test_bars_stand_one_after_the_other(tmp_path):
     assert [[(b.get_x(), b.get_width()) for b in bar] for bar in bars] == [[(1000.0 * k, 1000.0)] * 2 for k in range(3)]
 
 
+def test_names_stand_at_the_left_bars_and_the_first_is_at_the_top(tmp_path):
+    bars = drawn(tmp_path, [cell(name, 0, 0.3) for name in "ab"])
+    left, right = bars["seconds a run"], bars["network calls a run"]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["a", "b"]
+    assert left.get_ylim() == right.get_ylim() == (1.5, -0.5)
+    assert left.get_shared_y_axes().joined(left, right) and not left.spines["top"].get_visible()
+    assert left.figure.legends[0]._ncols == len(ledger.PHASES)
+
+
+@pytest.mark.parametrize(("highest", "top"), [(1.0, 100), (0.4, 50), (0.01, 5)])
+def test_the_axis_of_solved_puzzles_has_room_above_the_highest_and_no_more_than_all(tmp_path, highest, top):
+    path, curves = write(tmp_path, [cell("a", 0, 0.3)])
+    found = dict(enumerate(ledger.groups(ledger.read_ledger(path), "s")))
+    axes = figures.draw(found, ledger.read_courses(curves, "s"), "title", highest).subfigs[0].axes[0]
+    assert axes.get_ylim() == (0, top)
+    assert axes.texts[0].xy == (1, pytest.approx(10)) and not axes.spines["right"].get_visible()
+
+
+def test_a_method_has_one_colour_and_dash_by_its_number(tmp_path):
+    for axes in list(drawn(tmp_path, [cell(name, 0, 0.3) for name in "ab"]).values())[:5]:
+        lines = axes.get_lines()[-2:]
+        assert [line.get_color() for line in lines] == list(figures.COLOURS[:2])
+        assert [line.get_linestyle() for line in lines] == list(figures.DASHES[:2])
+
+
+def test_rates_start_at_zero_and_a_panel_of_zeros_has_room(tmp_path):
+    row = cell("a", 0, 0.3)
+    panels = drawn(tmp_path, [row], [line | {"clip_fraction": 0.0} for line in course(row)])
+    assert panels["clipped"].get_ylim() == (0, 1)
+    assert panels["entropy (nats)"].get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(30, "linear"), (30.5, "log")])
+def test_a_range_is_wide_beyond_thirty_fold(tmp_path, largest, scale):
+    row = cell("a", 0, 0.3)
+    lines = [line | {"grad_norm": x} for line, x in zip(course(row), (1, 1, largest), strict=True)]
+    assert drawn(tmp_path, [row], lines)["gradient norm"].get_yscale() == scale
+
+
+@pytest.mark.parametrize(("least", "linear"), [(1.0, 1.0), (1e-9, 5e-4)])
+def test_beside_a_zero_the_scale_is_linear_to_the_least_value_or_a_millionth_of_the_largest(tmp_path, least, linear):
+    rows = [cell(name, 0, 0.3) for name in "ab"]
+    spreads = ((0.0, 0.0, 0.0), (0.0, least, 500.0))
+    lines = [
+        line | {"ratio_std": x} for row, xs in zip(rows, spreads, strict=True) for line, x in zip(course(row), xs, strict=True)
+    ]
+    assert drawn(tmp_path, rows, lines)["spread of the ratio (std)"].yaxis.get_transform().linthresh == pytest.approx(linear)
+
+
 def test_wide_ranges_are_logarithmic_and_keep_a_zero(tmp_path):
     rows, lines = [cell("a", 0, 0.3), cell("b", 0, 0.2)], []
     for row, spreads in zip(rows, ((0.0, 0.0, 0.0), (0.0, 1.0, 500.0)), strict=True):

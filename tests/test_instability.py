@@ -415,11 +415,11 @@ def tables_of(text: str) -> list[list[list[str]]]:
 
 
 def test_the_short_page_is_short(page):
-    """1,300 words (what has a letter or a digit), three tables of eight rows and six columns, the question before the first."""
+    """1,400 words (with a letter or a digit), three tables of eleven rows and six columns, the question before the first."""
     text = (page.ROOT / "docs" / "instability.md").read_text(encoding="utf-8")
-    assert sum(any(c.isalnum() for c in word) for word in text.split()) <= 1300
+    assert sum(any(c.isalnum() for c in word) for word in text.split()) <= 1400
     found = tables_of(text)
-    assert len(found) <= 3 and all(len(rows) <= 8 and len(rows[0]) <= 6 for rows in found)
+    assert len(found) <= 3 and all(len(rows) <= 11 and len(rows[0]) <= 6 for rows in found)
     assert text.index("what helps?") < text.index("## The words") < text.index("\n|")
     assert max(map(len, text.splitlines())) <= 141
 
