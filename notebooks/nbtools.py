@@ -233,8 +233,12 @@ def _defined(node: ast.stmt) -> set[str]:
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def claims(section: str) -> None:
-    """Display the rows of a section of CLAIMS.md: what is stated, what was found, the criterion, and where it is decided."""
+def claims(section: str, *starts: str) -> None:
+    """Display the rows of a section of CLAIMS.md: what is stated, what was found, the criterion, and where it is decided.
+
+    starts: how the claims that are shown begin; none shows all of the section.
+    Raises: ValueError for a section that is not there, and for a start with which no claim of it begins.
+    """
     text = (Path(__file__).parents[1] / "CLAIMS.md").read_text(encoding="utf-8")
     heads, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
     found = dict(zip(parts[::2], parts[1::2], strict=True))
@@ -243,7 +247,11 @@ def claims(section: str) -> None:
     lines = [line.strip("|") for line in found[section].splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     columns = [rows[0].index(name) for name in CLAIM_COLUMNS]
-    table = [[row[column] for column in columns] for row in [rows[0], *rows[2:]]]
+    stated = [row for row in rows[2:] if row[columns[0]].startswith(starts or "")]
+    for start in starts:
+        if not any(row[columns[0]].startswith(start) for row in stated):
+            raise ValueError(f"starts: got {start!r}; allowed how a claim of {section} begins")
+    table = [[row[column] for column in columns] for row in [rows[0], *stated]]
     table.insert(1, ["---"] * len(columns))
     text = "\n".join(f"| {' | '.join(row)} |" for row in table)
     display(Markdown(re.sub(r"`([^`]+)`", _breakable, text)))
