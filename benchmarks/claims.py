@@ -1096,7 +1096,7 @@ LEDGER: dict[str, list[Claim]] = {
             "points, egspo-sa less egspo", lambda: points("egspo-sa, 4 of 12 steps", "egspo, 4 of 12 steps"), "> 0"),
         Claim("Scoring two steps as one is nearer to the policy gradient than scoring all at once (the mean field).",
             "practice of arXiv 2509.06949, 2509.21474 (code)",
-            "`benchmarks/claims.py`, notebook 10 (ladder)", TABLE_SEEDS,
+            "`benchmarks/claims.py`", TABLE_SEEDS,
             "error, merge 2 over merge 3", lambda: over_tables(merged_over_mean_field), "< 1"),
         not_run("Verifying every intermediate completion makes RL better at equal updates.",
             "accounts of arXiv 2508.13148", "no run of `mdpo` was made"),
