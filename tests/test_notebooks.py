@@ -797,6 +797,18 @@ def test_claims_are_those_of_the_ledger(monkeypatch):
         nbtools.claims("PPO")
 
 
+def test_claims_may_be_chosen_by_how_they_begin(monkeypatch):
+    shown = []
+    monkeypatch.setattr(nbtools, "display", shown.append)
+    nbtools.claims("GDPO")
+    nbtools.claims("GDPO", "Quadrature has no bias", "SDMC")
+    whole, chosen = (page.data.splitlines() for page in shown)
+    starts = ("| Quadrature has no bias", "| SDMC")
+    assert chosen[2:] == [line for line in whole[2:] if line.startswith(starts)] and 1 < len(chosen[2:]) < len(whole[2:])
+    with pytest.raises(ValueError, match="starts: got 'quadrature'; allowed how a claim of GDPO begins"):
+        nbtools.claims("GDPO", "Quadrature", "quadrature")
+
+
 def test_show_leaves_out_docstrings_and_nothing_else(monkeypatch):
     shown = []
     monkeypatch.setattr(nbtools, "display", shown.append)
