@@ -280,10 +280,12 @@ def _gradients(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
 
 
 def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
-    # A layer without a graph, at its widest: gate, up and their product; with adapters the float32
-    # of base and adapter.
-    wide = 3 * size if not lora.rank or size == FLOAT else 2 * size + 2 * FLOAT
-    return shape.intermediate_size * wide + 2 * size * shape.hidden_size
+    # A layer without a graph, at its widest: gate, up and their product; or, while the adapter of
+    # one of them is added, what is there and its result in float32, before and after its scale.
+    there = {"gate_proj": size, "up_proj": 2 * size}
+    adapted = lora.target_modules if lora.rank else []
+    wide = [there[name] + 2 * FLOAT for name in there if any(x.endswith(name) for x in adapted)]
+    return shape.intermediate_size * max([3 * size, *wide]) + 2 * size * shape.hidden_size
 
 
 def _head_dim(shape: PreTrainedConfig) -> int:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from memory_table import SavedBytes
-from minidrl import checkpoints, config, denoiser, gradient, memory, rehearsal, report, runs, sampler, trainer
+from minidrl import checkpoints, config, denoiser, distributed, gradient, memory, rehearsal, report, runs, sampler, trainer
 from minidrl import features as feat
 from minidrl.tasks.countdown import Countdown, tokenizer
 
@@ -397,6 +397,93 @@ def test_the_table_names_every_part():
     parts = memory.predicted_memory(run())
     text = memory.table(parts)
     assert all(name in text for name in (*memory.RESIDENT, *memory.TRANSIENT, "peak")) and "16.031 GB" in text
+
+
+def bare(hidden: int, mlp: int, words: int, layers: int = 2) -> LlamaForCausalLM:
+    """A network without values, as transformers makes it."""
+    shape = LlamaConfig(
+        hidden_size=hidden, intermediate_size=mlp, vocab_size=words, num_hidden_layers=layers, num_attention_heads=2
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(shape)
+
+
+@pytest.mark.parametrize(("size", "weight"), [(2, 4), (4, 4), (2, 2)])
+@pytest.mark.parametrize(("mlp", "words"), [(512, 8), (8, 4096)], ids=["wide layers", "wide embedding"])
+def test_whole_tensors_of_several_gpus_are_those_of_the_worst_moment(mlp, words, size, weight):
+    net = bare(32, mlp, words)
+    layer = sum(p.numel() for p in net.model.layers[0].parameters())
+    embedding = net.get_input_embeddings().weight.numel()
+    there, back = memory._gathered(net, size, weight, trained=True)
+    assert there == size * (max(layer + layer, embedding) + embedding)
+    assert memory._gathered(net, size, weight, trained=False) == (there, there)
+    moments = [
+        there,
+        size * (layer + layer + embedding) + size * layer + weight * layer,  # a layer's gradient, and that of the one before
+        size * (embedding + embedding) + weight * layer,  # the embedding and its gradient, and a layer's
+        size * embedding + weight * embedding,  # its gradient, as it came and as it is summed
+    ]
+    assert back == max(moments) + weight * embedding  # all the while that of the head
+
+
+def test_the_head_is_whole_on_each_of_several_gpus():
+    """Frozen, of a micro-batch of as many sequences, it is all that two GPUs need beside one's."""
+    settings = run(lora=lora(8), micro_batch=1)
+    one, two = (memory.predicted_memory(settings, gpus)["logits"] for gpus in (1, 2))
+    assert two - one == 2 * 126464 * 4096
+
+
+def test_a_layer_in_four_bits_is_unpacked_while_it_computes():
+    plain = run(lora=lora(8))
+    small, large = (memory.predicted_memory(dataclasses.replace(plain, quantize=q)) for q in (True, False))
+    for part in ("layer", "rollout"):
+        assert small[part] - large[part] == 2 * 4096 * 12288  # its widest matrix, in bfloat16
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+def test_a_share_is_the_one_that_is_cut(gpus, monkeypatch):
+    monkeypatch.setattr(distributed, "num_processes", lambda: gpus)
+    for total in range(gpus, 20):
+        start, stop = distributed.share_of(total, 0)
+        assert type(memory._share(total, gpus)) is int and memory._share(total, gpus) == stop - start
+
+
+@pytest.mark.parametrize(
+    "adapters", [lora(0), lora(2, ["gate_proj"]), lora(2, ["up_proj"]), lora(2, ["gate_proj", "up_proj", "down_proj"])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_without_a_graph_needs_what_is_predicted(dtype, adapters):
+    """Of an MLP beside which the rest is little: both branches and their product; an adapter's result in float32, twice."""
+    model = network(16, 4096, 2, 1, dtype, adapters)
+    tokens, mask = torch.full((4, WIDTH), 2), torch.ones(4, WIDTH, dtype=torch.bool)
+    tokens[:, 0] = torch.arange(4)  # equal rows would be computed once
+    with torch.no_grad(), PeakBytes() as meter:
+        model.encode(tokens, mask)
+    predicted = memory._forward(model.model.config, dtype.itemsize, adapters) * tokens.numel()
+    assert meter.peak == pytest.approx(predicted, rel=0.15)
+
+
+def test_pretraining_is_predicted_by_its_weights_and_its_batch(monkeypatch):
+    """Four numbers a weight of the layers, and of each layer what it keeps of every token."""
+    asked = []
+    monkeypatch.setattr(memory, "_refuse", lambda most, *_: asked.append(most))
+    settings = config.load(config.Pretrain, Path(__file__).parents[1] / "tiny_configs" / "countdown20_base.yaml", {})
+    for rows in (1, 2):
+        memory.check_pretraining(dataclasses.replace(settings, batch_size=rows))
+    sizes, width = settings.network, settings.task.prompt_length + settings.sampler.length
+    a_row = asked[1] - asked[0]
+    assert a_row == sizes.num_hidden_layers * width * memory.layer_bytes(sizes, 4, config.Lora(), width)
+    net = bare(sizes.hidden_size, sizes.intermediate_size, 8, sizes.num_hidden_layers)
+    matrices = sum(p.numel() for p in net.model.layers.parameters() if p.dim() == 2)
+    assert asked[0] - a_row == 4 * 4 * matrices
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="judges a machine without a GPU")
+def test_without_a_gpu_its_memory_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(memory, "main_memory", lambda: 10**9)
+    memory._refuse(10**9, "cuda", 1, "all")
+    with pytest.raises(ValueError, match="allowed the 1.0 GB of this machine"):
+        memory._refuse(10**9 + 1, "cuda", 1, "all")
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes

@@ -724,6 +724,65 @@ def test_the_limits_are_those_that_the_page_says():
     assert f"a `/tmp` of its own, {sandbox.TMP_BYTES // 2**20} MiB" in text and sandbox.TMP_BYTES % 2**20 == 0
 
 
+def test_the_limits_are_in_the_units_of_their_names():
+    """In mebibytes memory and files, in seconds processor time."""
+    found = sandboxed.limits(3, 64)
+    assert found[resource.RLIMIT_CPU] == 3 and found[resource.RLIMIT_AS] == 64 * 2**20
+    assert found[resource.RLIMIT_FSIZE] == 2**20 and found[resource.RLIMIT_CORE] == 0
+
+
+# ------------------------------------------------------------------------------------------- what stands in for pytest
+NEAR = [
+    ((1.0,), 1 + 0.9e-6),
+    ((1.0,), 1 + 1.1e-6),
+    ((0.0,), 0.9e-12),
+    ((0.0,), 1.1e-12),
+    ((-2.0,), -2 - 1.9e-6),
+    ((100.0, None, 0.5), 100.4),
+    ((100.0, None, 0.5), 100.6),
+    ((100.0, None, 1e-6), 100 + 5e-5),  # with an absolute tolerance alone the relative one does not count
+    ((100.0, 0.01), 100.9),
+    ((100.0, 0.01), 101.1),
+    ((100.0, 1e-9, 0.5), 100.4),
+    ((1.0,), "1.0"),
+    ((1.0,), None),
+    ((float("inf"),), float("inf")),
+    ((float("nan"),), float("nan")),
+    ((1 + 2j,), 1 + 2j + 1e-9),
+    (([1.0, 2.0],), [1.0, 2 + 1e-9]),
+    (([1.0, 2.0],), [1.0, 2.1]),
+    (([1.0, 2.0],), [1.0]),
+    (([1.0],), [1.0, 2.0]),
+    (([1.0],), 1.0),
+    (([],), []),
+    (({"a": 1.0, "b": 2.0},), {"a": 1.0, "b": 2 + 1e-9}),
+    (({"a": 1.0, "b": 2.0},), {"a": 2.0, "b": 1.0}),
+    (({"a": 1.0},), {"b": 1.0}),
+    (({"a": 1.0},), {"a": 1 + 1.0000005e-6}),  # beyond a share of what is expected, within one of what came
+    (({"a": 1.0},), [1.0]),
+]
+
+
+@pytest.mark.parametrize("given, other", NEAR)
+def test_approx_judges_as_pytests_does(given, other):
+    expected, rel, abs = (*given, None, None)[:3]
+    assert (sandboxed.approx(expected, rel, abs) == other) == (pytest.approx(expected, rel, abs) == other)
+
+
+def test_cases_have_as_many_values_as_names():
+    for names in ("a, b", ["a", "b"]):
+        marked = sandboxed.parametrize(names, [(1, 2), (3, 4)])(lambda a, b: None)
+        assert marked.cases == [[{"a": 1, "b": 2}, {"a": 3, "b": 4}]]
+        with pytest.raises(ValueError):
+            sandboxed.parametrize(names, [(1, 2, 3)])
+    assert sandboxed.parametrize("a", [(1, 2)])(lambda a: None).cases == [[{"a": (1, 2)}]]
+
+
+def test_the_text_of_an_error_is_cut():
+    text = "".join(map(str, range(200)))
+    assert sandboxed._said(ValueError(text)) == text[:200] and len(text) > 201
+
+
 # --------------------------------------------------------------------------------------------------------- its cost
 @HERE
 def test_a_sandbox_costs_less_than_a_tenth_of_a_second_of_processor_time():
