@@ -523,6 +523,7 @@ def test_compare_does_what_is_missing_and_refuses_cells_with_other_settings(fold
     cells = {path.name for path in (folder / "all").iterdir() if path.is_dir()}
     assert cells == {f"{name}-3e-4-1-{seed}" for name in ("reinforce", "grpo") for seed in (0, 1)}
     assert "| reinforce" in table and "| grpo" in table and "not distinguishable" in table
+    assert "all/run-1.png" in table.splitlines() and (folder / "all/run-1.png").is_file()
     monkeypatch.setattr(trainer, "train", lambda *_: pytest.fail("a cell of the ledger is not repeated"))
     assert run(capfd, *words)[:2] == (0, table)
     assert run(capfd, *words, "--report")[:2] == (0, table)

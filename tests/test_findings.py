@@ -1,6 +1,7 @@
 """Tables, leaderboard and figures of made-up grids, against sums worked out here."""
 
 import csv
+import itertools
 import math
 from pathlib import Path
 
@@ -585,6 +586,28 @@ def test_wide_ranges_are_logarithmic_and_keep_a_zero(tmp_path):
     assert panels["gradient norm"].get_yscale() == "log"
     assert panels["clipped"].get_yscale() == "linear"
     assert [text.get_text() for text in panels["entropy (nats)"].texts] == ["no method here has one"]
+
+
+def bars(tmp_path: Path, methods: int) -> list:
+    """The two axes of costs, laid out, of a figure with so many lines."""
+    path, curves = write(tmp_path, [cell(f"m{k}", 0, 0.3) for k in range(methods)])
+    lines = dict(enumerate(ledger.groups(ledger.read_ledger(path), "s")))
+    figure = figures.draw(lines, ledger.read_courses(curves, "s"), "title")
+    figure.canvas.draw()
+    return figure.subfigs[1].axes
+
+
+def test_numbers_at_the_bars_do_not_touch(tmp_path):
+    for axes in bars(tmp_path, 3):
+        low, high = axes.get_xlim()
+        boxes = [text.get_window_extent() for text in axes.get_xticklabels() if low <= text.get_position()[0] <= high]
+        assert 3 <= len(boxes) <= 6 and all(b.x0 - a.x1 > a.height / 2 for a, b in itertools.pairwise(boxes))
+
+
+def test_a_dash_has_a_gap_after_it():
+    for dashes in figures.DASHES:
+        on_off = [1, 1] if isinstance(dashes, str) else list(dashes[1])
+        assert len(on_off) % 2 == 0 and min(on_off) > 0
 
 
 def test_what_is_written_is_a_picture(tmp_path):

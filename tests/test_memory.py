@@ -487,6 +487,30 @@ def test_without_a_gpu_its_memory_is_not_asked_for(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("name", ["reinforce", "gdpo", "egspo-sa"])
+def test_a_run_is_refused_from_the_bytes_that_its_arrays_have(name, monkeypatch):
+    """Counted on the arrays of a made-up rollout, its noise, and the masks and three features of its plan."""
+    settings = tiny.settings(method=name, num_prompts=3)
+    method = rehearsal.method_of(settings)
+    made = rehearsal.blank_rollout(method, settings, settings.num_prompts)
+    plan = method.plan(made, torch.Generator())
+    records = sum(8 * made.records[key].numel() for key in sampler.COMPLETIONS if key in made.records)
+    noise, features = 8 * made.response.numel(), 3 * 4 * plan.scored.numel()
+    rollout = made.response.nbytes + made.unmask_step.nbytes + made.logp.nbytes + noise + records
+    asked = rollout + plan.valid.numel() * settings.task.prompt_length + plan.scored.numel() * 2 + features
+    monkeypatch.setattr(rehearsal, "main_memory", lambda: asked)
+    rehearsal.check_size(method, settings)
+    monkeypatch.setattr(rehearsal, "main_memory", lambda: asked - 1)
+    with pytest.raises(ValueError, match="sampler.length: got .* responses a step and .* states of each; allowed what fits"):
+        rehearsal.check_size(method, settings)
+
+
+def test_a_made_up_rollout_has_prompts_of_one_token():
+    settings = tiny.settings()
+    made = rehearsal.blank_rollout(rehearsal.method_of(settings), settings)
+    assert made.prompt.shape == (settings.num_generations, 1) and made.prompt_mask.all() and made.keep.all()
+
+
 def test_a_target_that_matches_no_module_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="lora.target_modules: got 'attn_out', which matches no module; allowed q_proj"):
         memory.predicted_memory(run(lora=lora(8, ["attn_out"])))
