@@ -95,9 +95,7 @@ ADDED = 3  # gradients of a trained head while two are added up: both and their 
 DRAW = 20
 
 
-def predict(
-    settings: config.Train, method: Method, rollout: Rollout, gpus: int = 1
-) -> dict[str, int]:
+def predict(settings: config.Train, method: Method, rollout: Rollout, gpus: int) -> dict[str, int]:
     """Bytes by part (``RESIDENT``, ``TRANSIENT``), on each of ``gpus`` GPUs.
 
     ``rollout`` is a made-up one of the run's shape in which no response ends early: the rows of the

@@ -342,8 +342,17 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_the_head_needs_is_predicted(feature, adapters, rows, tmp_path, monkeypatch):
     """By itself: with a vocabulary beside which the rest of the network is nothing, and an embedding that is not trained."""
+    the_head_needs_what_is_predicted(feature, adapters, rows, 16, tmp_path, monkeypatch)
+
+
+def test_two_calls_of_a_head_with_wide_rows_need_what_is_predicted(tmp_path, monkeypatch):
+    """Where the head is large beside its logits: three times its gradient, while those of the two calls are added up."""
+    the_head_needs_what_is_predicted("order_logp", 0, 10**6, 1024, tmp_path, monkeypatch)
+
+
+def the_head_needs_what_is_predicted(feature, adapters, rows, hidden, tmp_path, monkeypatch):
     name, options = FEATURES[feature]
-    folder = saved(tmp_path / "head", hidden_size=16, intermediate_size=16, vocab_size=20_000, num_hidden_layers=1)
+    folder = saved(tmp_path / "head", hidden_size=hidden, intermediate_size=16, vocab_size=20_000, num_hidden_layers=1)
     words = {"sampler": DECODING, "method": name, "method_options": options, "lora": lora(adapters), "micro_batch": 4}
     settings = tiny.settings(folder, **words, num_prompts=1)
     method = rehearsal.method_of(settings)
@@ -358,7 +367,7 @@ def test_what_the_head_needs_is_predicted(feature, adapters, rows, tmp_path, mon
     with PeakBytes() as meter:
         gradient.second_pass(model, made, plan, cotangent, temperature=0.9, size=4, reference=reference)
     parts = memory.predicted_memory(settings)
-    earlier = 4 * 16 * 20_000 * (not adapters and plan.network_calls > 4)  # its gradient from the micro-batch before
+    earlier = 4 * hidden * 20_000 * (not adapters and plan.network_calls > 4)  # its gradient from the micro-batch before
     assert parts["logits"] + earlier == pytest.approx(meter.peak, rel=0.15)
 
 
