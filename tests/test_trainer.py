@@ -1288,6 +1288,13 @@ def test_a_rehearsal_asks_for_the_records_that_the_row_names(name, monkeypatch):
             rehearsal.method_of(settings)
 
 
+def test_a_record_that_the_sampler_cannot_keep_is_refused_before_anything_is_loaded():
+    settings = tiny.settings("no folder", method="mdpo")
+    settings = dataclasses.replace(settings, sampler=dataclasses.replace(settings.sampler, cache="dual"))
+    with pytest.raises(ValueError, match="records: got 'one_step_proposed' with cache dual"):
+        rehearsal.method_of(settings)
+
+
 # ------------------------------------------------------------------------------------------------------------ the pieces
 
 

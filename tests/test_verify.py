@@ -1,5 +1,6 @@
 """The verb verify: passes for trained weights in LLaDA's format, and each of its checks fails for what it is there for."""
 
+import contextlib
 import json
 import shutil
 import weakref
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import test_chat
@@ -20,6 +22,7 @@ from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 BASE = Path(__file__).parents[1] / "tiny_models/countdown_base"
+RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
 PUZZLE = Countdown().example()
 NAMES = ["load", "loss", "answer", "reload", "step", "memory", "adapters"]
 
@@ -161,6 +164,16 @@ def test_an_answer_is_a_whole_word(reply, good, trained, monkeypatch):
     else:
         with pytest.raises(verify.Failed, match=f"'{reply}', which lacks '64'"):
             verify._answer(model, tok, PUZZLE)
+
+
+def test_a_question_gets_no_special_tokens(trained, monkeypatch):
+    """A template has written those that it wants; a tokenizer may add some to every text."""
+    model, tok = checkpoints.load(trained)
+    asked = []
+    call = type(tok).__call__
+    monkeypatch.setattr(type(tok), "__call__", lambda self, *a, **words: asked.append(words) or call(self, *a, **words))
+    verify._answer(model, tok, PUZZLE)
+    assert [words["add_special_tokens"] for words in asked] == [False]
 
 
 def test_a_question_goes_through_the_chat_template(trained):
@@ -311,6 +324,19 @@ def test_a_full_disk_is_said_before_anything_is_written(trained, monkeypatch):
     assert failed(checks) == ["reload", "adapters"] and "0.0 GB free" in checks["reload"].said
 
 
+def test_a_shard_needs_its_bytes_and_a_twentieth(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    for free, enough in ((105, True), (104, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage(10**9, 10**9, free))
+        with contextlib.nullcontext() if enough else pytest.raises(verify.Failed, match="--out names another folder"):
+            with verify._folder(str(tmp_path), 100):
+                pass
+
+
+def test_bytes_are_those_of_each_dtype():
+    assert verify._bytes([("a", torch.zeros(3)), ("b", torch.zeros(5, dtype=torch.bfloat16))]) == 22
+
+
 def test_nothing_is_left_behind(trained, tmp_path):
     assert not failed(found(trained, out=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
@@ -340,7 +366,9 @@ def test_a_step_in_which_one_layer_gets_no_gradient_fails(trained, monkeypatch):
 
     monkeypatch.setattr(trainer, "optimizer_step", forgetful)
     checks = found(trained)
-    assert failed(checks) == ["step"] and "1 adapters did not move: model.model.layers.1.mlp.up_proj" in checks["step"].said
+    assert (
+        failed(checks) == ["step"] and "1 adapters did not move: model.model.layers.1.mlp.up_proj.lora_B" in checks["step"].said
+    )
 
 
 @pytest.mark.parametrize("answer", ["20", "21"])
@@ -428,5 +456,15 @@ def test_fewer_key_heads_are_written_as_such(tmp_path):
 
 
 def test_the_sampler_of_the_step_is_that_of_the_recipe(trained):
-    s = _settings_of_the_step(trained).sampler
+    """And its method, rate, groups and recomputed layers; smaller in what makes a step long."""
+    settings, recipe = _settings_of_the_step(trained), yaml.safe_load(RECIPE.read_text())
+    assert (
+        (settings.method, settings.gradient_checkpointing)
+        == (recipe["method"], recipe["gradient_checkpointing"])
+        == ("gdpo", True)
+    )
+    assert settings.optimizer.learning_rate == recipe["optimizer"]["learning_rate"]
+    assert settings.num_prompts == recipe["num_prompts"] and settings.num_generations < recipe["num_generations"]
+    assert settings.lora.alpha / settings.lora.rank == 2 and settings.num_iterations == 2, "the first update moves no A"
+    s = settings.sampler
     assert isinstance(s, sampler.Sampler) and (s.order, s.temperature, s.length) == ("low_confidence", 0.9, 12)
