@@ -287,7 +287,7 @@ OTHER_MISTAKES = {
     "evaluate base --config run.yaml --n 100": "evaluate.n: got 100; allowed at most",
     "evaluate base --config run.yaml --temperature -1": "temperature: got '-1'; allowed numbers from 0",
     "evaluate base --config run.yaml --temperature nan": "temperature: got nan; allowed 0 (greedy)",
-    "evaluate base --config run.yaml --seed 100000000000000001": "seed: got '100000000000000001'; allowed up to 100000000000000000",
+    "evaluate base --config run.yaml --seed 100000000000000001": "seed: got '100000000000000001'; allowed up to",
     "evaluate base --config run.yaml --seed 100000000000000000 --temperature -1": "temperature: got '-1'; allowed",
     "evaluate base --config run.yaml --samples 0": "samples: got '0'; allowed integers from 1",
     "evaluate base --config run.yaml --task chess": "task.name: got 'chess'; allowed countdown",
