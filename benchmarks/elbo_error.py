@@ -100,9 +100,16 @@ def logp_under(model, rollout: alg.Rollout, row: int, hidden: torch.Tensor, temp
 
 
 def masks_of(n: int, count: int, seed: int) -> torch.Tensor:
-    """(M, n) masks: ``count`` of each number of hidden positions, or all where there are no more (0: all)."""
+    """(M, n) masks: ``count`` of each number of hidden positions, or all where there are no more (0: all).
+
+    Of more than LONGEST positions they are drawn, not listed, and a mask that comes twice is kept once.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    if n > LONGEST:
+        ranks = torch.rand(n, count, n, generator=noise).argsort(-1).argsort(-1)
+        return torch.cat([(ranks[l - 1] < l).unique(dim=0) for l in range(1, n + 1)])
     every = (torch.arange(1, 2**n)[:, None] >> torch.arange(n)) & 1 == 1
-    noise, by = torch.Generator().manual_seed(seed), [every[every.sum(1) == l] for l in range(1, n + 1)]
+    by = [every[every.sum(1) == l] for l in range(1, n + 1)]
     return every if not count else torch.cat([m[torch.randperm(len(m), generator=noise)[:count]] for m in by])
 
 
@@ -481,13 +488,14 @@ def settings_of(given: argparse.Namespace) -> config.Train:
     settings = config.load(config.Train, given.config, changes)
     how = settings.sampler
     allowed = {
-        "length": how.length <= LONGEST,
+        "length": how.length <= LONGEST or (given.complete == 0 and given.masks > 0),
         "block_length": how.num_blocks == 1,
         "tokens_per_step": how.tokens_per_step == 1,
     }
     for key, right in (allowed | {"temperature": how.temperature > 0}).items():
         if not right:
-            words = f"length to {LONGEST}, one block, one token a step, temperature above 0"
+            length = f"length to {LONGEST} (beyond: with --complete 0 --masks above 0)"
+            words = f"{length}, one block, one token a step, temperature above 0"
             raise ValueError(f"sampler.{key}: got {getattr(how, key)}; allowed {words}")
     return settings
 

@@ -254,11 +254,24 @@ def test_a_rehearsal_goes_all_the_way(bench, tmp_path, capsys):
         assert sorted(step.tolist()) == list(range(8))
 
 
+def test_masks_of_long_responses_are_drawn(bench):
+    """As many of each count as were asked for, but for those that come twice; every position as often."""
+    masks = bench.masks_of(20, 200, 0)
+    found = torch.bincount(masks.sum(1), minlength=21)
+    assert len(masks.unique(dim=0)) == len(masks) and found[0] == 0 and found[20] == 1 and (found[4:17] >= 180).all()
+    share = masks[masks.sum(1) == 10].double().mean(0)
+    assert (share - 0.5).abs().max() < 5 * 0.5 / 200**0.5
+    assert (bench.masks_of(20, 200, 0) == masks).all() and len(bench.masks_of(20, 200, 1)) > 0
+
+
 def test_a_sampler_that_cannot_be_tabulated_is_one_line(bench, monkeypatch, capsys):
     monkeypatch.setattr(bench, "LONGEST", 13)
     with pytest.raises(SystemExit) as status:
         bench.main([str(ROOT / "tiny_models" / "countdown20_base"), str(ROOT / "tiny_configs" / "countdown20_cpu.yaml")])
-    assert status.value.code == 2 and "sampler.length: got 14; allowed length to 13, one block" in capsys.readouterr().err
+    assert (
+        status.value.code == 2
+        and "sampler.length: got 14; allowed length to 13 (beyond: with --complete 0" in capsys.readouterr().err
+    )
 
 
 def test_the_page_shows_the_result():
