@@ -280,7 +280,9 @@ Between two evaluations a curve is taken as straight.
 where it is another. Runs that are among those of a line with more seeds, digit for digit, are \
 shown in that one. {_alike(every)}
 - Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
-bed {_listed(row["bed"] for row in reported)}. Other studies of the ledger: {others or "none"}."""
+bed {_listed(row["bed"] for row in reported)}. Other studies of the ledger: {others or "none"}.
+- Who leads among many stands too high: on new seeds the mean of a leader falls back. Studies that \
+were repeated are in docs/results.md, both samples side by side."""
     sizes = {study: responses for study, (_, responses) in jobs.items()}
     parts = [_goal(every, goal, best_decoder + goal, sizes) for goal in GOALS]
     found = [group for of_order in every.values() for group, _ in of_order]
