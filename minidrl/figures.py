@@ -17,9 +17,9 @@ from minidrl.ledger import PHASES, Courses, Group, course, groups, read_courses,
 from minidrl.report import BLUE, GRID, INK, ORANGE, STEPS, style, write_png
 
 # Okabe and Ito's colours, which the colour-blind tell apart, with a dark one for their yellow; and
-# dashes of their own, for those who see none.
+# for those who see none four dashes, first without and then with a marker.
 COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", INK)
-DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (3, 1)), (0, (1, 3)))
+DASHES, MARKERS = ("-", "--", "-.", ":") * 2, ("",) * 4 + ("o",) * 4
 GREYS, HATCHES = ("#444444", "#888888", "#C4C4C4"), ("", "////", "....")  # of the phases
 PANELS = {"grad_norm": "gradient norm", "ratio_std": "spread of the ratio (std)"}
 PANELS |= {"clip_fraction": "clipped", "entropy": "entropy (nats)"}
@@ -85,7 +85,12 @@ def draw(lines: Mapping[int, Group], courses: Courses, title: str, highest: floa
             _draw_panel(axes[column], lines, courses, column, label)
         legend = {"frameon": False, "handlelength": 3.6}
         labels = axes["held_out"].get_legend_handles_labels()
-        where = {"loc": "outside upper center", "ncols": 2, "title": title, "title_fontsize": 13}
+        where = {
+            "loc": "outside upper center",
+            "ncols": 2,
+            "title": title,
+            "title_fontsize": "large",
+        }
         top.legend(*labels, **where, **legend)
         left, right = bottom.subplots(1, 2, sharey=True)
         _draw_bars(left, list(lines.values()), "seconds")
@@ -100,7 +105,7 @@ def _draw_held_out(
 ) -> None:
     before = 100 * fmean(group.mean("before") for group in lines.values())
     axes.axhline(before, color=INK, linewidth=0.8, zorder=1)
-    text = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 10}
+    text = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
     axes.annotate("base", (1, before), xycoords=axes.get_yaxis_transform(), **text)
     for number, group in lines.items():
         values = course(courses, group.cells, "held_out")
@@ -127,14 +132,14 @@ def _draw_panel(
     if column in WIDE and positive and max(positive) > DECADES * min(positive):
         if len(positive) == len(drawn):
             axes.set_yscale("log", subs=[])
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         else:  # 0 is drawn, too
             floor = max(min(positive), 1e-6 * max(positive))
             axes.set_yscale("symlog", linthresh=floor)
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(0, None if positive else 1)
-        axes.yaxis.set_major_locator(MaxNLocator(4, steps=STEPS))
+        axes.yaxis.set_major_locator(MaxNLocator("auto", steps=STEPS))
     _finish(axes, label, percent=column in IN_PERCENT)
 
 
@@ -146,6 +151,8 @@ def _draw_line(
         drawn = {
             "color": COLOURS[number],
             "linestyle": DASHES[number],
+            "marker": MARKERS[number],
+            "markersize": 4,
             "linewidth": 1.8,
             "clip_on": False,
         }
@@ -164,14 +171,14 @@ def _draw_bars(axes: Axes, found: Sequence[Group], of: str) -> None:
     axes.set_ylim(len(found) - 0.5, -0.5)  # the first at the top
     axes.set_xlabel("seconds a run" if of == "seconds" else "network calls a run")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=STEPS))
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _finish(axes: Axes, label: str, percent: bool) -> None:
-    axes.set_title(label, fontsize=11, loc="left")
-    axes.set_xlabel("rollouts", fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
+    axes.set_title(label, fontsize="medium", loc="left")
+    axes.set_xlabel("rollouts")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=STEPS))
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(symbol=" %"))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
