@@ -423,18 +423,18 @@ top_steps = task(
 
 @top_steps.has("the most uncertain steps first")
 def _(answer: Callable) -> str:
-    entropy = double([[0.1], [0.9], [0.5], [0.7]])
+    entropy = double([[0.7], [0.1], [0.9], [0.8]])
     demand(
-        "entropies 0.1 0.9 0.5 0.7, all decide, K = 2, steps",
-        answer(entropy, torch.tensor([3]), 2)[0][:, 0],
-        [1, 3],
-        "0.9 of step 1, then 0.7 of step 3.",
-        the_least_uncertain_came_first=[0, 2],
-        the_first_steps_were_taken=[0, 1],
-        the_entropies_were_sorted_but_the_largest_are_last=[2, 1],
-        they_were_put_back_into_order_of_time=[3, 1],
+        "entropies 0.7 0.1 0.9 0.8, all decide, K = 3, steps",
+        answer(entropy, torch.tensor([3]), 3)[0][:, 0],
+        [2, 3, 0],
+        "0.9 of step 2, then 0.8 of step 3, then 0.7 of step 0.",
+        the_least_uncertain_came_first=[1, 0, 3],
+        the_first_steps_were_taken=[0, 1, 2],
+        the_entropies_were_sorted_but_the_largest_are_last=[0, 3, 2],
+        they_were_put_back_into_order_of_time=[0, 2, 3],
     )
-    return "0.1 0.9 0.5 0.7, K = 2: 1 3"
+    return "0.7 0.1 0.9 0.8, K = 3: 2 3 0"
 
 
 @top_steps.has("steps after the decision come last, and are not valid")
@@ -447,7 +447,7 @@ def _(answer: Callable) -> str:
         [2, 0, 1],
         "Steps 3 and 4 come after the reward is decided: they teach nothing.",
         steps_after_the_decision_compete=[3, 4, 2],
-        the_last_deciding_step_itself_is_left_out=[0, 1, 2],
+        the_last_deciding_step_comes_last=[0, 1, 2],
         the_least_uncertain_came_first=[1, 0, 2],
     )
     demand(

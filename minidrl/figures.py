@@ -76,22 +76,17 @@ def draw(lines: Mapping[int, Group], courses: Courses, title: str, highest: floa
         FigureCanvasAgg(figure)
         # Two parts, as the names at the bars would narrow all panels.
         top, bottom = figure.subfigures(
-            2, 1, height_ratios=(7.9 - 0.16 * len(lines), 1.3 + 0.16 * len(lines))
+            2, 1, height_ratios=(8.4 - 0.16 * len(lines), 0.8 + 0.16 * len(lines))
         )
         places = [["held_out"] * 2, ["grad_norm", "ratio_std"], ["clip_fraction", "entropy"]]
         axes = top.subplot_mosaic(places, height_ratios=(2, 1, 1))
         _draw_held_out(axes["held_out"], lines, courses, highest)
         for column, label in PANELS.items():
             _draw_panel(axes[column], lines, courses, column, label)
-        legend = {"frameon": False, "handlelength": 3.6}
+        legend = {"frameon": False, "handlelength": 4}
         labels = axes["held_out"].get_legend_handles_labels()
-        where = {
-            "loc": "outside upper center",
-            "ncols": 2,
-            "title": title,
-            "title_fontsize": "large",
-        }
-        top.legend(*labels, **where, **legend)
+        where = {"loc": "outside upper center", "ncols": 2}
+        top.legend(*labels, title=title, title_fontsize="large", **where, **legend)
         left, right = bottom.subplots(1, 2, sharey=True)
         _draw_bars(left, list(lines.values()), "seconds")
         _draw_bars(right, list(lines.values()), "calls")
@@ -153,7 +148,6 @@ def _draw_line(
             "linestyle": DASHES[number],
             "marker": MARKERS[number],
             "markersize": 4,
-            "linewidth": 1.8,
             "clip_on": False,
         }
         axes.plot(list(means), list(means.values()), label=label, **drawn)

@@ -359,7 +359,7 @@ WRONG = [
         "descending=True",
         "descending=False",
         "the most uncertain steps first",
-        ("yours 0 2, expected 1 3", "least uncertain"),
+        ("yours 1 0 3, expected 2 3 0", "least uncertain"),
     ),
     Wrong(
         "top_steps",

@@ -605,6 +605,36 @@ def test_numbers_at_the_bars_do_not_touch(tmp_path):
         assert len(boxes) >= 3 and all(b.x0 - a.x1 > a.height / 2 for a, b in itertools.pairwise(boxes))
 
 
+def test_bars_are_as_thick_in_every_figure_and_their_names_do_not_touch(tmp_path):
+    thick = {}
+    for methods in (1, 2, 4, 8):
+        axes = bars(tmp_path, methods)[0]
+        thick[methods] = axes.patches[0].get_window_extent().height
+        boxes = [text.get_window_extent() for text in axes.get_yticklabels()]
+        assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(boxes))
+        curves, costs = axes.get_figure(root=True).subfigs
+        assert curves.bbox.height > 1.5 * costs.bbox.height
+    assert max(thick.values()) < 1.3 * min(thick.values())
+
+
+def test_a_panel_has_its_axis_named_lines_behind_the_curves_and_whole_rollouts(tmp_path):
+    panels = drawn(tmp_path, [cell("a", 0, 0.3), cell("b", 0, 0.2)])
+    for axes in list(panels.values())[:5]:
+        assert axes.get_xlabel() == "rollouts" and axes.get_axisbelow() is True
+        assert all(line.get_visible() for line in axes.get_ygridlines())
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_a_decade_has_two_ticks_and_what_is_missing_is_said_inside(tmp_path):
+    row = cell("a", 0, 0.3)
+    lines = [line | {"grad_norm": x, "entropy": ""} for line, x in zip(course(row), (1.0, 10.0, 100.0), strict=True)]
+    panels = drawn(tmp_path, [row], lines)
+    ticks = panels["gradient norm"].get_yticks()
+    assert {f"{tick:.0e}"[0] for tick in ticks} == {"1", "3"}
+    (text,) = panels["entropy (nats)"].texts
+    assert all(0 < x < 1 for x in text.get_position())
+
+
 def test_what_is_written_is_a_picture(tmp_path):
     path, curves = write(tmp_path, [cell("a", 0, 0.3), failed("a", 0, updates=4)])
     with matplotlib.rc_context({"font.size": 30}):
