@@ -100,8 +100,8 @@ def _draw_held_out(
 ) -> None:
     before = 100 * fmean(group.mean("before") for group in lines.values())
     axes.axhline(before, color=INK, linewidth=0.8, zorder=1)
-    text = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
-    axes.annotate("base", (1, before), xycoords=axes.get_yaxis_transform(), **text)
+    beside = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": "small"}
+    axes.text(1, before, " base", **beside)
     for number, group in lines.items():
         values = course(courses, group.cells, "held_out")
         label = f"{group.name}, {len(group.ended)} of {len(group.report)} seeds"

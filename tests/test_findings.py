@@ -542,7 +542,7 @@ def test_the_axis_of_solved_puzzles_has_room_above_the_highest_and_no_more_than_
     found = dict(enumerate(ledger.groups(ledger.read_ledger(path), "s")))
     axes = figures.draw(found, ledger.read_courses(curves, "s"), "title", highest).subfigs[0].axes[0]
     assert axes.get_ylim() == (0, top)
-    assert axes.texts[0].xy == (1, pytest.approx(10)) and not axes.spines["right"].get_visible()
+    assert axes.texts[0].get_position() == (1, pytest.approx(10)) and not axes.spines["right"].get_visible()
 
 
 def test_a_method_has_one_colour_and_dash_by_its_number(tmp_path):
@@ -623,6 +623,25 @@ def test_a_panel_has_its_axis_named_lines_behind_the_curves_and_whole_rollouts(t
         assert axes.get_xlabel() == "rollouts" and axes.get_axisbelow() is True
         assert all(line.get_visible() for line in axes.get_ygridlines())
         assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_the_base_is_a_line_above_the_grid_and_below_the_curves(tmp_path):
+    panel = next(iter(drawn(tmp_path, [cell("a", 0, 0.3)]).values()))
+    base, *curves = panel.get_lines()
+    assert base.get_linewidth() > 0 and panel.yaxis.get_zorder() < base.get_zorder()
+    assert all(base.get_zorder() < line.get_zorder() for line in curves)
+
+
+def test_a_bar_is_as_long_as_its_number_without_an_edge(tmp_path):
+    for axes in bars(tmp_path, 2):
+        assert {patch.get_linewidth() for patch in axes.patches} == {0}
+
+
+def test_eight_methods_keep_their_colours(tmp_path, called):
+    cells = [cell(f"m{k}", 0, 0.3) for k in range(8)] + [cell("m7", 0, 0.3, updates=1)]
+    path, curves = write(tmp_path, cells)
+    figures.write_figures(curves, path, "s", tmp_path)
+    assert called["s-1.png"][0] == {"m7": 7}
 
 
 def test_a_decade_has_two_ticks_and_what_is_missing_is_said_inside(tmp_path):
