@@ -630,6 +630,18 @@ def test_the_base_is_a_line_above_the_grid_and_below_the_curves(tmp_path):
     base, *curves = panel.get_lines()
     assert base.get_linewidth() > 0 and panel.yaxis.get_zorder() < base.get_zorder()
     assert all(base.get_zorder() < line.get_zorder() for line in curves)
+    assert all(base.get_linewidth() < line.get_linewidth() and not line.get_clip_on() for line in curves)
+
+
+def test_shares_are_in_per_cent_and_the_panels_of_updates_are_alike(tmp_path):
+    panels = drawn(tmp_path, [cell("a", 0, 0.3)])
+    solved, *others = list(panels.values())[:5]
+    for axes in (solved, *others):
+        axes.get_figure(root=True).canvas.draw()
+        shown = [text.get_text() for text in axes.get_yticklabels()]
+        assert all(text.endswith(" %") == (axes in (solved, panels["clipped"])) for text in shown)
+    heights = {round(axes.get_window_extent().height) for axes in others}
+    assert len(heights) == 1 and solved.get_window_extent().height > 1.5 * max(heights)
 
 
 def test_a_bar_is_as_long_as_its_number_without_an_edge(tmp_path):
