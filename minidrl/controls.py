@@ -85,7 +85,7 @@ class SelfTraining(trainer.Learner):
 def self_training(settings: config.Train) -> SelfTraining:
     """What ``SelfTraining`` has learned after the steps of a run; nothing is written."""
     learner = SelfTraining(settings)
-    for step in tqdm(range(settings.steps), desc=SELF_TRAINING, mininterval=1):
+    for step in tqdm(range(settings.steps), desc=SELF_TRAINING):
         learner.step(step)
     return learner
 
