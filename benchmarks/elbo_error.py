@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from minidrl import algorithms as alg
 from minidrl import checkpoints, config, sampler, tables
@@ -113,11 +114,11 @@ def masks_of(n: int, count: int, seed: int) -> torch.Tensor:
     return every if not count else torch.cat([m[torch.randperm(len(m), generator=noise)[:count]] for m in by])
 
 
-def chosen(solved: list[bool], count: int) -> list[tuple[int, int]]:
+def chosen(solved: list[bool], count: int, generations: int = GENERATIONS) -> list[tuple[int, int]]:
     """(number, row): ``count`` rows of each verdict, of each puzzle the first with it."""
     first: dict[tuple[bool, int], int] = {}
     for row, verdict in enumerate(solved):
-        first.setdefault((verdict, row // GENERATIONS), row)
+        first.setdefault((verdict, row // generations), row)
     return [pair for v in (True, False) for pair in list(enumerate(row for (w, _), row in first.items() if v == w))[:count]]
 
 
@@ -126,18 +127,19 @@ def tabulate(model, tok, settings: config.Train, order: str, given: argparse.Nam
     how, task, noise = dataclasses.replace(settings.sampler, order=order), settings.task, torch.Generator()
     problems = list({p.key: p for p in task.problems(given.puzzles, np.random.default_rng(given.seed))}.values())
     prompt, mask = texts.encode_prompts(tok, problems, task.prompt_length, "cpu", task.prompt_format)
-    words = {"eos_token_id": tok.eos_token_id, "num_generations": GENERATIONS, "generator": noise.manual_seed(given.seed)}
+    each = given.generations
+    words = {"eos_token_id": tok.eos_token_id, "num_generations": each, "generator": noise.manual_seed(given.seed)}
     rollout, found = sampler.generate(model, prompt, mask, how, **words), []
     answers = texts.decode(tok, rollout.response)
-    solved = [bool(task.judge(problems[i // GENERATIONS], answer).solved) for i, answer in enumerate(answers)]
-    for number, row in chosen(solved, given.responses):
+    solved = [bool(task.judge(problems[i // each], answer).solved) for i, answer in enumerate(answers)]
+    for number, row in tqdm(chosen(solved, given.responses, each), desc=order):
         n, step = int(rollout.keep[row].sum()), rollout.unmask_step[row]
         hidden = masks_of(n, 0 if number < given.complete else given.masks, row)
         tail = torch.ones(len(hidden), how.length - n, dtype=torch.bool)  # after the end: hidden in every state
         logp = logp_under(model, rollout, row, torch.cat([hidden, tail], 1), how.temperature)[:, :n]
         visited = torch.stack([(step >= t) | (step < 0) for t in range(how.length)])
         seen = logp_under(model, rollout, row, visited, how.temperature)[:, :n]
-        facts = {"puzzle": str(problems[row // GENERATIONS].key), "text": answers[row], "order": order, "solved": solved[row]}
+        facts = {"puzzle": str(problems[row // each].key), "text": answers[row], "order": order, "solved": solved[row]}
         arrays = {"hidden": hidden, "logp": logp.masked_fill(~hidden, 0), "seen": seen, "step": step[:n]}
         found.append(facts | arrays)
     return found
@@ -147,6 +149,21 @@ def table_of(stored: dict) -> Table:
     """In float64."""
     arrays = {key: v.numpy() if isinstance(v, torch.Tensor) else v for key, v in stored.items()}
     return Table(**{**arrays, "logp": arrays["logp"].astype(float), "seen": arrays["seen"].astype(float)})
+
+
+def tables_of(settings: config.Train, given: argparse.Namespace) -> tuple[list[dict], list[Table]]:
+    """(what was asked for, the tables of all orders): made, and stored in ``given.tables``; or read there."""
+    if given.tables and given.tables.exists():
+        tabulated = torch.load(given.tables, weights_only=True)
+    else:
+        model, tok = checkpoints.load(settings.model)
+        model.eval().requires_grad_(False)
+        drawn = {key: getattr(given, key) for key in ("responses", "complete", "masks", "puzzles", "seed")}
+        rows = [r for order in ORDERS for r in tabulate(model, tok, settings, order, given)]
+        tabulated = {"draws": [drawn], "responses": rows}
+        if given.tables:
+            torch.save(tabulated, given.tables)
+    return tabulated["draws"], [table_of(r) for r in tabulated["responses"]]
 
 
 # -------------------------------------------------------------------------------------------------- surrogate and its law
@@ -419,8 +436,10 @@ def cells(found: list[Table]) -> dict[str, np.ndarray]:
     return {name: rows for name, rows in every.items() if rows.any()}
 
 
-def judged(found: list[Table], facts: dict) -> list[dict]:
-    """The rows of the result: facts and counts, then errors of all responses, of those with all masks, and the shares."""
+def judged(found: list[Table], facts: dict, verdicts: bool = True) -> list[dict]:
+    """The rows of the result: facts and counts, then errors of all responses, of those with all masks, and the shares.
+
+    ``verdicts``: False where nothing can be solved."""
     keys = [(t.order, t.solved) for t in found]
     puzzles_of = {key: {t.puzzle for t, k in zip(found, keys, strict=True) if k == key} for key in keys}
     found = [t for t, key in zip(found, keys, strict=True) if len(puzzles_of[key]) > 1]  # else there is nothing to fit on
@@ -432,6 +451,8 @@ def judged(found: list[Table], facts: dict) -> list[dict]:
 
     responses = {g: {c: int((rows & of).sum()) for c, of in columns.items()} for g, rows in groups.items()}
     result, ratio = [{**facts, "responses": responses, "puzzles": len(set(puzzles.tolist()))}], errors(found)
+    if not verdicts:  # "by verdict" is then the same once more
+        ratio = {(calls, name.removeprefix("by verdict: ")): values for (calls, name), values in ratio.items()}
     for (group, rows), ((calls, name), values) in itertools.product(groups.items(), ratio.items()):
         if rows.any() and not np.isnan(values[rows]).any():
             result.append({"group": group, "calls": calls, "estimator": name, **summary(values, rows)})
@@ -507,8 +528,9 @@ def main(words: list[str] | None = None) -> list[dict]:
     parser.add_argument("--responses", type=int, default=24, help="of each order and verdict")
     parser.add_argument("--complete", type=int, default=4, help="of these with all masks")
     parser.add_argument("--masks", type=int, default=80, help="of each count, of the others; 0: all")
-    parser.add_argument("--puzzles", type=int, default=100, help=f"{GENERATIONS} responses to each, of which some are chosen")
+    parser.add_argument("--puzzles", type=int, default=100)
     parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--generations", type=int, default=GENERATIONS, help="responses to a puzzle, of which some are chosen")
     parser.add_argument("--tables", type=Path, help="made if it is not there, else read")
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--rehearse", action="store_true")
@@ -520,18 +542,9 @@ def main(words: list[str] | None = None) -> list[dict]:
         settings = settings_of(given)
     except ValueError as error:
         parser.error(str(error))
-    if given.tables and given.tables.exists():
-        tabulated = torch.load(given.tables, weights_only=True)
-    else:
-        model, tok = checkpoints.load(settings.model)
-        model.eval().requires_grad_(False)
-        drawn = {key: getattr(given, key) for key in ("responses", "complete", "masks", "puzzles", "seed")}
-        rows = [r for order in ORDERS for r in tabulate(model, tok, settings, order, given)]
-        tabulated = {"draws": [drawn], "responses": rows}
-        if given.tables:
-            torch.save(tabulated, given.tables)
+    draws, found = tables_of(settings, given)
     facts = {"base": Path(given.base).name, "config": Path(given.config).name, "length": settings.sampler.length}
-    rows = judged([table_of(r) for r in tabulated["responses"]], {**facts, "draws": tabulated["draws"]})
+    rows = judged(found, {**facts, "draws": draws})
     if given.out:
         given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(page(rows))

@@ -306,11 +306,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000, help="outputs for each task")
     parser.add_argument("--programs", type=int, default=2000, help="outputs for the task code")
+    parser.add_argument("--seed", type=int, default=0, help="other outputs with each")
     arguments = parser.parse_args(argv)
     count, failed = arguments.count, 0
     for name in CASES:
         try:
-            print(f"{name}: {count} hostile outputs, {fuzz(name, count)}", flush=True)
+            print(f"{name}: {count} hostile outputs, {fuzz(name, count, arguments.seed)}", flush=True)
         except AssertionError as error:
             failed = 1
             print(f"{name}: {error}", flush=True)
@@ -318,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"code: skipped: {why}")
         return failed
     try:
-        print(f"code: {arguments.programs} programs, {fuzz_programs(arguments.programs)}", flush=True)
+        print(f"code: {arguments.programs} programs, {fuzz_programs(arguments.programs, arguments.seed)}", flush=True)
     except AssertionError as error:
         failed = 1
         print(f"code: {error}", flush=True)

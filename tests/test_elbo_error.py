@@ -254,6 +254,29 @@ def test_a_rehearsal_goes_all_the_way(bench, tmp_path, capsys):
         assert sorted(step.tolist()) == list(range(8))
 
 
+def test_a_rehearsal_with_long_responses_goes_all_the_way(tmp_path, capsys):
+    """One verdict: what is fitted by verdict is what is fitted anyway, and stands in the table once."""
+    long = tiny.script("long_text")
+    rows = long.main(["--rehearse", "--base", str(tmp_path / "base"), "--out", str(tmp_path / "out.json")])
+    assert [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()] == rows
+    assert rows[0]["responses"]["all"] == {"all": 6, "random, unsolved": 3, "low confidence, unsolved": 3}
+    names = [r["estimator"] for r in rows[1:] if r.get("calls") == 3]
+    assert len(names) == len(set(names)) and {"surrogate, law of counts", "strata (2.3)"} <= set(names)
+    assert not [name for name in names if "verdict" in name or "arcs" in name]
+
+
+def test_the_passages_of_the_two_splits_share_no_docstring():
+    long, rng = tiny.script("long_text"), np.random.default_rng(0)
+    task, every = long.Docstrings(64), long.docstrings(long.PROMPT + 64)
+    of = {split: task.problems(300, rng, split) for split in ("pretrain", "held_out")}
+    assert all(len(p.prompt) == 32 and len(p.rest) == 64 and set(p.key) <= set(long.ALPHABET) for ps in of.values() for p in ps)
+    found = {split: {i for p in ps for i, text in enumerate(every) if p.key in text} for split, ps in of.items()}
+    assert len(found["pretrain"] & found["held_out"]) < 0.1 * min(map(len, found.values())), (
+        "but for passages that stand in two docstrings"
+    )
+    assert task.demonstrations(of["pretrain"], rng, 0.0) == [p.rest for p in of["pretrain"]]
+
+
 def test_masks_of_long_responses_are_drawn(bench):
     """As many of each count as were asked for, but for those that come twice; every position as often."""
     masks = bench.masks_of(20, 200, 0)

@@ -998,12 +998,14 @@ def test_a_path_that_goes_up_makes_no_folder_on_its_way(folder, capfd):
 
 
 def test_two_runs_of_one_name_are_told_apart_and_one_run_counts_once(folder, capfd):
-    for place, share in (("a/run", 0.5), ("b/run", 0.1)):
+    for place, share in (("a/run", 0.5), ("b/run", 0.1), ("b/other", 0.2)):
         (folder / place).mkdir(parents=True)
         (folder / place / "controls.json").write_text(json.dumps({"base": share}))
     assert main(["controls", "a/run", "b/run"]) == 0
     table = capfd.readouterr().out
     assert "a/run" in table and "50.0" in table and "10.0" in table and "30.0" in table
+    assert main(["controls", "a/run", "b/other"]) == 0
+    assert capfd.readouterr().out.split("\n")[0].replace(" ", "") == "|solved(%)|run|other|mean|"
     assert "allowed each folder once" in refused(capfd, "controls", "a/run", "a/../a/run")
 
 

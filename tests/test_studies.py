@@ -374,14 +374,24 @@ def test_self_training_imitates_what_its_frozen_base_solved(base):
         seen.append((plan, adv))
         return update(experience, plan, adv, anchor, clock)
 
+    asked, noise = [], learner.generator
+    learner.generator = lambda *key: asked.append(key) or noise(*key)
     learner.base.collect, learner.update = half_solved, watched
     row = learner.step(0)
+    assert asked == [(0, "plan 0"), (0, "plan 1")], "the noise of the run's own updates"
     assert row["solved"] == 0.5 and len(seen) == 2 and row["network_calls/update"] > 0
     for _, adv in seen:
         assert set(adv.tolist()) == {0.0, 2.0} and adv.mean() == 1.0, "the mean over the solved ones"
     after = learner.base.model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert any(not torch.equal(learner.model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_self_training_has_the_steps_of_the_run(base, monkeypatch):
+    seen = []
+    monkeypatch.setattr(controls.SelfTraining, "step", lambda self, step: seen.append((self, step)))
+    learner = controls.self_training(tiny.settings(base, steps=3))
+    assert seen == [(learner, 0), (learner, 1), (learner, 2)]
 
 
 def test_self_training_without_a_solved_answer_changes_nothing(base):
