@@ -28,6 +28,7 @@ from minidrl.tasks import text as texts
 
 RESULT = Path(__file__).parent / "results" / "elbo_error.json"
 SHIPPED = RESULT.with_name("elbo_error_shipped.json")  # of the base that ships; RESULT is of an earlier one
+LONGER, LONG = (RESULT.with_name(f"elbo_error_{length}.json") for length in (24, 256))
 SHOWN = "{:.3f} [{:.3f}, {:.3f}]".format
 ORDERS, CALLS, LONGEST, GENERATIONS = ("random", "low_confidence"), (2, 3, 4, 6, 8), 16, 8
 POSITIONS = (0, 1, 2, 3, 4, 5, 18, 19)  # the terms of the surrogate that are about one position
@@ -449,6 +450,8 @@ def judged(found: list[Table], facts: dict, verdicts: bool = True) -> list[dict]
     def summary(values: np.ndarray, rows: np.ndarray) -> dict[str, list[float]]:
         return {c: interval(values[rows & of], puzzles[rows & of]) for c, of in columns.items() if (rows & of).any()}
 
+    if not verdicts:
+        columns = {name.removesuffix(", unsolved"): rows for name, rows in columns.items()}
     responses = {g: {c: int((rows & of).sum()) for c, of in columns.items()} for g, rows in groups.items()}
     result, ratio = [{**facts, "responses": responses, "puzzles": len(set(puzzles.tolist()))}], errors(found)
     if not verdicts:  # "by verdict" is then the same once more
@@ -488,8 +491,10 @@ def page(rows: list[dict], calls: int = 3) -> str:
         if counts[group]["all"]:
             parts += [f"{counts[group]['all']} {title}, by network calls:", table_by_calls(rows, group)]
             parts += [f"The same at {calls} calls, by order and verdict:", table_by_cell(rows, group, counts[group], calls)]
-    shown = table_by_cell(rows, "shares", counts["all masks"], None)
-    return "\n\n".join([*parts, "Shares of the variance of one state, of the responses with all masks:", shown])
+    if counts["all masks"]["all"]:
+        shown = table_by_cell(rows, "shares", counts["all masks"], None)
+        parts += ["Shares of the variance of one state, of the responses with all masks:", shown]
+    return "\n\n".join(parts)
 
 
 def stored(path: Path) -> list[dict]:
@@ -498,8 +503,8 @@ def stored(path: Path) -> list[dict]:
 
 
 def stored_page() -> str:
-    """The tables of docs/elbo_error.md: of the two results that are in the repository."""
-    told = {"The base that ships": SHIPPED, "The earlier base": RESULT}
+    """The tables of docs/elbo_error.md: of the results that are in the repository."""
+    told = {"The base that ships": SHIPPED, "The earlier base": RESULT, "24 positions": LONGER, "256 positions": LONG}
     return "\n\n".join(f"### {base}\n\n{page(stored(path))}" for base, path in told.items())
 
 
