@@ -10,6 +10,7 @@ import json
 import linecache
 import re
 import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -551,3 +552,27 @@ def test_an_answer_that_raises_in_a_law_only_is_told_by_the_law():
     assert said[0].endswith("not yet right") and "missed" not in "".join(said[1:7])
     told = [line for line in said if line.startswith("            found: ")]
     assert told and all("raised ZeroDivisionError: division by zero" in line for line in told), said
+
+
+@pytest.mark.parametrize("cloned", [False, True])
+def test_what_the_judge_lacks_is_named(cloned, tmp_path, monkeypatch, capsys):
+    def load():
+        raise ModuleNotFoundError(name="laws")
+
+    monkeypatch.setattr(judge, "load", load)
+    if not cloned:
+        monkeypatch.setattr(judge, "HERE", tmp_path / "exercises")
+    judge.examine("anything")
+    told = "the exercises need laws: pip install" if cloned else "open this in a clone of the project"
+    assert told in capsys.readouterr().out
+
+
+def test_laws_are_listed_where_a_property_has_said_what_is_wrong():
+    def law_sum(alg):
+        """The sum is 1."""
+        raise AssertionError("it is 2")
+
+    one = types.SimpleNamespace(laws=lambda ask: [("law_sum", law_sum)], tag="1.1")
+    assert judge.by_the_laws(one, None, 1) == ["  missed  accepted by 0 of 1 laws of (1.1); not: sum"]
+    first, says, found = judge.by_the_laws(one, None, 0)
+    assert says.split(": ")[1] == "The sum is 1." and found.strip() == "found: it is 2"
