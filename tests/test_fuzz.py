@@ -91,3 +91,16 @@ def test_a_special_token_stays_in_the_text_and_the_first_end_ends_it():
     assert made == ["5*[PAD]8", "5*8", "[MASK]5*8=4", "", "5*8[PAD][PAD][PAD]"]
     task, puzzle = countdown.Countdown(num_numbers=2), countdown.Puzzle((5, 8), 40)
     assert [task.judge(puzzle, said).solved for said in made] == [False, True, False, False, False]
+
+
+def test_responses_are_filled_up_with_ends_or_cut():
+    tok = countdown.tokenizer()
+    end, (one, two) = tok.eos_token_id, tok.convert_tokens_to_ids(["1", "2"])
+    made = text.encode_responses(tok, ["1", "12", "121", "1212"], 3)
+    assert made.tolist() == [[one, end, end], [one, two, end], [one, two, one], [one, two, one]]
+
+
+def test_the_longest_prompt_must_fit():
+    tok, puzzles = countdown.tokenizer(), [countdown.Puzzle((5, 8), 40), countdown.Puzzle((15, 18), 40)]
+    with pytest.raises(ValueError, match="prompt: got 9 tokens; allowed up to 8"):
+        text.encode_prompts(tok, puzzles, 8)

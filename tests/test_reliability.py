@@ -623,6 +623,21 @@ def test_each_control_is_of_the_network_the_temperature_and_the_order_that_its_n
     assert controls.measure(tmp_path) == want == json.loads((tmp_path / "controls.json").read_text())
 
 
+def test_a_pipe_where_a_file_is_being_written_is_replaced(tmp_path):
+    os.mkfifo(pipe := tmp_path / "file.part")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # else a wrong writer would wait for one
+    files.write(tmp_path / "file", "new")
+    os.close(reader)
+    assert (tmp_path / "file").is_file() and (tmp_path / "file").read_text() == "new"
+
+
+def test_what_is_not_there_is_removed_without_a_word(tmp_path):
+    files.remove(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    files.remove(tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------------------------------------------------- campaign
 
 
