@@ -28,7 +28,7 @@ from minidrl.tasks import text as texts
 
 RESULT = Path(__file__).parent / "results" / "elbo_error.json"
 SHIPPED = RESULT.with_name("elbo_error_shipped.json")  # of the base that ships; RESULT is of an earlier one
-LONGER, LONG = (RESULT.with_name(f"elbo_error_{length}.json") for length in (24, 256))
+OF_24, OF_256 = (RESULT.with_name(f"elbo_error_{length}.json") for length in (24, 256))
 SHOWN = "{:.3f} [{:.3f}, {:.3f}]".format
 ORDERS, CALLS, LONGEST, GENERATIONS = ("random", "low_confidence"), (2, 3, 4, 6, 8), 16, 8
 POSITIONS = (0, 1, 2, 3, 4, 5, 18, 19)  # the terms of the surrogate that are about one position
@@ -115,7 +115,7 @@ def masks_of(n: int, count: int, seed: int) -> torch.Tensor:
     return every if not count else torch.cat([m[torch.randperm(len(m), generator=noise)[:count]] for m in by])
 
 
-def chosen(solved: list[bool], count: int, generations: int = GENERATIONS) -> list[tuple[int, int]]:
+def chosen(solved: list[bool], count: int, generations: int) -> list[tuple[int, int]]:
     """(number, row): ``count`` rows of each verdict, of each puzzle the first with it."""
     first: dict[tuple[bool, int], int] = {}
     for row, verdict in enumerate(solved):
@@ -440,7 +440,8 @@ def cells(found: list[Table]) -> dict[str, np.ndarray]:
 def judged(found: list[Table], facts: dict, verdicts: bool = True) -> list[dict]:
     """The rows of the result: facts and counts, then errors of all responses, of those with all masks, and the shares.
 
-    ``verdicts``: False where nothing can be solved."""
+    ``verdicts``: False where nothing can be solved.
+    """
     keys = [(t.order, t.solved) for t in found]
     puzzles_of = {key: {t.puzzle for t, k in zip(found, keys, strict=True) if k == key} for key in keys}
     found = [t for t, key in zip(found, keys, strict=True) if len(puzzles_of[key]) > 1]  # else there is nothing to fit on
@@ -450,12 +451,12 @@ def judged(found: list[Table], facts: dict, verdicts: bool = True) -> list[dict]
     def summary(values: np.ndarray, rows: np.ndarray) -> dict[str, list[float]]:
         return {c: interval(values[rows & of], puzzles[rows & of]) for c, of in columns.items() if (rows & of).any()}
 
-    if not verdicts:
-        columns = {name.removesuffix(", unsolved"): rows for name, rows in columns.items()}
-    responses = {g: {c: int((rows & of).sum()) for c, of in columns.items()} for g, rows in groups.items()}
-    result, ratio = [{**facts, "responses": responses, "puzzles": len(set(puzzles.tolist()))}], errors(found)
+    ratio = errors(found)
     if not verdicts:  # "by verdict" is then the same once more
+        columns = {name.removesuffix(", unsolved"): rows for name, rows in columns.items()}
         ratio = {(calls, name.removeprefix("by verdict: ")): values for (calls, name), values in ratio.items()}
+    responses = {g: {c: int((rows & of).sum()) for c, of in columns.items()} for g, rows in groups.items()}
+    result = [{**facts, "responses": responses, "puzzles": len(set(puzzles.tolist()))}]
     for (group, rows), ((calls, name), values) in itertools.product(groups.items(), ratio.items()):
         if rows.any() and not np.isnan(values[rows]).any():
             result.append({"group": group, "calls": calls, "estimator": name, **summary(values, rows)})
@@ -497,6 +498,14 @@ def page(rows: list[dict], calls: int = 3) -> str:
     return "\n\n".join(parts)
 
 
+def report(rows: list[dict], out: Path | None) -> list[dict]:
+    """The rows, which are written to ``out`` if there is one, and printed as tables."""
+    if out:
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(page(rows))
+    return rows
+
+
 def stored(path: Path) -> list[dict]:
     """A result that is in the repository."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -504,7 +513,7 @@ def stored(path: Path) -> list[dict]:
 
 def stored_page() -> str:
     """The tables of docs/elbo_error.md: of the results that are in the repository."""
-    told = {"The base that ships": SHIPPED, "The earlier base": RESULT, "24 positions": LONGER, "256 positions": LONG}
+    told = {"The base that ships": SHIPPED, "The earlier base": RESULT, "24 positions": OF_24, "256 positions": OF_256}
     return "\n\n".join(f"### {base}\n\n{page(stored(path))}" for base, path in told.items())
 
 
@@ -533,12 +542,12 @@ def main(words: list[str] | None = None) -> list[dict]:
     parser.add_argument("--responses", type=int, default=24, help="of each order and verdict")
     parser.add_argument("--complete", type=int, default=4, help="of these with all masks")
     parser.add_argument("--masks", type=int, default=80, help="of each count, of the others; 0: all")
-    parser.add_argument("--puzzles", type=int, default=100)
+    parser.add_argument("--puzzles", type=int, default=100, help=f"{GENERATIONS} responses to each, of which some are chosen")
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--generations", type=int, default=GENERATIONS, help="responses to a puzzle, of which some are chosen")
     parser.add_argument("--tables", type=Path, help="made if it is not there, else read")
     parser.add_argument("--out", type=Path, help="JSON lines")
     parser.add_argument("--rehearse", action="store_true")
+    parser.set_defaults(generations=GENERATIONS)
     given = parser.parse_args(words)
     torch.set_num_threads(1)
     if given.rehearse:
@@ -549,11 +558,7 @@ def main(words: list[str] | None = None) -> list[dict]:
         parser.error(str(error))
     draws, found = tables_of(settings, given)
     facts = {"base": Path(given.base).name, "config": Path(given.config).name, "length": settings.sampler.length}
-    rows = judged(found, {**facts, "draws": draws})
-    if given.out:
-        given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(page(rows))
-    return rows
+    return report(judged(found, {**facts, "draws": draws}), given.out)
 
 
 if __name__ == "__main__":

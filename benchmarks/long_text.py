@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import json
 import string
 import sys
 import sysconfig
@@ -89,7 +88,7 @@ class Docstrings:
 
 
 def pretrained(given: argparse.Namespace, how: sampler.Sampler) -> None:
-    """Train the base into ``given.base`` if it is not there."""
+    """Train the base, into ``given.base``."""
     sizes = config.Network(hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256)
     rate = config.Optimizer(learning_rate=2e-3, warmup=100, schedule="cosine", weight_decay=0.01)
     words = {"task": Docstrings(how.length), "network": sizes, "optimizer": rate, "sampler": how, "threads": 1}
@@ -119,11 +118,7 @@ def main(words: list[str] | None = None) -> list[dict]:
     settings = config.Train(model=str(given.base), task=Docstrings(length), sampler=how, method="reinforce")
     draws, found = elbo_error.tables_of(settings, given)
     facts = {"base": given.base.name, "python": sys.version.split()[0], "length": length, "draws": draws}
-    rows = elbo_error.judged(found, facts, verdicts=False)
-    if given.out:
-        given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(elbo_error.page(rows))
-    return rows
+    return elbo_error.report(elbo_error.judged(found, facts, verdicts=False), given.out)
 
 
 if __name__ == "__main__":

@@ -321,9 +321,7 @@ def examine(name: str) -> None:
         if (HERE.parent / "tests" / "laws.py").exists():
             print(f"the exercises need {error.name}: pip install -r requirements.txt")
         else:
-            print(
-                "answers are judged by tests/laws.py: open this in a clone of the project"
-            )
+            print("tests/laws.py is the judge: open this in a clone of the project")
         return
     for line in verdict(TASKS[name], function):
         print(line)
@@ -360,8 +358,8 @@ def name_of(one: Task) -> str:
 
 
 def by_the_laws(one: Task, ask: Callable, missed: int) -> list[str]:
-    """One line; where no property has said it, then of each law that does not hold what it
-    says and what it found."""
+    """One line; then, where no property has said what is wrong, what each law that does
+    not hold says, and what it found."""
     failed, says, held = {}, {}, 0
     for name, law, alg in judging(one, ask):
         try:
