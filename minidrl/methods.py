@@ -709,6 +709,13 @@ def ratio_diagnostics(
 _PARTS = ("plan", "credit", "objective", "extra")
 _WORDS = ("aggregation", "refresh", "normalizer", "reduction")
 _CREDITS = {"group_mean": {}, "leave_one_out": {}, "group_z_score": {"ddof": 1, "eps": 1e-4}}
+# ELBO estimators with three states, of the tokens that count: a row with one may have another.
+_PLANS = {
+    "elbo_time_plan": {"num_states": 3, "min_t": 1e-3},
+    "elbo_count_plan": {"num_states": 3, "strata": True},
+    "quadrature_plan": {"num_nodes": 3, "masks_per_node": 1, "counts": "bernoulli"},
+    "arc_plan": {"num_states": 3},
+}
 _KL_WORDS = {
     "form": ("k1", "k2", "k3", "exact"),
     "of": ("ratio", "log_likelihood", "per_token"),
@@ -728,7 +735,9 @@ def with_options(method: Method, options: dict[str, Any]) -> Method:
     Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by
     name (reduction, normalizer, refresh, aggregation, and credit: group_mean, leave_one_out,
     group_z_score; where states have values of their own, step_value: greedy, sampled; where ratios
-    are taken against the sampler's record, anchor: behaviour, or old to score it anew). ``kl.beta``
+    are taken against the sampler's record, anchor: behaviour, or old to score it anew; where the
+    plan estimates an ELBO, plan: elbo_time_plan, elbo_count_plan, quadrature_plan, arc_plan, which
+    is how one estimator is compared with another in a row that stays as it is). ``kl.beta``
     0 removes the KL term, and with it the reference model; ``kl.form`` and ``kl.beta`` together
     give a row the term that it lacks. Raises ValueError for a key that the method does not have,
     and for a value of another kind than the present.
@@ -738,7 +747,7 @@ def with_options(method: Method, options: dict[str, Any]) -> Method:
         raise ValueError(f"method_options: got the key {wrong[0]!r}; allowed {allowed}")
     kl = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
     rest = {key: value for key, value in options.items() if not key.startswith("kl.")}
-    # A credit is chosen before its numbers are given.
+    # A credit or a plan is chosen before its numbers are given.
     for key in sorted(rest, key=lambda key: "." in key):
         method = _with_option(method, key, rest[key])
     return _with_kl(method, kl) if kl else method
@@ -754,6 +763,12 @@ def _with_option(method: Method, key: str, value: Any) -> Method:
     part, _, name = key.partition(".")
     if key == "credit":
         return dataclasses.replace(method, credit=_credit(method, value))
+    if key == "plan" and _has_elbo(method):
+        if value not in tuple(_PLANS):
+            got = f"method_options.plan: got {value!r}"
+            raise ValueError(f"{got}; allowed {', '.join(_PLANS)}")
+        plan = partial(getattr(alg, value), **_PLANS[value], domain="keep")
+        return dataclasses.replace(method, plan=plan)
     if allowed := _choices_of(method).get(key):
         if value not in allowed:
             got = f"method_options.{key}: got {value!r}"
@@ -779,6 +794,11 @@ def _choices_of(method: Method) -> dict[str, tuple[str, ...]]:
     if method.on_record:
         found["anchor"] = ("behaviour", "old")
     return found
+
+
+def _has_elbo(method: Method) -> bool:
+    # Of these plans; a row that takes more from its states, as an upper bound, keeps its own.
+    return method.plan.func.__name__ in _PLANS and method.extra is None
 
 
 def _credit(method: Method, name: Any) -> partial:
@@ -866,4 +886,5 @@ def _options(method: Method) -> list[str]:
     other = {"none": ["credit"], "proposed": []}
     words = other.get(method.step_value, ["step_value"]) + list(_WORDS)
     words += ["anchor"] if method.on_record else []
+    words += ["plan"] if _has_elbo(method) else []
     return numbers(method) + [f"kl.{name}" for name in KL._fields] + words

@@ -65,13 +65,14 @@ def test_what_is_refused_names_the_key_the_value_and_what_is_allowed():
         refuses(lambda key=key, value=value: with_options(grpo, {key: value}), f"method_options.{key}", repr(value))
     refuses(lambda: with_options(grpo, {"plan.states": 1}), "method_options.plan.states", "grpo", "plan.num_states")
     refuses(lambda: with_options(grpo, {"extra.omega": 1}), "method_options.extra.omega", "grpo")
-    for key in ("name", "title", "anchor", "needs.x", "plan", "kl", "kl.gamma"):
+    for key in ("name", "title", "anchor", "needs.x", "kl", "kl.gamma"):
         refuses(lambda key=key: with_options(grpo, {key: "x"}), f"method_options.{key}", "grpo", "plan.num_states")
     for name, parts in {"grpo": 3, "stabledrl": 4, "egspo-sa": 3, "diffu-grpo": 3}.items():
         row = methods.METHODS[name]
         words = [f"{p}.{key}" for p in ("plan", "credit", "objective", "extra")[:parts] for key in getattr(row, p).keywords]
         words += PENALTY + ["step_value" if name == "egspo-sa" else "credit"] + SHARED
         words += ["anchor"] if name == "egspo-sa" else []
+        words += ["plan"] if name == "grpo" else []
         listed = "allowed " + ", ".join(words)
         refuses(lambda row=row: with_options(row, {"nothing": 1}), "method_options.nothing", listed)
 
@@ -91,6 +92,44 @@ def test_the_number_of_states_may_be_none_which_is_all():
     row = with_options(methods.METHODS["replay-uniform"], {"plan.num_states": None})
     assert row.plan.keywords == {"num_states": None, "min_entropy": 0.0}
     assert with_options(methods.METHODS["reinforce"], {"plan.num_states": 3}).plan.keywords["num_states"] == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+ELBO_PLANS = {
+    "elbo_time_plan": {"num_states": 3, "domain": "keep", "min_t": 1e-3},
+    "elbo_count_plan": {"num_states": 3, "domain": "keep", "strata": True},
+    "quadrature_plan": {"num_nodes": 3, "masks_per_node": 1, "counts": "bernoulli", "domain": "keep"},
+    "arc_plan": {"num_states": 3, "domain": "keep"},
+}
+
+
+@pytest.mark.parametrize("name", ["gdpo", "gdpo-arcs", "gdpo-released", "grpo"])
+@pytest.mark.parametrize("plan", ELBO_PLANS)
+def test_an_estimator_of_the_elbo_can_be_chosen(plan, name):
+    row = with_options(methods.METHODS[name], {"plan": plan})
+    assert (row.plan.func, row.plan.keywords) == (getattr(alg, plan), ELBO_PLANS[plan])
+    assert dataclasses.replace(row, plan=methods.METHODS[name].plan) == methods.METHODS[name], "nothing else changes"
+
+
+def test_gdpo_with_arcs_is_the_row_of_that_name():
+    chosen, row = with_options(methods.METHODS["gdpo"], {"plan": "arc_plan"}), methods.METHODS["gdpo-arcs"]
+    assert (chosen.plan.func, chosen.plan.keywords) == (row.plan.func, row.plan.keywords)
+    told = {name: getattr(row, name) for name in ("name", "title", "source", "differs", "plan", "credit", "objective")}
+    assert dataclasses.replace(chosen, **told) == row
+
+
+def test_the_numbers_of_a_chosen_plan_can_be_given_in_any_order():
+    for options in ({"plan": "elbo_time_plan", "plan.min_t": 0.01}, {"plan.min_t": 0.01, "plan": "elbo_time_plan"}):
+        assert with_options(methods.METHODS["gdpo"], options).plan.keywords["min_t"] == 0.01
+    refuses(lambda: with_options(methods.METHODS["gdpo"], {"plan": "arc_plan", "plan.num_nodes": 2}), "plan.num_nodes", "gdpo")
+
+
+def test_a_plan_that_is_unknown_or_of_another_kind_is_refused():
+    for value in ("replay_plan", 3, None, ["arc_plan"]):
+        refuses(lambda value=value: with_options(methods.METHODS["gdpo"], {"plan": value}), "plan", repr(value), "arc_plan")
+    for name in ("ppo", "diffu-grpo", "stabledrl", "spg"):  # no ELBO, or an upper bound of the same states
+        refuses(lambda name=name: with_options(methods.METHODS[name], {"plan": "arc_plan"}), "method_options.plan", name)
 
 
 # --------------------------------------------------------------------------------------------------------------- credit

@@ -173,7 +173,7 @@ def test_equal_calls(folder):
     assert abs(spent[0] - spent[1]) <= 0.5 * spent[1] / mean_field.settings.steps + 1, "as near as whole steps come"
 
 
-AT_ONE_RATE = {"arcs"}  # the question is what the plan changes and nothing else
+AT_ONE_RATE = {"arcs", "nodes"}  # the question is what the plan changes and nothing else
 CHOSEN_BEFORE = {"likelihoods_again", "anchor_bfloat16", "steps_by_lot"}  # each at the rate that another study chose for it
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 
