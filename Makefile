@@ -1,14 +1,17 @@
-# Eight verbs; each makes .venv from requirements.txt when it is missing or older than that file.
+# Nine verbs; each makes .venv from requirements.txt when it is missing or older than that file.
 #
 #   make train        a rising reward curve on tiny Countdown, on a CPU
 #   make test         all tests, then every lesson, with its stored outputs compared
 #   make chaos        faults: runs killed at every file operation, damaged, without disk; verifiers fuzzed; then the
-#                     notebooks that go with a lesson and measure more (05a, ...), compared too; up to 20 minutes
+#                     notebooks that go with a lesson and measure more (05a, ...), compared too. Not timed alone: lint,
+#                     extras, test and chaos together took CI 18 to 19 minutes in its last two runs of November 2026
 #   make lab          Jupyter Lab on the first notebook; LAB="--no-browser --port 8890" passes options to it
 #   make extras       what one of the examples needs beside requirements.txt
 #   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
 #   make pages        what is generated from the sources: tables of docs/, links to lines, the map of notebook 10
+#   make leaderboard  LEADERBOARD.md from results/; STUDY=studies/x.yaml runs first what results/ledger.csv lacks of it,
+#                     METHODS=a,b of these methods only; the laws first of all
 #
 # PYTHON=python3.12        the interpreter that .venv is made from (3.11 or newer)
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
@@ -35,7 +38,7 @@ STAMP := $(VENV)/requirements.stamp
 unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 
 .DELETE_ON_ERROR:
-.PHONY: train extras test chaos lab notebooks lint pages
+.PHONY: train extras test chaos lab notebooks lint pages leaderboard
 
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
@@ -73,6 +76,9 @@ pages: $(STAMP)
 	$(PY) benchmarks/readme.py
 	$(PY) -m minidrl.index
 	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb notebooks/10a_more_rows.ipynb
+
+leaderboard: $(STAMP)
+	$(PY) benchmarks/leaderboard.py $(if $(STUDY),--study $(STUDY)) $(if $(METHODS),--methods $(METHODS))
 
 $(STAMP): requirements.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \

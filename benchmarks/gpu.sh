@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU, in stages of at most 8 minutes, each complete in itself:
+# What has to be seen on a GPU, in stages of at most 8 minutes, each complete in itself. It has been rehearsed on a CPU; nobody
+# has run it on a GPU yet.
 #
 #   benchmarks/gpu.sh [--device cuda] [--out DIR] [--tiny] [STAGE ...]      default: all stages, in this order
 #

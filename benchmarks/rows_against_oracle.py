@@ -6,7 +6,8 @@ row's plans for 8 updates on it, and the update directions g (minus the gradient
 eighth of them, after seven updates by SGD of that row. The truth G is the gradient of the expected reward at the weights of
 that moment, by enumeration. All draws of a table are computed at once, each with weights of its own, by the shipped functions.
 
-    cosine    E<g, G'> / (E<g, g'> E<G, G'>)^(1/2), a primed vector from an independent draw: noise biases none of these means
+    cosine    c = E<g, G'> / (E<g, g'> E<G, G'>)^(1/2); a primed vector is of another draw, so that noise biases no mean
+    bias      min over a >= 0 of |a E g - E G| / |E G| = (1 - max(c, 0)^2)^(1/2)
     noise     (tr Var g / |E g|^2)^(1/2)
 
 --rehearse: a few draws of one table. --page: docs/rows.md from the results that are stored. --check: exit status 1 if
@@ -519,9 +520,10 @@ FAMILIES = {  # where each begins in the table of methods
     "ppo": "Trust regions",
     "tracerl": "Papers from outside these families",
 }
-ORDERS = {"random": "random", "low_confidence": "confidence"}  # as they are called in the columns
-COLUMNS = ("method", "sampler", "calls") + tuple(
-    f"{order}: {what}" for order in ORDERS.values() for what in ("reuse 1", "reuse 8", "noise", "gain")
+ORDERS = {"random": "random", "low_confidence": "confidence"}  # as they are called in the table
+REUSE = {"reuse 1": "first", "reuse 8": "last"}
+COLUMNS = (
+    ("method", "sampler", "calls") + tuple(f"{n}: {what}" for n in REUSE for what in ("cosine", "bias", "noise")) + ("gain",)
 )
 
 
@@ -556,14 +558,39 @@ class Results:
             return f"none in {self.cosines(name, order, which).count(None)}"
         return "{} [{}, {}]".format(*map(two, found))
 
+    def bias(self, name: str, order: str, which: str) -> str:
+        """A cell: root of the mean square over the tables, and of the ends of that mean's interval.
+
+        Squares, since the estimate of a cosine of 1 lies on both sides of 1: their mean has no bias from that, a mean of roots
+        would. By as much as the interval reaches below 0, where no square is, its upper end may be wrong as well.
+        """
+        cosines = self.cosines(name, order, which)
+        if None in cosines:
+            return f"none in {cosines.count(None)}"
+        mean, low, high = intervals.mean_interval([1 - max(c, 0) ** 2 for c in cosines])
+        return "{} [{}, {}]".format(*(two(math.sqrt(min(max(x, 0), 1))) for x in (mean, low, max(high, -low))))
+
     def noise(self, name: str, order: str, which: str) -> str:
-        """A cell: the median, since a mean update near 0 makes it large without limit."""
-        values = [x for x in self.values(name, order, which, "noise") if x is not None]
-        return f"{statistics.median(values):.1f}" if values else "none"
+        """The median, since a mean update near 0 makes it large without limit; with no mean at all it is infinite."""
+        return one(statistics.median(self.noises(name, order, which)))
+
+    def noises(self, name: str, order: str, which: str) -> list[float]:
+        """Table by table, the least first."""
+        return sorted(math.inf if x is None else x for x in self.values(name, order, which, "noise"))
+
+    def noise_cell(self, name: str, order: str, which: str) -> str:
+        """The median with the least and the largest: all tables lie on one side of the true median with 2^(1 - tables)."""
+        values = self.noises(name, order, which)
+        return f"{self.noise(name, order, which)} [{one(values[0])}, {one(values[-1])}]"
 
     def mean(self, name: str, order: str, what: str) -> float:
         """Mean over the tables of ``calls``, ``gain`` or ``moved``."""
         return statistics.fmean(self.values(name, order, what))
+
+
+def one(x: float) -> str:
+    """One digit of a noise."""
+    return f"{x:.1f}" if x < 1000 else ">999"
 
 
 def two(x: float) -> str:
@@ -571,27 +598,25 @@ def two(x: float) -> str:
     return f"{round(x, 2) + 0.0:.2f}"
 
 
-def line(results: Results, name: str) -> dict:
-    """A row of the page; a row with an order of its own has its numbers in the first columns."""
-    orders = orders_of(name)
-    samplers = "both orders" if len(orders) > 1 else orders[0].replace("_", " ")
-    samplers += f", blocks of {BLOCK}" if block_of(name) < LENGTH else ""
-    calls = ", ".join(f"{results.mean(name, order, 'calls'):.1f}" for order in orders)
-    cells = {"method": name, "sampler": samplers, "calls": calls}
-    for column, order in zip(ORDERS.values(), orders, strict=False):
-        cells |= {f"{column}: reuse {n}": results.cosine(name, order, which) for n, which in ((1, "first"), (8, "last"))}
-        cells[f"{column}: noise"] = ", ".join(results.noise(name, order, which) for which in ("first", "last"))
-        cells[f"{column}: gain"] = f"{100 * results.mean(name, order, 'gain') + 0.0:.1f}"
-    return cells
+def line(results: Results, name: str, order: str) -> dict:
+    """A row of the page."""
+    sampler = ORDERS.get(order, order.replace("_", " ")) + (f", blocks of {BLOCK}" if block_of(name) < LENGTH else "")
+    cells = {"method": name, "sampler": sampler, "calls": f"{results.mean(name, order, 'calls'):.1f}"}
+    for n, which in REUSE.items():
+        found = results.cosine, results.bias, results.noise_cell
+        cells |= {
+            f"{n}: {what}": cell(name, order, which) for what, cell in zip(("cosine", "bias", "noise"), found, strict=True)
+        }
+    return cells | {"gain": f"{100 * results.mean(name, order, 'gain') + 0.0:.1f}"}
 
 
 def lines(results: Results) -> list[dict]:
-    """All rows, each family under its name, and the control."""
+    """All rows by each of their samplers, every family under its name, and the control."""
     out = []
     for name in methods.METHODS:
         out += [{"method": f"**{FAMILIES[name]}**"}] if name in FAMILIES else []
-        out.append(line(results, name))
-    return [*out, {"method": "**Control**"}, line(results, CONTROL)]
+        out += [line(results, name, order) for order in orders_of(name)]
+    return [*out, {"method": "**Control**"}, *(line(results, CONTROL, order) for order in orders_of(CONTROL))]
 
 
 def groups() -> dict[str, list[str]]:
@@ -644,6 +669,9 @@ def reading(results: Results) -> list[str]:
     def named(order: str, *rows: str) -> str:
         return ", ".join(f"`{name}` {c(name, order, 'last')}" for name in rows)
 
+    def biases(order: str, *rows: str) -> str:
+        return ", ".join(f"`{name}` {results.bias(name, order, 'first')}" for name in rows)
+
     def gained(name: str) -> str:
         return f"{100 * results.mean(name, sure, 'gain'):.1f}"
 
@@ -662,10 +690,10 @@ def reading(results: Results) -> list[str]:
         if error is not None and error < SETTLED
     ]
     sentences = [
-        f"""**First update, random order.** The {len(kinds["trajectory"])} rows that score every step of the trajectory, and
-        divide by no length, have cosines of {cosines("trajectory", "random", "first")}: their score is exact there. Rows that
-        look at random masks have {cosines("masks", "random", "first")}, those of blocks, by a sampler of two blocks,
-        {block_masks}; rows that look once, at a response all hidden, {cosines("mean field", "random", "first")}.""",
+        f"""**First update, random order.** The {len(kinds["trajectory"])} rows that score every step of the trajectory, and do
+        not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}: their score is exact
+        there. Rows that look at random masks have {cosines("masks", "random", "first")}, those of blocks, by a sampler of two
+        blocks, {block_masks}; rows that look once, at a response all hidden, {cosines("mean field", "random", "first")}.""",
         f"""**First update, low-confidence order.** Which positions are revealed depends on the weights, and the score of the
         tokens leaves that out: `reinforce` has {c("reinforce", sure)}. On two of the four steps `egspo-exact`, which scores
         positions too, has {c("egspo-exact", sure)}; `egspo`, which does not, {c("egspo", sure)}. Random masks:
@@ -687,13 +715,15 @@ def reading(results: Results) -> list[str]:
         f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
         {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random
         order: {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}.""",
+        f"""**Bias** of the first update, in random order: {biases("random", "reinforce", "egspo", "stabledrl", "grpo")}. In
+        low-confidence order: {biases(sure, "reinforce", "egspo-exact", "egspo", "grpo")}.""",
         f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the mean's
         length, at the first update in random order:
         {", ".join(map(noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
         accuracy: `grpo` has a cosine of {c("grpo")}, `reinforce` of {c("reinforce")}.""",
         f"""**Gain.** Expected reward starts at {start["random"]:.1f} points in random and {start[sure]:.1f} in low-confidence
-        order. Seven updates of a row that scores every step and divides by no length add
-        {gains("trajectory", "random")}, and {gains("trajectory", sure)}; of one that divides, whose clip is {clip:g},
+        order. Seven updates of a row that scores every step and does not divide by an answer's own length add
+        {gains("trajectory", "random")}, and {gains("trajectory", sure)}; of one that does, whose clip is {clip:g},
         {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", sure)}; of one with random masks
         {gains("masks", "random")}, and {gains("masks", sure)}.
         The rate is set by the length of the
@@ -705,8 +735,8 @@ def reading(results: Results) -> list[str]:
         {c(CONTROL, sure)}, with a noise of {results.noise(CONTROL, "random", "first")} and
         {results.noise(CONTROL, sure, "first")}.""",
         f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
-        {statistics.median(errors):.3f} in the median of all rows, tables and both columns, and at most {max(errors):.2f} where
-        a cosine is given. The intervals are over tables, and contain it.""",
+        {statistics.median(errors):.3f} in the median of all rows, tables, orders and both updates, and at most
+        {max(errors):.2f} where a cosine is given. The intervals are over tables, and contain it.""",
     ]
     return [" ".join(sentence.split()) for sentence in sentences]
 
@@ -729,20 +759,24 @@ in seconds.
   plain SGD of the row itself, whose rate is such that its first update has the root mean square length {step} on that table.
 - **Truth.** G, the gradient of the expected reward of that sampler at the weights of that moment, by enumeration of all that
   it can do. At reuse 8 each draw has weights, and a G, of its own.
-- **Cosine** of E g and E G: mean over tables [Student's 95 % interval over tables]. With a cosine c, the relative bias at the
-  best factor a, `|a E g - E G| / |E G|`, is `(1 - c^2)^(1/2)`; a factor is a matter of the learning rate. E g is a Monte Carlo
-  mean over draws. Products of means leave out the product of a draw with itself, so that noise does not lower the cosine. The
-  root in the denominator lets noise raise it a little, and an estimate can exceed 1: where the true cosine is 1, twelve further
-  sets of rollouts have a mean of 1.0006 [0.9997, 1.0015] for `reinforce`, and of 1.0022 [1.0002, 1.0042] for `replay-uniform`
+- **cosine** of E g and E G: mean over tables [Student's 95 % interval over tables]. E g is a Monte Carlo mean over draws.
+  Products of means leave out the product of a draw with itself, so that noise does not lower the cosine. The root in the
+  denominator lets noise raise it a little, and an estimate can exceed 1: where the true cosine is 1, twelve further sets of
+  rollouts have a mean of 1.0006 [0.9997, 1.0015] for `reinforce`, and of 1.0022 [1.0002, 1.0042] for `replay-uniform`
   (`--bias`). Rows of one sampler share their rollouts, and what a set of them has by chance, as the 1.003 of `reinforce`.
   "none in k": in k of the tables the mean update is so near to 0 that the cosine's standard error is above {settled}.
-- **noise**: `(tr Var g)^(1/2) / |E g|` at reuse 1 and at reuse 8, each the median over tables.
-- **calls**: sequences that go through the network for an update, per response: two numbers where there are two orders. What
-  the rollout, an anchor or a reference costs is not counted.
+- **bias**: what the mean update misses at the best factor a from 0, relative to the length of the true gradient:
+  `|a E g - E G| / |E G| = (1 - c^2)^(1/2)`, and 1 with a negative c; a factor is a matter of the learning rate. The root of the
+  mean square over tables [the same root at both ends of Student's 95 % interval of that mean square]. It comes from the
+  estimates of the cosine, and of biases near 0 it says little: 0.005 of a cosine near 1 is a bias of 0.1. Where estimates above
+  1 take the interval below 0, it ends at 0 on the left, and on the right at least as far from 0 as it reached below.
+- **noise**: the variance of g as a length, relative to that of its mean: `(tr Var g)^(1/2) / |E g|`. Median over tables [least,
+  largest: an interval of {sure:.1f} % for the median of such tables, whatever their law]. ">999": hardly a mean was found.
+- **calls**: sequences that go through the network for an update, per response. What the rollout, an anchor or a reference costs
+  is not counted.
 - **gain**: by how many points the seven updates raised the expected reward, which is computed exactly and lies in 0 to 100.
 - **sampler**: random order, where the score of the recorded trajectory is exact, and low-confidence order, where it is not.
-  Rows of the block family have blocks of {block}, and the order inside them. `justgrpo` is about left-to-right order: its
-  numbers stand in the first columns.
+  Rows of the block family have blocks of {block}, and the order inside them. `justgrpo` is about left-to-right order.
 - **Settings** are the rows' own, but for numbers of steps: `replay-uniform`, the `egspo` rows and `mdpo` keep 2 of the 4
   steps. The blocks of 32 of `spg` and `stabledrl-released` cover all positions.
 
@@ -762,7 +796,11 @@ def page(stored: dict) -> str:
         raise ValueError(f"{RESULTS.name}: got no {missing[0]}; run python benchmarks/rows_against_oracle.py, which adds it")
     results = Results(list(stored["tables"].values()))
     head = HEAD.format(
-        **stored["settings"], tables=len(results.tables), settled=SETTLED, minutes=sum(stored["seconds"].values()) / 60
+        **stored["settings"],
+        tables=len(results.tables),
+        settled=SETTLED,
+        sure=100 * (1 - 2 ** (1 - len(results.tables))),
+        minutes=sum(stored["seconds"].values()) / 60,
     )
     table = tables.markdown_table(lines(results), COLUMNS)
     how = {"width": 128, "subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}

@@ -311,8 +311,10 @@ def _count(name: str, text: str, most: int, least: int = 1) -> int:
 
 
 def _temperature(text: str) -> float:
+    from minidrl import untrusted
+
     try:
-        value = float(text)
+        value = untrusted.number(text)
     except ValueError:
         value = -1.0
     if value < 0:
@@ -508,6 +510,7 @@ def _controls(arguments, overrides) -> None:
     for run in arguments.runs:
         config.check_path("runs", run)
     folders = [Path(run) for run in arguments.runs]
+    controls.check_once(folders)
     for folder in folders:
         if not controls.read(folder):
             report.read_summary(folder)  # raises where the run is not finished

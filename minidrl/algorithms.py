@@ -681,12 +681,12 @@ def block_elbo_plan(
     """(2.8) Sum over the sampler's blocks of the ELBO (2.3) of a block given those
     before it: num_states M states, M blocks.
 
-    In each block l ~ U{1..n_m} of its n_m positions are hidden, weight n_m / l,
-    independently of the other blocks. Bias: none towards that sum, which is at most log
-    p of the sampler that finishes block after block, one random position at a time. One
-    block of the whole length is (2.3); blocks of one token are exact: the likelihood
-    from left to right. Source: block diffusion, BD3-LM (arXiv 2503.09573); accounts of
-    StableDRL (arXiv 2603.06743).
+    In each block by itself l ~ U{1..n_m} of its n_m positions are hidden, weight n_m /
+    l. Bias: none towards that sum. It is at most log p of the sampler that finishes
+    block after block, one random position at a time, but where an EOS cuts a block: its
+    tail is hidden in all states, and the sum need not be a bound. One block of the
+    whole length is (2.3); blocks of one token are exact: left to right. Source: BD3-LM
+    (arXiv 2503.09573); accounts of StableDRL (arXiv 2603.06743).
     """
     _check_count("plan.num_states", num_states)
     inside, block = _domain(rollout, domain), block_numbers(rollout)

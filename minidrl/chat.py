@@ -24,10 +24,13 @@ SECONDS, BYTES, LONGEST = 10, 2**30, 2**18
 PATIENCE = 60  # seconds of CPU time may take so many more on a crowded machine
 
 
-def render(template: str, chats: list[list[dict]], words: Mapping[str, Any]) -> list[str]:
+def render(
+    template: str, chats: list[list[dict]], words: Mapping[str, Any], model: str = "the model"
+) -> list[str]:
     """Each chat (messages of role and content) as text that opens the answer's turn.
 
-    ``words``: the special tokens. Raises ValueError for a template that fails or does not end.
+    ``words``: the special tokens; ``model``: its folder, for a message. Raises ValueError for a
+    template that fails or does not end.
     """
     asked = json.dumps({"template": template, "chats": chats, "words": words, "seconds": SECONDS})
     command = [sys.executable, "-P", str(Path(__file__))]
@@ -41,7 +44,9 @@ def render(template: str, chats: list[list[dict]], words: Mapping[str, Any]) -> 
         told = {"error": f"it took more than {SECONDS} s or {BYTES >> 20} MiB"}
     if "error" in told:
         allowed = "one that renders, in its limits"
-        raise ValueError(f"chat_template: the model's fails: {told['error']}; allowed {allowed}")
+        raise ValueError(
+            f"chat_template: that of {model} fails: {told['error']}; allowed {allowed}"
+        )
     return told["chats"]
 
 

@@ -618,14 +618,14 @@ def _check_tokenizer_files(folder: Path) -> None:
         "special_tokens_map.json": untrusted.TOKENIZER,
         "added_tokens.json": {},
         "chat_template.json": {"chat_template": untrusted.TEXT},
-        "tokenizer.json": None,  # large: read once, by what it is for
-        "vocab.json": None,
     }
     for name, table in tables.items():
-        if (folder / name).is_file() and table is not None:
+        if (folder / name).is_file():
             untrusted.json_object(folder / name, table)
-        elif (folder / name).is_file():
-            untrusted.check_size(folder / name)
+    if (folder / "tokenizer.json").is_file():
+        untrusted.check_tokenizer(folder / "tokenizer.json")
+    if (folder / "vocab.json").is_file():
+        untrusted.check_size(folder / "vocab.json")  # large: read once, by what it is for
 
 
 def _mask_token_id(

@@ -18,7 +18,7 @@ import yaml
 from minidrl import untrusted
 from minidrl.launch import launched_rank, note
 from minidrl.methods import METHODS, has_option
-from minidrl.sampler import Sampler
+from minidrl.sampler import TEMPERATURES, Sampler, is_temperature
 from minidrl.tasks import DEFAULT, TASKS, Task, task_class
 from minidrl.untrusted import MOST_ALPHA, MOST_RANK, WHOLE, brief
 
@@ -91,9 +91,10 @@ class Optimizer:
 
     def __post_init__(self):
         _one_of("optimizer.schedule", self.schedule, "constant", "cosine")
-        if not 0 < self.learning_rate < math.inf or self.max_grad_norm <= 0:
-            got = f"learning_rate {self.learning_rate}, max_grad_norm {self.max_grad_norm}"
-            raise ValueError(f"optimizer: got {got}; allowed above 0, learning_rate finite")
+        for name, most in {"learning_rate": "finite numbers", "max_grad_norm": "numbers"}.items():
+            value = getattr(self, name)
+            if value <= 0 or (value == math.inf and name == "learning_rate"):
+                raise ValueError(f"optimizer.{name}: got {value}; allowed {most} above 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 allowed = "0 up to, not including, 1"
@@ -116,6 +117,10 @@ class Evaluation:
 
     def __post_init__(self):
         _at_least(self, "evaluate.", n=1, temperature=0, every=0, skip=0)
+        if not is_temperature(self.temperature):
+            raise ValueError(
+                f"evaluate.temperature: got {self.temperature}; allowed {TEMPERATURES}"
+            )
         _at_most("evaluate.n", self.n, MOST)
         _at_most("evaluate.skip", self.skip, MOST)
 
@@ -439,7 +444,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         raise ValueError(f"{key}: got {brief(value)}; allowed a section with keys {names}")
     if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
-            number = float(value)  # "3e-4" in quotes is one, too
+            number = untrusted.number(value)  # "3e-4" in quotes is one, too
         except (ValueError, OverflowError):
             number = math.nan
         if not math.isnan(number):

@@ -92,6 +92,7 @@ def self_training(settings: config.Train) -> SelfTraining:
 
 def measure(run: Path) -> dict:
     """All controls of a finished run; written to controls.json in its folder."""
+    files.check_writable(run / CONTROLS)
     settings = config.of_run(config.Train, run)
     before, tok = checkpoints.load(settings.model)
     checkpoint = run / f"checkpoint-{settings.steps}"
@@ -139,12 +140,17 @@ def read(run: Path) -> dict:
     return row
 
 
-def table(runs: list[Path]) -> str:
-    """Markdown table of several runs' controls (percent): one column a seed, and the mean."""
-    rows = [read(run) for run in runs]
+def check_once(runs: list[Path]) -> None:
+    """ValueError for a folder that is there twice, by whatever path."""
     if len({run.resolve() for run in runs}) < len(runs):
         got = ", ".join(map(str, runs))
         raise ValueError(f"runs: got {untrusted.brief(got)}; allowed each folder once")
+
+
+def table(runs: list[Path]) -> str:
+    """Markdown table of several runs' controls (percent): one column a seed, and the mean."""
+    check_once(runs)
+    rows = [read(run) for run in runs]
     columns = [run.name for run in runs]
     if len(set(columns)) < len(columns):
         columns = list(map(str, runs))

@@ -338,6 +338,7 @@ def opened(out: Path | None) -> Iterator[None]:
     if out is None:
         yield
         return
+    files.check_writable(out)  # or all is made before it is refused
     lock = FileLock(f"{out}.lock")
     files.acquire(lock, "out", out)
     own = not Path(lock.lock_file).stat().st_size  # else it is somebody's, and stays

@@ -7,7 +7,8 @@
                NAME.old until the new one has its name
 
 What an interruption left is therefore known by its name and its sums: ``settle`` finishes or
-removes it.
+removes it. What nobody here makes under such a name, a folder for a file or a file for a folder, is
+a user's: it is refused, and stays.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def write(path: Path, content: str | bytes) -> None:
     """The file as a whole; WriteError leaves it as it was."""
     part = _beside(path, PART)
     with _writing(path):
+        check_writable(path)
+        remove(part)  # a link or a pipe, too: to write through it would be to write elsewhere
         try:
-            if part.exists() and not part.is_file():  # a pipe, which nobody reads
-                remove(part)
-            part.write_bytes(content.encode() if isinstance(content, str) else content)
+            with part.open("xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
             sync(part)
             os.replace(part, path)
             sync(path.parent)
@@ -49,6 +51,13 @@ def write(path: Path, content: str | bytes) -> None:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+
+
+def check_writable(path: Path) -> None:
+    """ValueError for a folder where ``write`` would put a file's beginning."""
+    part = _beside(path, PART)
+    if part.is_dir() and not part.is_symlink():
+        raise ValueError(f"{part} is a folder; move it away")
 
 
 def acquire(lock: FileLock, key: str, path: Path) -> None:
@@ -114,12 +123,19 @@ def into(path: Path) -> Iterator[Path]:
 def _filled(path: Path, part: Path) -> Iterator[None]:
     # An empty ``part`` to fill; what still has that name at the end was not finished, or is empty.
     with _writing(path):
+        if is_plain(part):
+            raise ValueError(f"{part} is a file; move it away")
         remove(part)
         try:
             part.mkdir(parents=True)
             yield
         finally:
             remove(part)
+
+
+def is_plain(path: Path) -> bool:
+    """True of a file that is no link to one: where a folder should be, a user's."""
+    return path.is_file() and not path.is_symlink()
 
 
 def remove(path: Path) -> None:
@@ -177,12 +193,16 @@ def settle(parent: Path, pattern: str) -> None:
     """
     for part in sorted(parent.glob(pattern + PART)):
         path = part.with_name(part.name.removesuffix(PART))
+        if is_plain(part):
+            continue
         if not part.is_symlink() and not damage(part) and damage(path):
             _put(part, path)
         else:
             remove(part)
     for old in sorted(parent.glob(pattern + OLD)):
         path = old.with_name(old.name.removesuffix(OLD))
+        if is_plain(old):
+            continue
         if not damage(path):
             remove(old)
         elif not old.is_symlink() and not damage(old):

@@ -282,7 +282,10 @@ shown in that one. {_alike(every)}
 - Held-out puzzles: {_listed(row["judged"] for row in reported)}; \
 bed {_listed(row["bed"] for row in reported)}. Other studies of the ledger: {others or "none"}.
 - Who leads among many stands too high: on new seeds the mean of a leader falls back. Studies that \
-were repeated are in docs/results.md, both samples side by side."""
+were repeated are in docs/results.md, both samples side by side.
+- **To add a line**, add a method to a file of studies/, or a file like them, and run `make \
+leaderboard STUDY=studies/NAME.yaml`: it tries the laws, runs what the ledger lacks of the study, \
+and writes this page. `METHODS=a,b`: only these. Commit the page with what was added to results/."""
     sizes = {study: responses for study, (_, responses) in jobs.items()}
     parts = [_goal(every, goal, best_decoder + goal, sizes) for goal in GOALS]
     found = [group for of_order in every.values() for group, _ in of_order]

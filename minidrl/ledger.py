@@ -85,6 +85,8 @@ class Ledger:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Inside, no other process writes to it."""
+        for path in (self.path, self.curves):
+            files.check_writable(path)
         lock = FileLock(f"{self.path}.lock")
         files.acquire(lock, "ledger", self.path)
         try:
@@ -109,7 +111,7 @@ def _put(path: Path, columns: Mapping[str, Kind], rows: Sequence[Row]) -> None:
     before = []
     if path.exists():
         with _reading(path) as lines:
-            before = list(lines)
+            before = [line for _, line in _whole(path, lines)]
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(row for row in before if (row["study"], row["cell"]) not in cells)
@@ -150,11 +152,7 @@ def _read(path: str | Path, columns: Mapping[str, Kind], once: Sequence[str]) ->
         if missing := [name for name in columns if name not in (lines.fieldnames or ())]:
             got = f"got no column {', '.join(missing)}"
             raise ValueError(f"{path} line 1: {got}; required are {', '.join(columns)}")
-        for line in lines:
-            where = f"{path} line {lines.line_num}"
-            if None in line:  # where csv puts what no column is for
-                got = f"got {len(line[None])} values more than there are columns"
-                raise ValueError(f"{where}: {got}; allowed {len(lines.fieldnames)}")
+        for where, line in _whole(path, lines):
             rows.append({name: _value(line[name], columns[name], where, name) for name in columns})
             if columns is LEDGER and rows[-1]["cell"] != (named := cell_name(rows[-1])):
                 allowed = f"{named}, by its method, rate, updates and seed"
@@ -173,11 +171,25 @@ def _reading(path: Path) -> Iterator[csv.DictReader]:
         allowed = "ledger.csv and curves.csv in one folder, as compare writes them"
         raise ValueError(f"ledger: got {str(path)!r}, which is no file; allowed {allowed}")
     text = untrusted.decoded(path)
+    if text and not text.endswith("\n"):
+        got = "got no new line at its end, where it may have been cut"
+        raise ValueError(f"{path} line {text.count(chr(10)) + 1}: {got}; allowed are whole lines")
     lines = csv.DictReader(io.StringIO(text, newline=""))
     try:
         yield lines
     except csv.Error as error:
         raise ValueError(f"{path} line {lines.line_num}: {error}; allowed is CSV") from None
+
+
+def _whole(path: Path, lines: csv.DictReader) -> Iterator[tuple[str, Row]]:
+    # The place and the values of each line: as many as there are columns.
+    most = len(lines.fieldnames or ())
+    for line in lines:
+        more, missing = len(line.get(None, ())), list(line.values()).count(None)
+        where = f"{path} line {lines.line_num}"
+        if more or missing:
+            raise ValueError(f"{where}: got {most + more - missing} fields; allowed {most}")
+        yield where, line
 
 
 def _value(text: str | None, kind: Kind, where: str, column: str) -> Any:

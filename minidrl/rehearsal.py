@@ -21,6 +21,15 @@ def method_of(settings: config.Train) -> Method:
     """The row that a run asks for, with its options; what it refuses, it refuses here."""
     if settings.method not in METHODS:
         raise ValueError(f"method: got {brief(settings.method)}; allowed {', '.join(METHODS)}")
+    try:
+        return _checked(settings)
+    except ValueError as error:  # a row knows its options by their names alone
+        key = str(error).partition(":")[0]
+        named = methods.has_option(METHODS[settings.method], key)
+        raise ValueError(f"method_options.{error}" if named else str(error)) from None
+
+
+def _checked(settings: config.Train) -> Method:
     method = methods.with_options(METHODS[settings.method], settings.method_options)
     if method.temperature == "sampling" and settings.sampler.temperature == 0:
         allowed = f"above 0, {method.name} scores at the sampling temperature"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -28,6 +29,7 @@ from minidrl.launch import note, one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 _NAME = re.compile(r"checkpoint-[0-9]+")
+_FOLDERS = re.compile(r"(checkpoint|failed)-[0-9]+(\.part|\.old)?|files\.part")
 _NUMBERED = ("checkpoint-*[0-9]", "failed-*[0-9]")  # folders, as in Path.glob
 
 # ------------------------------------------------------------------------------------------- seeds
@@ -104,8 +106,8 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
             if not stored and not state["step"]:  # older versions: none before the first update
                 return state
             _check_slots(path, stored, {name: tuple(slot.shape) for name, slot in slots.items()})
-            for name in slots:
-                _check_slot(path, name, file)
+            for name, slot in slots.items():
+                _check_slot(path, name, file, slot.dtype)
             for name, slot in slots.items():
                 slot.copy_(distributed.sharded_like(file.get_tensor(name), slot))
     except (SafetensorError, RuntimeError) as error:
@@ -129,17 +131,20 @@ def _check_slots(path: Path, stored: dict[str, tuple], own: dict[str, tuple]) ->
             raise ValueError(f"{path} has {got}; allowed {allowed}")
 
 
-def _check_slot(path: Path, name: str, file: Any) -> None:
+def _check_slot(path: Path, name: str, file: Any, dtype: torch.dtype) -> None:
     # AdamW divides by what it computes from the number of its updates, and by roots of exp_avg_sq.
-    kind = file.get_slice(name).get_dtype()
-    if kind not in checkpoints.STORED:
-        allowed = ", ".join(checkpoints.STORED)
-        raise ValueError(f"{path} has {name} of dtype {kind}; allowed {allowed}")
     value, signed = file.get_tensor(name), name.endswith("/exp_avg")
+    if value.dtype != dtype:
+        got = f"{name} of dtype {_plain(value.dtype)}"
+        raise ValueError(f"{path} has {got}; allowed {_plain(dtype)}, as in this run")
     if not value.isfinite().all() or not (signed or value.min() >= 0):
         got = f"{name} {value.item():g}" if value.numel() == 1 else f"{name} with other numbers"
         allowed = "finite numbers" if signed else "finite numbers from 0"
         raise ValueError(f"{path} has {got}; allowed {allowed}")
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _counters(folder: Path) -> dict:
@@ -229,6 +234,11 @@ def _refuse_other_folders(out: Path, resume: bool) -> None:
         if (out / name).exists() and not (out / name).is_file():
             allowed = "a file of that name, or none"
             raise ValueError(f"out: got {str(out)!r}, where {name} is no file; allowed {allowed}")
+        files.check_writable(out / name)
+    for path in sorted(out.glob("*")):
+        if files.is_plain(path) and _FOLDERS.fullmatch(path.name):
+            got = f"{str(out)!r}, where {path.name} is a file"
+            raise ValueError(f"out: got {got}; allowed a folder of that name, or none")
     if CONFIG in content or has_checkpoint(out):
         return
     if resume:
@@ -309,9 +319,15 @@ def read_summary(out: Path) -> dict:
 
 def _logged(checkpoint: Path, step: int) -> str:
     # What a run goes on from must not be found unreadable when its steps are done.
-    written = untrusted.decoded(checkpoint / METRICS)
-    if step and not report.read_metrics(checkpoint):
+    written, rows = untrusted.decoded(checkpoint / METRICS), report.read_metrics(checkpoint)
+    if step and not rows:
         raise ValueError(f"{checkpoint / METRICS}: got no line; allowed those of {step} steps")
+    for key in ("loss", "solved", "eval/solved"):  # an update and an evaluation may share a step
+        steps = [row["step"] for row in rows if key in row and row.get("step") is not None]
+        for before, after in itertools.pairwise(steps):
+            if after <= before:
+                got = f"{key} of step {after} after that of step {before}"
+                raise ValueError(f"{checkpoint / METRICS}: got {got}; allowed rising steps")
     return written if written.endswith("\n") or not written else f"{written}\n"
 
 

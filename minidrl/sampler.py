@@ -42,6 +42,7 @@ from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
 COLDEST, HOTTEST = 1e-6, 1e6  # beyond them logits or their noise leave float32
+TEMPERATURES = f"0 (greedy), and numbers from {COLDEST:g} to {HOTTEST:,.0f}"
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 RECORDS = ("entropy", "one_step", "one_step_sampled", "one_step_proposed", "topk")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
@@ -119,10 +120,8 @@ class Sampler:
         if self.cache not in CACHES[self.attention]:
             got = f"{self.cache!r} with attention {self.attention}"
             raise ValueError(f"cache: got {got}; allowed {', '.join(CACHES[self.attention])}")
-        t = self.temperature
-        if not _is_real(t) or not (t == 0 or COLDEST <= t <= HOTTEST):
-            allowed = f"0 (greedy), and numbers from {COLDEST:g} to {HOTTEST:,.0f}"
-            raise ValueError(f"temperature: got {self.temperature!r}; allowed {allowed}")
+        if not is_temperature(self.temperature):
+            raise ValueError(f"temperature: got {self.temperature!r}; allowed {TEMPERATURES}")
         for key in ("length", "block_length", "tokens_per_step"):
             _check_count(key, getattr(self, key))
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
@@ -158,6 +157,11 @@ class Sampler:
         """T: network calls that finish a response which never ends early; with a threshold, at most
         so many."""
         return self.num_blocks * self.steps_per_block
+
+
+def is_temperature(value: Any) -> bool:
+    """True for one of ``TEMPERATURES``."""
+    return _is_real(value) and (value == 0 or COLDEST <= value <= HOTTEST)
 
 
 def _is_real(value: Any) -> bool:

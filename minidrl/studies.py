@@ -31,9 +31,19 @@ from typing import Any
 from tqdm import tqdm
 
 import minidrl
-from minidrl import checkpoints, config, controls, files, rehearsal, report, runs, trainer
+from minidrl import (
+    checkpoints,
+    config,
+    controls,
+    files,
+    rehearsal,
+    report,
+    runs,
+    trainer,
+    untrusted,
+)
 from minidrl.launch import Interrupted, RunError, one_line, stop_requests, tell, tell_notes
-from minidrl.ledger import PHASES, SELF_TRAINING, Group, Ledger, cell_name, rate_text
+from minidrl.ledger import PHASES, PLANNED, SELF_TRAINING, Group, Ledger, cell_name, rate_text
 from minidrl.untrusted import brief
 
 CELL = "cell.json"
@@ -262,7 +272,7 @@ def _section(data: dict, key: str) -> dict:
 
 def _number(value: Any) -> Any:
     try:
-        return value if isinstance(value, bool) else float(value)
+        return value if isinstance(value, bool) else untrusted.number(value)
     except (TypeError, ValueError, OverflowError):
         return value
 
@@ -505,6 +515,7 @@ def _short_hash(content: bytes) -> str:
 
 def run(grid: Grid, out: Path, ledger: Ledger, jobs: int = 2) -> None:
     """Do what the ledger lacks of a study, ``jobs`` cells at a time; 1: in this process."""
+    _check_folders(grid, out)
     with ledger.opened():
         work = _Work(grid, out, ledger, jobs)
         _done(ledger, [*grid.choices(), *grid.cells(REPORT, ledger)], work.bed)  # or nothing is run
@@ -513,6 +524,15 @@ def run(grid: Grid, out: Path, ledger: Ledger, jobs: int = 2) -> None:
             cells = grid.cells(stage, ledger)
             done = _done(ledger, cells, work.bed)
             work.do(stage, [cell for cell in cells if cell.name not in done], len(done))
+
+
+def _check_folders(grid: Grid, out: Path) -> None:
+    # Those of all cells, also of such as are not known yet.
+    for path in (out, *sorted(out.glob("*"))):
+        name = PLANNED.fullmatch(path.name)
+        cell = name is not None and name[1] in grid.study.methods
+        if (path == out or cell) and path.exists() and not path.is_dir():
+            raise ValueError(f"out: got {str(path)!r}, which is a file; allowed a folder")
 
 
 def _done(ledger: Ledger, cells: Sequence[Cell], bed: str) -> set[str]:
@@ -598,7 +618,7 @@ class _Work:
         needed = mean * max(len(left), self.grid.study.size() - len(rows)) / self.jobs
         spent = time.perf_counter() - self.started
         if len(rows) >= 2 * self.jobs and spent + needed > 3600 * hours:
-            need = f"{(spent + needed) / 3600:.1f} by the first {len(rows)} cells"
+            need = f"{(spent + needed) / 3600:.3g} by the first {len(rows)} cells"
             allowed = "more hours, fewer cells or steps; what is done is kept"
             raise ValueError(f"hours: got {hours:g}, the grid needs {need}; allowed {allowed}")
 

@@ -14,11 +14,13 @@ are ValueErrors of one line that names the file, the key, the value and what is 
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +89,13 @@ def table_of(table: Mapping[str, Kind]) -> Kind:
     """An object whose keys obey a table."""
     said = "; ".join(f"{key}: {kind.allowed}" for key, kind in table.items())
     return Kind(lambda x: isinstance(x, dict) and not _wrong(x, table), f"an object with {said}")
+
+
+def number(written: Any) -> float:
+    """What a number or its text stands for; ValueError for text in digits of other scripts."""
+    if isinstance(written, str) and not written.isascii():
+        raise ValueError(f"got {brief(written)}; allowed digits 0 to 9")
+    return float(written)
 
 
 def _number(x: Any) -> bool:
@@ -170,6 +179,29 @@ TOKENIZER = {
     # Would be opened in the place of this folder's.
     **{f"{name}_file": NOTHING for name in ("tokenizer", "vocab", "merges", "added_tokens")},
 }
+# Of tokenizer.json: its steps, with the key under which one holds others; what a part may say, and
+# how many characters it makes of one where its words do not tell.
+STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+STEPS |= {"post_processor": "processors", "decoder": "decoders"}
+MOST_PARTS, MOST_GROWTH = 32, 512
+_IDS = mapping_to(table_of({"ids": Kind(lambda x: isinstance(x, list), "a list of ids")}))
+_BASE64 = Kind(
+    lambda x: (
+        isinstance(x, str)
+        and len(x) % 4 == 0
+        and re.fullmatch("[A-Za-z0-9+/]*={0,2}", x) is not None
+    ),
+    "base64",
+)
+PART = {"type": TEXT, "content": TEXT, "prepend": TEXT, "precompiled_charsmap": _BASE64}
+PART |= {"pattern": either(TEXT, mapping_to(TEXT))}
+PART |= {"single": list_of(mapping_to(table_of({"id": TEXT}))), "special_tokens": _IDS}
+_LONGER = {"ByteLevel": 5, "Metaspace": 2}  # with the blank or the mark that they put before it
+# Work that grows with a text's square: the parts of a long word, long pieces at each character.
+MODEL = {"max_input_chars_per_word": whole(0, 1000)}
+MODEL |= {"vocab": Kind(lambda x: all(len(p) <= 256 for p in _pieces(x)), "pieces of 256 or less")}
+PADDING = {"strategy": either(TEXT, mapping_to(whole(0, 2**20)))}
+TOKENIZER_JSON = {"model": table_of(MODEL), "padding": table_of(PADDING)}
 WEIGHT_INDEX = {"weight_map": mapping_to(SHARD)}
 MOST_RANK, MOST_ALPHA = 2**16, 1e6  # of adapters, here and in settings
 _MISSING = Kind(lambda x: x in (None, False, [], {}, ""), "nothing: plain LoRA")
@@ -249,13 +281,66 @@ def json_object(path: Path, table: Mapping[str, Kind] | None = None) -> dict:
     return found
 
 
+def check_tokenizer(path: Path) -> None:
+    """ValueError for a tokenizer.json whose steps would make a text too long to work on.
+
+    Each may be small: forty that double a text make a trillion characters of one, and nothing stops
+    the library on its way.
+    """
+    data, growth = json_object(path, TOKENIZER_JSON), 1
+    for step, inside in STEPS.items():
+        parts = [data[step]] if data.get(step) is not None else []
+        for part in parts:  # grows on the way
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                got = f"{path} has {step} with {brief(part)}"
+                raise ValueError(f"{got}; allowed objects with a type")
+            check(part, PART, f"{path}: {step}")
+            held = part.get(inside)
+            parts += held if isinstance(held, list) else []
+            if len(parts) > MOST_PARTS:
+                got = f"{path} has {step} of {len(parts)} parts or more"
+                raise ValueError(f"{got}; allowed up to {MOST_PARTS}")
+            growth *= _growth(part, step)
+            if growth > MOST_GROWTH:
+                got = f"{path} has {step} with {brief(part)}, which makes a text {growth} times"
+                raise ValueError(f"{got} as long with what is before; allowed up to {MOST_GROWTH}")
+
+
+def _pieces(vocabulary: Any) -> list[str]:
+    # Of a Unigram model, whose vocabulary is a list of pairs.
+    pairs = vocabulary if isinstance(vocabulary, list) else []
+    return [pair[0] for pair in pairs if isinstance(pair, list) and isinstance(pair[0], str)]
+
+
+def _growth(part: dict, step: str) -> int:
+    """Of one character, or token, a part makes at most so many."""
+    between = "Regex" in (part.get("pattern") or "")  # it may match where there is no character
+    content = len(part.get("content") or "") + between
+    before = 1 + len(part.get("prepend") or "")
+    own = _LONGER.get(part["type"], 1) if step in ("normalizer", "pre_tokenizer") else 1
+    data = base64.b64decode(part.get("precompiled_charsmap") or "")
+    words = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")  # after a trie and its size
+    tokens, known = 0, part.get("special_tokens") or {}
+    for piece in part.get("single") or []:
+        token = known.get(piece.get("SpecialToken", {}).get("id"))
+        tokens += 1 if token is None else len(token.get("ids") or [])
+    return max(1, content, before, own, tokens, *map(len, words))
+
+
 def parsed_json(written: str, where: str) -> Any:
-    """The value that a JSON text stands for."""
+    """The value that a JSON text stands for, without a key that is there twice."""
     try:
-        return json.loads(written)
+        return json.loads(written, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:  # also of a number with too many digits
         said = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{where} is no JSON: {said}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):  # which one counts would be a matter of luck
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {brief(twice)} is there twice; allowed once")
+    return found
 
 
 # --------------------------------------------------------------------------------------------- YAML

@@ -235,7 +235,7 @@ def _():
 
 @way("03", "2, good", "2, bad")
 def _():
-    return tuple(sum(slope(ppo(5.0), ratio, A) for ratio in (4.0, 0.25)) / 2 / -A for A in (1.0, -1.0))
+    return tuple(sum(slope(ppo(5.0), ratio, A) for ratio in (8.0, 0.125)) / 2 / -A for A in (1.0, -1.0))
 
 
 @way("03", "3")
@@ -323,6 +323,17 @@ def _():  # the worst mixture of ratios at the floor and at the cap
     return last(too_low, 0.01, 6.0)
 
 
+@way("06", "4")
+def _():  # what the clip gives to gradients that stand at a right angle
+    def length(ratio: float) -> torch.Tensor:
+        ll = double(ratio, ratio).log().view(1, 2, 1).requires_grad_()
+        given = ll, torch.zeros_like(ll), double(1, -1).view(1, 2, 1), 2
+        loss = alg.ppo_clip(*given, epsilon_low=0.2, epsilon_high=0.2).loss.sum()
+        return torch.autograd.grad(loss, ll)[0].norm()
+
+    return (length(2.0) / length(1.0)).item()
+
+
 @way("07", "1")
 def _():
     prompt, blocks = ["x"] * 100, [["y"] * 40 for _ in range(10)]
@@ -334,6 +345,15 @@ def _():
 def _():
     mask = alg.staircase_mask(torch.ones(1, 100, dtype=torch.bool), 400, 40, clean="block")
     return 1 - mask.double().mean().item()
+
+
+@way("07", "3")
+def _():  # what reaches what, through any number of layers
+    reach = alg.staircase_mask(torch.ones(1, 2, dtype=torch.bool), 40, 4, clean="block")[0, 0]
+    for _ in range(7):
+        reach = reach.double() @ reach.double() > 0
+    clean, noisy = slice(2 + 3 * 4, 2 + 4 * 4), slice(2 + 40, None)
+    return float(reach[noisy, clean].any(1).unflatten(0, (10, 4)).any(1).sum())
 
 
 @way("08", "1")

@@ -430,7 +430,7 @@ def test_a_model_without_a_template_is_refused_for_a_chat_before_anything_is_com
     tok.chat_template = None
     checkpoints.save(chat_network(), tok, own / "mute")
     task = Gsm8k(path=str(own / "own.json"))
-    with pytest.raises(ValueError, match="^task.prompt_format: got 'chat'; allowed plain, the model's tokenizer has no"):
+    with pytest.raises(ValueError, match="^task.prompt_format: got 'chat'; allowed plain, the tokenizer of .*mute has no chat"):
         trainer.Learner(tiny.settings(own / "mute", task=task))
 
 

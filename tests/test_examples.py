@@ -24,7 +24,7 @@ def example(name: str):
 
 
 sys.path.insert(0, str(EXAMPLES))  # one example imports the other
-plain = example("plain_torch")
+plain, forty = example("plain_torch"), example("forty_lines")
 REFUSED = [
     name for name, row in methods.METHODS.items() if row.step_value != "none" or (row.kl and row.kl.target == "reference")
 ]
@@ -32,6 +32,15 @@ SERVED = [name for name in methods.METHODS if name not in REFUSED and not tiny.i
 
 
 UPDATES = 3
+PAGE = (EXAMPLES.parent / "docs" / "your_trainer.md").read_text(encoding="utf-8")
+
+
+def blocks_of(page: str) -> list[str]:
+    """The Python of a page."""
+    return re.findall(r"^```python\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS_OF_THE_PAGE = blocks_of(PAGE)
 
 
 def learner_and_experience(monkeypatch, name: str):
@@ -86,6 +95,32 @@ def test_the_plain_loop_has_the_gradients_of_the_trainer(name, monkeypatch):
     if method.anchor != "none":
         assert far[1] > 1e-3 and far[2] > 1e-3
         assert far[0] < 1e-9 or method.refresh == "independent" or method.temperature != "sampling"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_forty_lines_have_the_gradient_of_the_trainer(name, monkeypatch):
+    """Of the first update on a rollout, by all rows that the longer example serves."""
+    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=1)
+    experience, noise, found = tiny.experience(learner), torch.Generator(), []
+    monkeypatch.setattr(learner, "generator", lambda step, purpose: noise)
+    monkeypatch.setattr(learner, "collect", lambda *_: experience)
+    monkeypatch.setattr(trainer, "optimizer_step", lambda model, *_: found.append(tiny.gradient(model)) or 0.0)
+    noise.manual_seed(5)
+    learner.step(0)
+    learner.model.zero_grad()
+    noise.manual_seed(5)
+    forty.backward(learner.model, learner.method, experience.rollout, experience.reward, noise)
+    (theirs,) = found
+    assert theirs.norm() > 0
+    torch.testing.assert_close(tiny.gradient(learner.model), theirs, rtol=1e-9, atol=1e-9 * float(theirs.norm()))
+
+
+def test_forty_lines_are_forty_and_stand_on_the_page(capsys):
+    source = (EXAMPLES / "forty_lines.py").read_text(encoding="utf-8")
+    assert len([line for line in source.splitlines() if line]) <= 40
+    assert BLOCKS_OF_THE_PAGE[0] + "\n" == source
+    forty.main("gdpo", steps=1)
+    assert 0 < float(re.fullmatch(r"reward (\S+)\n", capsys.readouterr().out)[1]) < 1
 
 
 def test_an_anchor_of_the_moment_would_have_ratios_of_one(monkeypatch):
@@ -271,28 +306,26 @@ def test_the_example_runs(name, capsys):
     assert len(rewards) == 1 and 0 < rewards[0] < 1 and capsys.readouterr().out.startswith("step  1   loss ")
 
 
-PAGE = (EXAMPLES.parent / "docs" / "your_trainer.md").read_text(encoding="utf-8")
 NUMBERS = {"Six": 6, "Seven": 7, "Eight": 8, "Nine": 9}
 
 
-def foreign(page: str, source: str) -> list[str]:
+def foreign(blocks: list[str], source: str) -> list[str]:
     """Python of a page that is no part of the source, whatever its indentation."""
-    blocks = re.findall(r"^```python\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
     assert blocks
     return [block for block in blocks if not any(textwrap.indent(block, " " * n) + "\n" in source for n in (0, 4, 8))]
 
 
 def test_the_code_on_the_page_is_that_of_the_example():
+    """But for its first block, which is the forty lines."""
     source = (EXAMPLES / "plain_torch.py").read_text(encoding="utf-8")
-    assert foreign(PAGE, source) == []
-    assert foreign(PAGE.replace("zip(plans, advs, anchors", "zip(plans, anchors, advs"), source) != []
+    assert foreign(BLOCKS_OF_THE_PAGE[1:], source) == []
+    assert foreign(blocks_of(PAGE.replace("zip(plans, advs, anchors", "zip(plans, anchors, advs"))[1:], source) != []
 
 
 def test_the_code_on_the_page_runs_by_itself(capsys):
     """Its blocks, one after the other, define all that they use."""
-    blocks = re.findall(r"^```python\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
     names = {"__file__": str(EXAMPLES / "plain_torch.py"), "__name__": "page"}
-    exec("\n\n\n".join(blocks), names)
+    exec("\n\n\n".join(BLOCKS_OF_THE_PAGE[1:]), names)
     assert len(names["main"]("reinforce", 1, 1)) == 1 and "step  1" in capsys.readouterr().out
 
 

@@ -416,6 +416,7 @@ WRONG = [
     Wrong("trust_mask", "~(outside & away)", "~away", "inside, all learn", ("yours 0 1 1 0", "outside is not used")),
     Wrong("drpo_loss", "adv.abs()", "adv", "the same for bad answers, mirrored", ("yours 2 3, expected 0 -1", "modulus")),
     Wrong("drpo_loss", " * mu", "", "rare tokens have room", ("yours -19, expected 0.8", "SPO")),
+    Wrong("drpo_loss", "mu * ", "", "0 at the boundary, turned back beyond", ("yours 1 -0.25 -1.5 -4", "mu is missing")),
     Wrong("drpo_loss", "(2 * delta)", "delta", "0 at the boundary, turned back beyond", ("yours 1 0 -1 -3", "1 half")),
     Wrong("drpo_loss", "- penalty", "+ penalty", "0 at the boundary, turned back beyond", ("yours 1 1.5 2 3", "reward")),
 ]
@@ -567,12 +568,12 @@ def test_what_the_judge_lacks_is_named(cloned, tmp_path, monkeypatch, capsys):
     assert told in capsys.readouterr().out
 
 
-def test_laws_are_listed_where_a_property_has_said_what_is_wrong():
+def test_laws_are_named_only_where_no_property_has_said_what_is_wrong():
     def law_sum(alg):
         """The sum is 1."""
         raise AssertionError("it is 2")
 
     one = types.SimpleNamespace(laws=lambda ask: [("law_sum", law_sum)], tag="1.1")
-    assert judge.by_the_laws(one, None, 1) == ["  missed  accepted by 0 of 1 laws of (1.1); not: sum"]
+    assert judge.by_the_laws(one, None, 1) == ["  missed  accepted by 0 of 1 laws of (1.1)"]
     first, says, found = judge.by_the_laws(one, None, 0)
     assert says.split(": ")[1] == "The sum is 1." and found.strip() == "found: it is 2"

@@ -3,6 +3,8 @@
 import csv
 import itertools
 import math
+import subprocess
+import types
 from pathlib import Path
 
 import matplotlib
@@ -134,7 +136,7 @@ def test_a_mean_over_cells_is_taken_where_all_have_a_line(tmp_path):
 def test_a_line_with_more_values_than_columns_is_named(tmp_path):
     path, _ = write(tmp_path, [])
     path.write_text(path.read_text() + "," * (len(ledger.LEDGER) + 1) + "\n")
-    with pytest.raises(ValueError, match=f"line 2: got 2 values more than there are columns; allowed {len(ledger.LEDGER)}$"):
+    with pytest.raises(ValueError, match=f"line 2: got {len(ledger.LEDGER) + 2} fields; allowed {len(ledger.LEDGER)}$"):
         ledger.read_ledger(path)
 
 
@@ -145,8 +147,27 @@ def test_columns_that_are_missing_and_lines_that_are_short_are_named(tmp_path):
         ledger.read_ledger(path)
     path, _ = write(tmp_path, [cell("a", 0, 0.3)])
     path.write_text(path.read_text() + "s,a-1,report,a\n")
-    with pytest.raises(ValueError, match="ledger.csv line 3: options: got nothing; allowed: a JSON object"):
+    with pytest.raises(ValueError, match=f"ledger.csv line 3: got 4 fields; allowed {len(ledger.LEDGER)}$"):
         ledger.read_ledger(path)
+
+
+@pytest.mark.parametrize("name", ["ledger.csv", "curves.csv"])
+@pytest.mark.parametrize("cut", [1, 2, 20, 60])
+def test_a_file_whose_last_line_was_cut_is_named_and_not_written_over(name, cut, tmp_path):
+    """Whatever is left of it may look like a line: a number that was cut is one, too."""
+    write(tmp_path, [cell("a", 0, 0.3), cell("a", 1, 0.3)])
+    path = tmp_path / name
+    path.write_bytes(whole := path.read_bytes().replace(b"\r\n", b"\n")[:-cut])
+    said = f"{name} line {whole.count(10) + 1}: got no new line at its end, where it may have been cut"
+    with pytest.raises(ValueError, match=said):
+        ledger._put(path, ledger.LEDGER if name == "ledger.csv" else ledger.CURVES, [cell("a", 2, 0.3)])
+    with pytest.raises(ValueError, match=said):
+        ledger.read_ledger(path) if name == "ledger.csv" else ledger.read_courses(path, "s")
+    assert path.read_bytes() == whole
+    path.write_bytes(short := whole[: -25 - whole[-25::-1].index(b",")] + b"\n")  # the line has an end, and fewer fields
+    with pytest.raises(ValueError, match=rf"{name} line \d: got \d+ fields; allowed \d+$"):
+        ledger._put(path, ledger.LEDGER if name == "ledger.csv" else ledger.CURVES, [cell("a", 2, 0.3)])
+    assert path.read_bytes() == short
 
 
 def test_a_cell_stands_once(tmp_path):
@@ -463,6 +484,56 @@ def test_the_order_of_a_study_is_that_of_its_runs(monkeypatch):
     )  # of the config, which both leave as it is
     assert (found["arcs"], found["reuse_left_to_right"]) == (("random", 128), ("left-to-right", 128))
     assert not {"blocks", "likelihoods_again"} & {*found}, "of another base, and judged by other puzzles"
+
+
+@pytest.fixture
+def line(monkeypatch, tmp_path):
+    """The script of the board, which writes to another folder, and what it did."""
+    monkeypatch.syspath_prepend(tiny.ROOT / "benchmarks")
+    script, done = tiny.script("leaderboard"), []
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "laws_pass", lambda: done.append("laws") or True)
+    monkeypatch.setattr(script, "best_decoder", lambda: done.append("decoder") or 0.3)
+    return script, done, tmp_path / "LEADERBOARD.md"
+
+
+def test_one_command_tries_the_laws_runs_the_study_and_writes_the_page(line, monkeypatch):
+    """Without a study the page alone; nothing after laws that fail, or runs that stop."""
+    script, done, page = line
+    verb = ["make", "-n", "leaderboard", "STUDY=studies/arcs.yaml", "METHODS=a,b"]
+    told = subprocess.run(verb, cwd=tiny.ROOT, capture_output=True, text=True)
+    command = told.stdout.strip().splitlines()[-1].split()
+    assert command[1] == "benchmarks/leaderboard.py"
+    status = [0]
+
+    def ran(words, **_):
+        done.append(words[1:])
+        return types.SimpleNamespace(returncode=status[0])
+
+    monkeypatch.setattr(script.subprocess, "run", ran)
+    study = str(tiny.ROOT / "studies" / "arcs.yaml")
+    compare = ["-m", "minidrl", "compare", study, "--methods", "a,b"]
+    monkeypatch.chdir(tiny.ROOT)
+    assert script.main(command[2:]) == 0 and done == ["laws", compare, "decoder"]
+    assert "make leaderboard STUDY=" in page.read_text()
+    page.unlink()
+    done.clear()
+    assert script.main([]) == 0 and done == ["laws", "decoder"] and page.exists()
+    page.unlink()
+    status[0] = 130
+    assert script.main(command[2:]) == 130 and not page.exists()
+    monkeypatch.setattr(script, "laws_pass", lambda: False)
+    done.clear()
+    assert script.main(command[2:]) == 1 and done == []
+
+
+@pytest.mark.parametrize("words", [["--study", "studies/blocks.yaml"], ["--study", "tiny_configs/countdown20_cpu.yaml"]])
+def test_a_study_that_would_add_no_line_is_refused_before_it_runs(words, line, capsys, monkeypatch):
+    script, done, _ = line
+    monkeypatch.chdir(tiny.ROOT)
+    assert script.main(words) == 2 and done == []
+    assert f"study: got {words[1]}; allowed a file of studies/ with the base" in capsys.readouterr().err
+    assert script.main(["--methods", "ppo"]) == 2 and "methods: got ppo without --study" in capsys.readouterr().err
 
 
 def test_a_method_whose_rate_is_still_being_chosen_is_not_on_the_board(tmp_path):

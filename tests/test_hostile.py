@@ -5,6 +5,7 @@ draws inputs that nobody chose.
 """
 
 import ast
+import base64
 import contextlib
 import json
 import math
@@ -22,6 +23,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 import tiny
 from minidrl import chat, checkpoints, config, controls, files, launch, methods, report, runs, studies, trainer, untrusted
@@ -134,6 +136,15 @@ WRONG |= {
     "tasks gsm8k --model base": "--model: unknown option",
     "compare study.yaml --ledger curves.csv": "ledger: got 'curves.csv', the name of the curves beside it",
     "compare study.yaml --rates 1.0e-4,1.00000001e-4": "allowed numbers that differ in their first digits",
+    # digits of other scripts
+    "train run.yaml --steps \uff13": "steps: got '\uff13'; allowed a value of type int",
+    "train run.yaml --optimizer.learning_rate \uff11": "optimizer.learning_rate: got '\uff11'; allowed a value of type float",
+    "compare study.yaml --rates \uff11": "rates: got ['\uff11']; allowed different numbers",
+    "evaluate base --config run.yaml --n 4 --temperature \u0661": "temperature: got '\u0661'; allowed numbers from 0",
+    # under their whole names
+    "train run.yaml --evaluate.temperature 1e308": "minidrl: evaluate.temperature: got 1e+308; allowed 0 (greedy), and numbers",
+    "train run.yaml --method_options.aggregation max": "minidrl: method_options.aggregation: got 'max' for reinforce; allowed",
+    "train run.yaml --method egspo-released": "minidrl: method_options.plan.num_states: got 8; allowed up to the 4 steps",
     "train run.yaml --lora.rank 99999": "lora.rank: got 99999; allowed up to 65536",
     "evaluate base --config run.yaml --temperature warm": "temperature: got 'warm'; allowed numbers from 0",
     "memory run.yaml --gpus 9999999999": "gpus: got '9999999999'; allowed up to",
@@ -453,8 +464,39 @@ def as_integers(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def replaced(pattern: str, content: str) -> dict:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+def sliced(pattern: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def steps(step: str, *parts: dict):
+    """A tokenizer whose step is these parts, one after the other."""
+    return edited("tokenizer.json", **{step: {"type": "Sequence", untrusted.STEPS[step]: list(parts)}})
+
+
+def template(single: list, ids: list[int] = ()):
+    tokens = {"x": {"id": "x", "ids": list(ids), "tokens": ["x"] * len(ids)}}
+    words = {"type": "TemplateProcessing", "single": single, "pair": WHOLE_TEXT, "special_tokens": tokens}
+    return edited("tokenizer.json", post_processor=words)
+
+
+def model(**changes):
+    def edit(folder: Path) -> None:
+        words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        edited("tokenizer.json", model=words | changes)(folder)
+
+    return edit
+
+
 C, T = "config.json", "tokenizer_config.json"
 PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the library prints a stack, past Python
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(6) + b"a" * 600).decode()}
+DOUBLED, GROWS = replaced(".", "aa"), "which makes a text {} times as long with what is before; allowed up to 512"
+WHOLE_TEXT = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+TWICE = {"type": "TemplateProcessing", "single": WHOLE_TEXT[:1] * 2, "pair": WHOLE_TEXT, "special_tokens": {}}
 CHECKPOINTS = {
     "head_dim 0": (edited(C, head_dim=0), "config.json has head_dim 0; allowed whole numbers 1 to 4096"),
     "head_dim odd": (edited(C, head_dim=3), "heads of size 3; allowed even numbers"),
@@ -495,6 +537,7 @@ CHECKPOINTS = {
     "config deep": (raw(C, b"[" * 10**6), "config.json is no JSON: nested too deeply"),
     "config bytes": (raw(C, b"\xff\xfe"), "config.json is no UTF-8 text"),
     "config huge": (raw(C, b" " * (5 * 2**20)), "config.json has 5242880 bytes; allowed up to"),
+    "config twice": (raw(C, b'{"model_type": "llama", "model_type": "x"}'), "key 'model_type' is there twice; allowed once"),
     "config digits": (raw(C, b'{"model_type": "llama", "x": ' + b"9" * 5000 + b"}"), "config.json is no JSON"),
     "index outside": (
         index_of({"weight_map": {"a": "../outside.safetensors"}}),
@@ -518,8 +561,33 @@ CHECKPOINTS = {
     "weights header": (raw("model.safetensors", b"\xff" * 8 + b"{}"), "cannot be read"),
     "weights of integers": (as_integers, "model.safetensors has lm_head.weight of dtype I32; allowed F64, F32, F16, BF16"),
     "weights of 1024 layers": (edited(C, num_hidden_layers=1024), "weights; allowed the "),
-    "tokenizer text": (raw("tokenizer.json", b"hello"), "cannot be read: tokenizer.json: got "),
-    "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "cannot be read: tokenizer.json: got "),
+    "tokenizer text": (raw("tokenizer.json", b"hello"), "tokenizer.json is no JSON"),
+    "tokenizer deep": (raw("tokenizer.json", b"[" * 10**5), "tokenizer.json is no JSON: nested too deeply"),
+    "tokenizer empty": (raw("tokenizer.json", b"{}"), "cannot be read: tokenizer.json: got "),
+    "tokenizer twice": (raw("tokenizer.json", b'{"a": {"b": 1, "b": 2}}'), "is no JSON: key 'b' is there twice; allowed once"),
+    "tokenizer doubles": (steps("normalizer", *[DOUBLED] * 40), "has normalizer of 41 parts or more; allowed up to 32"),
+    "tokenizer nested": (steps("normalizer", *[{"type": "Sequence", "normalizers": [DOUBLED] * 3}] * 3), GROWS.format(729)),
+    "tokenizer between": (steps("normalizer", *[replaced("", "a")] * 10), GROWS.format(1024)),
+    "tokenizer content": (
+        steps("normalizer", {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 600}),
+        "600 times",
+    ),
+    "tokenizer before": (steps("normalizer", *[{"type": "Prepend", "prepend": "a" * 22}] * 2), GROWS.format(529)),
+    "tokenizer bytes": (steps("pre_tokenizer", *[{"type": "ByteLevel"}] * 4), GROWS.format(625)),
+    "tokenizer marks": (steps("pre_tokenizer", *[{"type": "Metaspace", "replacement": "_"}] * 10), GROWS.format(1024)),
+    "tokenizer charsmap": (edited("tokenizer.json", normalizer=CHARSMAP), GROWS.format(600)),
+    "tokenizer decoders": (steps("decoder", *[DOUBLED] * 7), GROWS.format(729)),
+    "tokenizer pieces": (
+        template([{"SpecialToken": {"id": "x", "type_id": 0}}] * 20_000, [0] * 2000),
+        GROWS.format(40_000_000),
+    ),
+    "tokenizer processors": (steps("post_processor", *[TWICE] * 10), GROWS.format(1024)),
+    "tokenizer without type": (edited("tokenizer.json", normalizer={"normalizers": []}), "allowed objects with a type"),
+    "tokenizer parts": (edited("tokenizer.json", decoder={"type": "Sequence", "decoders": [1]}), "has decoder with 1; allowed"),
+    "tokenizer base64": (edited("tokenizer.json", normalizer={"type": "x", "precompiled_charsmap": "A"}), "allowed base64"),
+    "tokenizer word": (model(max_input_chars_per_word=10**9), "max_input_chars_per_word: whole numbers 0 to 1000"),
+    "tokenizer vocabulary": (model(vocab=[["a" * 257, 0.0]]), "allowed an object with"),
+    "tokenizer fixed": (edited("tokenizer.json", padding={"strategy": {"Fixed": 10**9}}), "has padding {'strategy': {'Fixed'"),
     "tokenizer panic": (edited("tokenizer.json", normalizer=PANICS), "tokenizer.json: got Precompiled: Error("),
     "tokenizer list": (raw(T, b"[]"), "tokenizer_config.json holds list"),
     "tokenizer length": (edited(T, model_max_length="x"), "tokenizer_config.json has model_max_length 'x'; allowed "),
@@ -529,7 +597,7 @@ CHECKPOINTS = {
     "tokenizer padding": (edited(T, pad_token="x"), "with 24 tokens in its tokenizer; allowed up to 23"),
     "tokenizer decoder": (edited(T, added_tokens_decoder={"x": {"content": "a"}}), "added_tokens_decoder"),
     "tokenizer file": (edited(T, tokenizer_file="/etc/passwd"), "tokenizer_file '/etc/passwd'; allowed null"),
-    "tokenizer vocabulary": (edited(T, vocab_file="../x"), "vocab_file '../x'; allowed null"),
+    "tokenizer other file": (edited(T, vocab_file="../x"), "vocab_file '../x'; allowed null"),
     "template number": (edited(T, chat_template=5), "chat_template 5; allowed Unicode text"),
     "template bytes": (raw("chat_template.jinja", b"\xff"), "chat_template.jinja is no UTF-8 text"),
     "generation": (edited("generation_config.json", eos_token_id=-1), "generation_config.json has eos_token_id -1"),
@@ -556,6 +624,64 @@ def test_a_hostile_checkpoint_is_one_line_before_a_network_is_built(name, folder
         for family in checkpoints.FAMILIES.values():
             monkeypatch.setattr(family.network, "from_pretrained", lambda *_, **__: pytest.fail("a network was built"))
     assert said in refused(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "4")
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BEGIN = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+MARKED = {"single": [BEGIN, *WHOLE_TEXT[:1], BEGIN], "pair": [BEGIN, WHOLE_TEXT[0], BEGIN, WHOLE_TEXT[1], BEGIN]}
+MARKED |= {"type": "TemplateProcessing", "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}}
+BLANK = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+UNICODE = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(6) + "\ufdfa".encode() * 11).decode()}
+PUBLISHED = {  # as the tokenizers of these models say it
+    "GPT-2": {"pre_tokenizer": BYTES, "post_processor": BYTES, "decoder": BYTES},
+    "Qwen 2": {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [sliced("\\p{N}"), BYTES]},
+        "post_processor": BYTES,
+        "decoder": BYTES,
+    },
+    "Llama 2": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, BLANK]},
+        "post_processor": MARKED,
+        "decoder": {"type": "Sequence", "decoders": [BLANK, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+    },
+    "Llama 3, LLaDA": {
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [sliced("\\p{N}{1,3}"), BYTES]},
+        "post_processor": {"type": "Sequence", "processors": [BYTES, MARKED]},
+        "decoder": BYTES,
+    },
+    "DeepSeek": {
+        "normalizer": {"type": "Sequence", "normalizers": []},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*[sliced("\\p{L}+")] * 5, {"type": "Digits"}, BYTES]},
+    },
+    "XLM-R": {
+        "normalizer": {"type": "Sequence", "normalizers": [UNICODE, replaced(" {2,}", " ")]},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True},
+        "post_processor": MARKED,
+        "decoder": {"type": "Metaspace", "replacement": "\u2581", "add_prefix_space": True},
+    },
+    "nothing": dict.fromkeys(untrusted.STEPS),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_steps_of_published_tokenizers_are_welcome(name, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(PUBLISHED[name] | {"model": {"type": "BPE", "vocab": {}}}))
+    untrusted.check_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("step, part", [
+    *(("normalizer", part) for part in (DOUBLED, replaced("", "abc"), {"type": "ByteLevel"})),
+    *(("pre_tokenizer", part) for part in (BYTES | {"add_prefix_space": True}, {"type": "Metaspace", "replacement": "_"})),
+])  # fmt: skip
+@pytest.mark.parametrize("text", ["ab", "\u00e9\u4e2d \U0001f600"])
+def test_no_part_makes_more_of_a_text_than_is_reckoned(text, step, part):
+    """Where an expression matches nothing, it does so once more than there are characters."""
+    parts = [sliced("."), part] if step == "pre_tokenizer" else [part]
+    kind = {"type": "Sequence", untrusted.STEPS[step]: parts}
+    made = Tokenizer.from_str(json.dumps(json.loads(tokenizer().backend_tokenizer.to_str()) | {step: kind}))
+    words = made.pre_tokenizer.pre_tokenize_str(text) if step == "pre_tokenizer" else [(made.normalizer.normalize_str(text),)]
+    assert sum(len(word[0]) for word in words) <= (len(text) + 1) * untrusted._growth(part, step)
 
 
 @pytest.mark.parametrize(
@@ -650,6 +776,10 @@ HEAD = "model.lm_head.weight/exp_avg"
 STATES = {
     "missing": (tensors(lambda t: t.pop(HEAD)), f"{HEAD} of shape missing; allowed shape (23, 32)"),
     "another shape": (tensors(lambda t: t.update({HEAD: torch.zeros(1)})), f"{HEAD} of shape (1,); allowed shape (23, 32)"),
+    "another dtype": (
+        tensors(lambda t: t.update({HEAD: t[HEAD].bfloat16()})),
+        f"{HEAD} of dtype bfloat16; allowed float32, as in this run",
+    ),
     "one more": (tensors(lambda t: t.update(x=torch.zeros(1))), "x of shape (1,); allowed no such tensor"),
     "empty": (tensors(lambda t: t.clear()), "of shape missing; allowed shape"),
     "no tensors": (raw("optimizer.safetensors", b"hello"), "optimizer.safetensors cannot be read"),
@@ -690,6 +820,11 @@ DAMAGE = {
     "state.json: no scores": ("state.json", lambda text: text.replace("solved_before", "_"), "has no solved_before"),
     "state.json: no clock": ("state.json", lambda text: text.replace("seconds", "_"), "has no seconds"),
     "metrics.jsonl: no JSON": ("metrics.jsonl", lambda text: text + "zzz\n", "metrics.jsonl line"),
+    "metrics.jsonl: twice": (
+        "metrics.jsonl",
+        lambda text: "".join(line * 2 for line in text.splitlines(keepends=True)),
+        "metrics.jsonl: got loss of step 1 after that of step 1; allowed rising steps",
+    ),
     "metrics.jsonl: empty": ("metrics.jsonl", lambda text: "", "metrics.jsonl: got no line; allowed those of 2 steps"),
 }
 
@@ -935,6 +1070,20 @@ def test_rows_that_do_not_belong_to_an_evaluation_are_refused_and_kept(name, fol
     assert path.read_bytes() == before and not (folder / "b.json").exists()
 
 
+@pytest.mark.parametrize("line", ['{"question": "a", "answer": "#### 1", "question": "b"}', '{"x": [{"a": 1, "a": 2}]}'])
+def test_a_row_of_data_with_a_key_that_is_there_twice(line, folder, capfd):
+    good = '{"question": "a", "answer": "1 #### 1"}'
+    (folder / "rows.jsonl").write_text(f"{good}\n{line}\n")
+    said = refused(capfd, "tasks", "gsm8k", "--check", "rows.jsonl")
+    assert "rows.jsonl row 2 is no JSON: key '" in said and said.endswith("' is there twice; allowed once\n")
+
+
+def test_controls_of_one_run_by_two_paths_are_refused_before_they_are_measured(folder, capfd, monkeypatch):
+    assert main(["train", "run.yaml", "--out", "o"]) == 0
+    monkeypatch.setattr(controls, "measure", lambda run: pytest.fail("it was measured"))
+    assert "runs: got 'o, o/../o'; allowed each folder once" in refused(capfd, "controls", "o", "o/../o")
+
+
 def test_a_length_that_is_none_is_no_evaluation(folder, capfd):
     assert main(["evaluate", "base", "--config", "run.yaml", "--n", "2", "--out", "a.json"]) == 0
     data = json.loads((folder / "a.json").read_text())
@@ -958,12 +1107,53 @@ def test_what_is_no_file_or_folder_neither_holds_up_a_run_nor_blocks_it(folder, 
     for name in ("config.yaml.part", "metrics.jsonl.part", "curve.png.part"):
         os.mkfifo(out / name)
     (out / "checkpoint-3.part").symlink_to("checkpoint-1")
-    (out / "checkpoint-2.old").write_text("x")
-    (out / "failed-3.part").write_text("x")
-    (out / "checkpoint-3").write_text("x")
+    os.mkfifo(out / "checkpoint-2.old")
+    os.mkfifo(out / "failed-3.part")
+    os.mkfifo(out / "checkpoint-3")
     assert main([*words, "--steps", "3"]) == 0
     assert main([*words, "--steps", "4"]) == 0
     assert not list(out.glob("*.old")) and not list(out.glob("*.part")) and (out / "checkpoint-1").is_dir()
+
+
+USERS = ("checkpoint-1.old", "checkpoint-9.part", "checkpoint-3", "failed-3.part", "files.part")
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_a_file_of_a_users_where_a_run_has_a_folder_is_known_before_a_step_and_stays(name, folder, capfd):
+    goes_on = finished(folder)
+    (folder / "o" / name).write_text("mine")
+    before = {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()}
+    assert f"out: got 'o', where {name} is a file; allowed a folder of that name, or none" in refused(capfd, *goes_on)
+    assert {path: path.read_bytes() for path in (folder / "o").rglob("*") if path.is_file()} == before
+    (folder / "o" / name).unlink()
+    assert main(goes_on) == 0
+
+
+BEGUN = {
+    "z.json": "evaluate base --config run.yaml --n 2 --out z.json",
+    "o/summary.json": "train run.yaml --save_every 1 --evaluate.n 2 --out o --steps 3 --resume",
+    "o/curve.png": "train run.yaml --save_every 1 --evaluate.n 2 --out o --steps 3 --resume",
+    "o/controls.json": "controls o",
+    "led/ledger.csv": "compare study.yaml --jobs 1 --ledger led/ledger.csv --out cells",
+    "led/curves.csv": "compare study.yaml --jobs 1 --ledger led/ledger.csv --out cells",
+}
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_a_folder_where_a_file_would_begin_is_known_before_anything_is_computed(name, folder, capfd, monkeypatch):
+    finished(folder)
+    mine = folder / f"{name}.part/mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.sampler, "generate", lambda *_, **__: pytest.fail("something was sampled"))
+        assert f"minidrl: {name}.part is a folder; move it away\n" == refused(capfd, *BEGUN[name].split())
+    assert mine.read_text() == "mine"
+    shutil.rmtree(mine.parent)
+    mine.parent.symlink_to(folder / "run.yaml")
+    own = (folder / "run.yaml").read_text()
+    assert main(BEGUN[name].split()) == 0
+    assert (folder / "run.yaml").read_text() == own and not (folder / name).is_symlink() and (folder / name).is_file()
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "metrics.jsonl", "state.json", "optimizer.safetensors", "config.yaml"])
@@ -1035,7 +1225,7 @@ def test_an_optimiser_that_has_counted_below_zero_or_in_integers_is_refused(tmp_
         (lambda t: t.update({k: t[k] + math.inf for k in steps}), "/step inf; allowed finite numbers from 0"),
         (lambda t: t.update({HEAD: t[HEAD] * math.nan}), f"{HEAD} with other numbers; allowed finite numbers"),
         (lambda t: t.update({f"{HEAD}_sq": t[f"{HEAD}_sq"] - 1}), f"{HEAD}_sq with other numbers; allowed finite"),
-        (lambda t: t.update({HEAD: t[HEAD].int()}), f"{HEAD} of dtype I32; allowed F64"),
+        (lambda t: t.update({HEAD: t[HEAD].int()}), f"{HEAD} of dtype int32; allowed float32"),
     ):
         model = tiny.network()
         optimizer = trainer.make_optimizer(model, config.Optimizer())
@@ -1097,7 +1287,20 @@ def test_a_template_that_fails_or_does_not_end_is_one_line(template, monkeypatch
     with pytest.raises(ValueError) as caught:
         texts.chats(tok, ["What is 2+2?"])
     said = launch.one_line(caught.value)
-    assert said.startswith("chat_template: the model's fails: ") and BAD_TEMPLATES[template] in said and said.isprintable()
+    assert (
+        said.startswith("chat_template: that of the model fails: ") and BAD_TEMPLATES[template] in said and said.isprintable()
+    )
+
+
+@pytest.mark.parametrize("template, line", [
+    (None, "task.prompt_format: got 'chat'; allowed plain, the tokenizer of {} has no chat template"),
+    ("{{ 1 / 0 }}", "chat_template: that of {} fails: ZeroDivisionError: division by zero; allowed one that renders"),
+    ([{"name": "a", "template": "a"}, {"name": "b", "template": "b"}], "'chat' with the templates 'a, b' of {}; allowed one"),
+])  # fmt: skip
+def test_the_folder_of_a_chat_template_is_named(template, line, folder, capfd):
+    edited(T, **({} if template is None else {"chat_template": template}))(folder / "base")
+    words = ("train", "run.yaml", "--task.prompt_format", "chat", "--out", "o")
+    assert line.format(folder / "base") in refused(capfd, *words)
 
 
 def test_one_chat_of_several_that_is_too_long_is_refused():
@@ -1124,7 +1327,7 @@ def test_a_process_that_cannot_render_says_why(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\necho one line >&2\necho no library >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(chat.sys, "executable", str(program))
-    with pytest.raises(ValueError, match="the model's fails: no library; allowed"):
+    with pytest.raises(ValueError, match="that of the model fails: no library; allowed"):
         chat.render("x", TURNS, {})
 
 
@@ -1158,7 +1361,9 @@ def test_a_tokenizer_without_end_or_padding_is_refused(name):
 def test_several_templates_of_which_none_is_the_default_are_refused():
     tok = tokenizer()
     tok.chat_template = {"rag": "{{ messages }}", "tool": "{{ messages }}"}
-    with pytest.raises(ValueError, match="^task.prompt_format: got 'chat' with the templates 'rag, tool'; allowed"):
+    with pytest.raises(
+        ValueError, match="^task.prompt_format: got 'chat' with the templates 'rag, tool' of the model; allowed"
+    ):
         texts.chats(tok, ["What is 2+2?"])
 
 

@@ -699,9 +699,12 @@ def test_alike_checks_form_a_table_of_values(capsys):
     nbtools.check_rows("E[Z] = B", rows)
     assert capsys.readouterr().out.splitlines() == [
         "                       E[Z]        B",
-        "(2.3)    Bernoulli  -8.3127  -8.3127  ok",
-        "(20.15)  strata           2        2  ok",
+        "(2.3)    Bernoulli  -8.3127  -8.3127",
+        "(20.15)  strata           2        2",
+        "all 2 ok",
     ]
+    nbtools.check_rows("a = b", {("2.3", "alone"): (1.0, 1.0)})
+    assert capsys.readouterr().out.splitlines()[1:] == ["(2.3)  alone  1  1", "ok"]
 
 
 def test_a_table_of_equations_and_bounds_prints_the_signs(capsys):
@@ -709,9 +712,10 @@ def test_a_table_of_equations_and_bounds_prints_the_signs(capsys):
     nbtools.check_rows("left = right", rows)
     assert capsys.readouterr().out.splitlines() == [
         "              left       right",
-        "(2.3)  mean   -0.5  =     -0.5  ok",
-        "(2.4)  bias    0.1  <=  13,000  ok",
-        "(2.4)  slack     1  <=       1  ok",
+        "(2.3)  mean   -0.5  =     -0.5",
+        "(2.4)  bias    0.1  <=  13,000",
+        "(2.4)  slack     1  <=       1",
+        "all 3 ok",
     ]
 
 
@@ -787,7 +791,7 @@ def test_claims_are_those_of_the_ledger(monkeypatch):
     nbtools.claims("GDPO")
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in shown[0].data.splitlines()]
     assert rows[0] == ["claim", "stated in", "seeds", "result", "holds if", "verdict", "decided by"]
-    assert len(rows) == 30 and {len(row) for row in rows} == {7}
+    assert len(rows) == 33 and {len(row) for row in rows} == {7}
     found = {row[0]: row for row in rows[2:]}
     bias = found["Quadrature has no bias from half as many nodes as positions on."]
     assert bias[2] == "exact, 20 tables" and bias[4:6] == ["<= 1e-8", "holds"]

@@ -1,10 +1,12 @@
 """A run survives what happens to machines and users: no saved state is lost, and what goes on equals what was never stopped."""
 
 import contextlib
+import csv
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +108,29 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path, monkeypatch):
     with pytest.raises(files.WriteError, match="a.json cannot be written: .*No space left on device"):
         files.write(path, "three")
     assert path.read_text() == "two" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to, lambda part, mine: part.write_bytes(b"cut off")])
+def test_a_file_is_never_written_through_a_link_to_another(make, tmp_path):
+    """And what an interruption left of our own is replaced."""
+    (mine := tmp_path / "mine").write_text("mine")
+    make(tmp_path / "a.json.part", mine)
+    files.write(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "new" and not (tmp_path / "a.json").is_symlink()
+    assert mine.read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "mine"]
+
+
+def test_a_folder_where_a_file_would_begin_is_refused_and_so_is_a_file_where_a_folder_would(tmp_path):
+    (tmp_path / "a.json.part").mkdir()
+    (tmp_path / "a.json.part/mine").write_text("mine")
+    with pytest.raises(files.WriteError, match="a.json cannot be written: .*/a.json.part is a folder; move it away$"):
+        files.write(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json.part/mine").read_text() == "mine" and not (tmp_path / "a.json").exists()
+    for writer, part, path in ((files.folder, "b.part", tmp_path / "b"), (files.into, "files.part", tmp_path)):
+        (tmp_path / part).write_text("mine")
+        with pytest.raises(files.WriteError, match=f"{part} is a file; move it away$"), writer(path):
+            pytest.fail("there is no folder to fill")
+        assert (tmp_path / part).read_text() == "mine"
 
 
 def test_no_name_is_given_before_the_bytes_are_on_the_disk(tmp_path, monkeypatch):
@@ -255,9 +280,12 @@ def test_a_lock_is_asked_for_in_a_folder_that_exists(tmp_path):
 def test_nothing_else_is_touched_by_that(tmp_path):
     for name in ("x-1", "notes.part", "x-a.part"):
         (tmp_path / name).mkdir()
+    for name in ("x-1.old", "x-3.part"):  # no folders: a user's
+        (tmp_path / name).write_text("mine")
     spoil(made(tmp_path / "x-2")).rename(tmp_path / "x-2.old")
+    before = sorted(tmp_path.rglob("*"))
     files.settle(tmp_path, "x-*[0-9]")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.part", "x-1", "x-2.old", "x-a.part"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # ----------------------------------------------------------------------------------------------------- before and after
@@ -591,6 +619,9 @@ def test_a_resumed_comparison_equals_the_uninterrupted_one(folder, capfd, monkey
     assert command(capfd, *words, "--out", "parts")[0] == 0
     for name in (f"{method}-1e-3-1-{seed}" for method in ("reinforce", "grpo") for seed in (0, 1)):
         assert_equal_runs(folder / "whole" / name, folder / "parts" / name)
+    for name in ("ledger.csv", "curves.csv"):
+        whole, parts = (list(csv.DictReader((folder / out / name).read_text().splitlines())) for out in ("whole", "parts"))
+        assert untimed(whole) == untimed(parts) and len(whole) == (4 if name == "ledger.csv" else 8)
 
 
 def test_controls_that_cannot_be_read_are_measured_again(folder, capfd, monkeypatch):
@@ -601,6 +632,28 @@ def test_controls_that_cannot_be_read_are_measured_again(folder, capfd, monkeypa
     assert command(capfd, "controls", "run")[0] == 0
     assert (folder / "run/controls.json").read_bytes() == first
     assert controls.read(folder / "run") == json.loads(first)
+
+
+@pytest.mark.parametrize("at", [1, 3, 9, 20])
+def test_controls_that_were_interrupted_are_those_that_never_were(at, folder, capfd, monkeypatch):
+    """In the first measurement, in the middle, in the self-training and in one of the last."""
+    assert train(capfd, "run")[0] == 0
+    shutil.copytree("run", "parts")
+    assert command(capfd, "controls", "run")[0] == 0
+    generate, calls = trainer.sampler.generate, []
+
+    def interrupted(*words, **how):
+        calls.append(1)
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+        return generate(*words, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.sampler, "generate", interrupted)
+        assert command(capfd, "controls", "parts") == (130, "minidrl: interrupted; the same command goes on")
+    assert len(calls) == at and not list(Path("parts").glob("controls.json*"))
+    assert command(capfd, "controls", "parts")[0] == 0
+    assert (folder / "parts/controls.json").read_bytes() == (folder / "run/controls.json").read_bytes()
 
 
 def test_each_control_is_of_the_network_the_temperature_and_the_order_that_its_name_says(base, tmp_path, monkeypatch):

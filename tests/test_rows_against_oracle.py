@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -141,6 +142,33 @@ def test_noise_does_not_bias_the_estimates():
     assert sum(naive) / len(naive) < 0.6 * 0.97
 
 
+def results_of(cosines: list, noises: list, error: float = 0.01):
+    """Tables with one row, and one update."""
+    each = [{"first": {"cosine": c, "noise": n, "error": error}} for c, n in zip(cosines, noises, strict=True)]
+    return bench.Results([{"grpo, random": row} for row in each])
+
+
+def test_bias_and_noise_of_known_numbers():
+    """Cosines of 0.6 are a bias of 0.8, with no spread; estimates around 1 one of 0, with an interval of their spread."""
+
+    def bias(*cosines):
+        return results_of(cosines, [1.0] * len(cosines)).bias("grpo", "random", "first")
+
+    assert bias(0.6, 0.6, 0.6) == "0.80 [0.80, 0.80]"
+    assert bias(-0.5, -0.1) == "1.00 [1.00, 1.00]"
+    squares = bench.intervals.mean_interval([0.64, 0.36])
+    assert squares.low < 0 and squares.high > 1 and bias(0.6, 0.8) == f"{math.sqrt(0.5):.2f} [0.00, 1.00]"
+    low = bench.intervals.mean_interval([1 - 1.01**2, 1 - 1.02**2, 1 - 0.999**2]).low
+    assert bias(1.01, 1.02, 0.999) == f"0.00 [0.00, {math.sqrt(-low):.2f}]" and low < -0.05
+    assert results_of([0.5, None, 0.5], [1.0] * 3).bias("grpo", "random", "first") == "none in 1"
+
+    def noise(*noises):
+        return results_of([0.5] * len(noises), noises).noise_cell("grpo", "random", "first")
+
+    assert noise(3.0, 1.0, 2.0, 7.25) == "2.5 [1.0, 7.2]"
+    assert noise(3.0, None, 2.0, 1.0) == "2.5 [1.0, >999]" and noise(None, None, 2.0) == ">999 [2.0, >999]"
+
+
 def test_the_rehearsal_finds_numbers_for_every_row_and_judges_them():
     found = bench.rehearsal()
     assert bench.complaints(found) == []
@@ -177,7 +205,13 @@ def test_the_page_is_what_the_stored_results_give():
     found = json.loads(bench.RESULTS.read_text())
     page = bench.PAGE.read_text(encoding="utf-8")
     assert page == bench.page(found), "run: python benchmarks/rows_against_oracle.py --page"
-    assert all(f"| {name} " in page for name in methods.METHODS) and len(found["tables"]) >= 8
+    assert len(found["tables"]) >= 8
+    for name in bench.names():
+        lines = [line for line in page.splitlines() if line.startswith(f"| {name} ")]
+        assert len(lines) == len(bench.orders_of(name)), name
+        for line in lines:  # cosine, bias and noise of both updates: a number with an interval, or that there is none
+            cells = [cell.strip() for cell in line.split("|")[4:10]]
+            assert all(re.fullmatch(r"\S+ \[\S+, \S+\]|none in \d", cell) for cell in cells), line
     changed = json.loads(bench.RESULTS.read_text())
     for table in changed["tables"].values():
         table["spg, random"]["first"]["cosine"] = 0.123

@@ -427,9 +427,21 @@ def test_two_cells_of_one_name_with_other_settings(folder):
 
 
 def test_a_grid_that_cannot_finish_in_time(folder):
-    with pytest.raises(ValueError, match=r"hours: got 1e-05, the grid needs .* by the first 2 cells; allowed more hours"):
+    with pytest.raises(ValueError, match=r"hours: got 1e-05, the grid needs 0\.0*[1-9]\d* by the first 2 cells; allowed more"):
         ran(folder, hours=1e-5)
     assert len(ledgers.Ledger(folder / "all/ledger.csv").rows("trial")) == 2, "what is done is kept"
+
+
+@pytest.mark.parametrize("name", ["drpo-3e-4-1-1", "reinforce-1e-4-1-1000", ""])
+def test_a_file_in_the_place_of_a_cells_folder_is_known_before_the_first_cell(name, folder, monkeypatch):
+    """Also where the cell is one of the report, whose rate is not chosen yet; what is named like none is a user's."""
+    monkeypatch.setattr(studies, "run_cell", lambda *_: pytest.fail("a cell was run"))
+    if name:
+        (folder / "all").mkdir()
+        (folder / "all/notes-1e-4-1-0").write_text("mine")
+    (folder / "all" / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"out: got '{(folder / 'all' / name)}', which is a file; allowed a folder$"):
+        ran(folder)
 
 
 def test_what_a_process_left_between_the_two_files_is_replaced(folder):

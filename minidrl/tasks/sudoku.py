@@ -139,11 +139,11 @@ class Sudoku:
 
     Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says
     which grids are held out. relabelling: every third of the 12 classes under renaming of digits,
-    in ascending order, which are two of either kind under all symmetries. symmetry, the harder
-    test: the smaller of the two classes under all symmetries. Both hold out 96 of 288 grids. A
-    puzzle is in the split that has all its completions; a puzzle with completions in both is in
-    none. Pre-training and RL share a split. ``hit_share``: the share of demonstrations that are
-    solutions.
+    in ascending order, which are two of either kind under all symmetries. symmetry, meant to be
+    harder, found easier (docs/results.md): the smaller of the two classes under all symmetries.
+    Both hold out 96 of 288 grids. A puzzle is in the split that has all its completions; a puzzle
+    with completions in both is in none. Pre-training and RL share a split. ``hit_share``: the share
+    of demonstrations that are solutions.
     ``prompt_format``: plain (``3..1.4....43.13.:`` and sixteen digits) or chat, whose prompts may
     have ``max_prompt_length`` tokens.
     """

@@ -79,8 +79,9 @@ def asked_in_chats(tok: Any, problems: Sequence[Problem]) -> list[str]:
 
 def chats(tok: Any, questions: list[str]) -> list[str]:
     """Each question as a user's turn and the opening of the answer's, by the template."""
+    model = getattr(tok, "name_or_path", "") or "the model"  # the folder that it was read from
     if tok.chat_template is None:
-        allowed = "plain, the model's tokenizer has no chat template"
+        allowed = f"plain, the tokenizer of {model} has no chat template"
         raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
     turns = [[{"role": "user", "content": question}] for question in questions]
     words = dict(tok.special_tokens_map) | getattr(tok, "template_words", {})
@@ -88,10 +89,10 @@ def chats(tok: Any, questions: list[str]) -> list[str]:
         template = tok.get_chat_template()
     except ValueError:  # of several by name
         names = brief(", ".join(tok.chat_template))
-        got = f"'chat' with the templates {names}"
+        got = f"'chat' with the templates {names} of {model}"
         allowed = "one template, or one of them named default"
         raise ValueError(f"task.prompt_format: got {got}; allowed {allowed}") from None
-    return chat.render(template, turns, words)
+    return chat.render(template, turns, words, model)
 
 
 def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
