@@ -358,8 +358,8 @@ def name_of(one: Task) -> str:
 
 
 def by_the_laws(one: Task, ask: Callable, missed: int) -> list[str]:
-    """One line; then, where no property has said what is wrong, what each law that does
-    not hold says, and what it found."""
+    """How many laws accept the answer; then, where no property has said what is wrong,
+    each law that does not hold, what it says, and what it found."""
     failed, says, held = {}, {}, 0
     for name, law, alg in judging(one, ask):
         try:
@@ -372,9 +372,8 @@ def by_the_laws(one: Task, ask: Callable, missed: int) -> list[str]:
     if not failed:
         all_of = f"all {held} laws" if held > 1 else "the law"
         return [f"  ok      accepted by {all_of} of ({one.tag})"]
-    names = ", ".join(name.removeprefix("law_") for name in failed)
     told = f"accepted by {held} of {held + len(failed)} laws of ({one.tag})"
-    lines = [f"  missed  {told}; not: {names}"]
+    lines = [f"  missed  {told}"]
     for name, text in failed.items() if not missed else ():
         lines += [f"          {name}: {says[name]}", f"            found: {text[:200]}"]
     return lines

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from judge import Missed, demand, fmt, task
+from judge import Missed, demand, fmt, same, task
 
 
 def double(values: object) -> Tensor:
@@ -340,11 +340,15 @@ def _(answer: Callable) -> str:
     )
     (no_score,) = torch.autograd.grad((-shares * _ADV).sum(), free)
     right = -capped / 8.25 * _ADV
+    got = slope(lambda x: answer(x, anchor, _ADV, x, 4, log_cap), ll)
+    advice = "The slope is -w adv, with w = 1 2 5 0.25 over 8.25."
+    if same(got, flowing) or same(got, no_score):
+        advice = "Weights are data: detach them. Nothing flows through cap or sum."
     demand(
         "ratios 1 2 10 0.25, adv 1 -1 0.5 -0.5, cap 5, slope in ll times 8.25",
-        8.25 * slope(lambda x: answer(x, anchor, _ADV, x, 4, log_cap), ll),
+        8.25 * got,
         8.25 * right,
-        "The weights are data: detach them, and nothing flows through cap or sum.",
+        advice,
         the_gradient_flows_through_the_weights=8.25 * flowing,
         the_score_is_missing_and_the_weights_carry_the_gradient=8.25 * no_score,
         it_was_divided_by_N_as_well=8.25 * right / 4,
@@ -439,16 +443,16 @@ def _(answer: Callable) -> str:
 
 @top_steps.has("steps after the decision come last, and are not valid")
 def _(answer: Callable) -> str:
-    entropy = double([[0.2], [0.1], [0.3], [0.9], [0.8]])
+    entropy = double([[0.1], [0.2], [0.3], [0.9], [0.8]])
     steps, valid = answer(entropy, torch.tensor([2]), 4)
     demand(
-        "entropies 0.2 0.1 0.3 0.9 0.8, last deciding step 2, K = 4, first three",
+        "entropies 0.1 0.2 0.3 0.9 0.8, last deciding step 2, K = 4, first three",
         steps[:3, 0],
-        [2, 0, 1],
+        [2, 1, 0],
         "Steps 3 and 4 come after the reward is decided: they teach nothing.",
         steps_after_the_decision_compete=[3, 4, 2],
-        the_last_deciding_step_comes_last=[0, 1, 2],
-        the_least_uncertain_came_first=[1, 0, 2],
+        the_last_deciding_step_comes_last=[1, 0, 2],
+        the_largest_entropy_that_decides_did_not_come_first=[0, 1, 2],
     )
     demand(
         "the same, valid",
@@ -457,7 +461,7 @@ def _(answer: Callable) -> str:
         "Only three steps decide: the fourth place is padding.",
         the_padding_counts_as_a_state=[1, 1, 1, 1],
     )
-    return "0.2 0.1 0.3 | 0.9 0.8, K = 4: 2 0 1, and padding"
+    return "0.1 0.2 0.3 | 0.9 0.8, K = 4: 2 1 0, and padding"
 
 
 @top_steps.has("each response has its own steps, ties go to the earlier")
@@ -699,16 +703,16 @@ def _(answer: Callable) -> str:
 @drpo_loss.has("0 at the boundary, turned back beyond")
 def _(answer: Callable) -> str:
     demand(
-        "mu = 0.5, delta = 0.15, adv = 1, pi = 0.5 0.575 0.65 0.8, weight w",
-        _w(answer, [0.5] * 4, [0.5, 0.575, 0.65, 0.8], [1.0] * 4),
+        "mu = 0.4, delta = 0.15, adv = 1, pi = 0.4 0.475 0.55 0.7, weight w",
+        _w(answer, [0.4] * 4, [0.4, 0.475, 0.55, 0.7], [1.0] * 4),
         [1.0, 0.5, 0.0, -1.0],
         "w = 1 - (pi - mu) / delta, a straight line in pi.",
         there_is_no_penalty=[1.0] * 4,
         the_factor_1_half_is_missing=[1.0, 0.0, -1.0, -3.0],
-        mu_is_missing_in_the_penalty=[1.0, 0.0, -1.0, -3.0],
+        mu_is_missing_in_the_penalty=[1.0, -0.25, -1.5, -4.0],
         the_penalty_is_a_reward=[1.0, 1.5, 2.0, 3.0],
     )
-    return "mu 0.5, delta 0.15, pi 0.5 0.575 0.65 0.8: w = 1 0.5 0 -1"
+    return "mu 0.4, delta 0.15, pi 0.4 0.475 0.55 0.7: w = 1 0.5 0 -1"
 
 
 @drpo_loss.has("the same for bad answers, mirrored")

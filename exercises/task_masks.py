@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from judge import Missed, demand, fmt, task
+from judge import Missed, demand, fmt, same, task
 from minidrl import oracle
 
 ORDERS = [[(r + 1) / 4 for r in order] for order in itertools.permutations(range(3))]
@@ -128,15 +128,15 @@ count_form.has("own draws for every state and row")(own_draws)
 
 @count_form.has("weight n / (K l)")
 def _(answer: Callable) -> str:
-    keep, u = mask("1110", "1110", "1110"), double([[1, 3, 5]]) / 6
-    noise = double([0.75, 0.25, 0.5, 0.99]).expand(1, 3, 4)
+    keep, u = mask("11100", "11100", "11100"), double([[1, 3, 5]]) / 6
+    noise = double([0.75, 0.25, 0.5, 0.99, 0.01]).expand(1, 3, 5)
     one = answer(keep, u, noise)[1]
     demand(
-        "keep 1110, K = 1, 1, 2, 3 hidden",
+        "keep 11100 (n = 3), K = 1, 1, 2, 3 hidden",
         one,
         [[3, 1.5, 1]],
         "n = 3 positions are kept; the sum over l hidden ones stands for all n.",
-        n_is_L_=[[4, 2, 4 / 3]],
+        n_is_L_=[[5, 2.5, 5 / 3]],
         the_weight_is_upside_down=[[1 / 3, 2 / 3, 1]],
         the_weight_is_that_of_l_from_0_to_n_=[[4, 2, 4 / 3]],
         there_is_no_weight=[[1, 1, 1]],
@@ -515,35 +515,46 @@ two_means = task(
     ("token_mean float", "answer_mean float"),
     _two_of_seven,
 )
-_TWO = (double([10.0, -2.0]), torch.tensor([10, 2]))
+_TWO = (double([10.0, -1.0]), torch.tensor([10, 2]))
+
+
+def _both_of_two(answer: Callable) -> tuple[Tensor, Tensor]:
+    """Both means of the example, unless they were exchanged."""
+    one, other = answer(*_TWO)
+    if same(one, 1 / 4) and same(other, 9 / 12):
+        raise Missed(
+            "10 tokens of loss 1 and 2 tokens of loss -1/2: yours 0.25 and 0.75, "
+            "expected 0.75 and 0.25. It looks as if you return them in the other order."
+        )
+    return one, other
 
 
 @two_means.has("token mean: all tokens count alike")
 def _(answer: Callable) -> str:
     demand(
-        "10 tokens of loss 1 and 2 tokens of loss -1, token mean",
-        answer(*_TWO)[0],
-        8 / 12,
-        "8 in sum, over 12 tokens.",
-        both_means_are_the_one_over_answers=0.0,
-        the_sum_was_divided_by_the_answers=4.0,
-        the_lengths_were_averaged=8 / 6,
+        "10 tokens of loss 1 and 2 tokens of loss -1/2, token mean",
+        _both_of_two(answer)[0],
+        9 / 12,
+        "9 in sum, over 12 tokens.",
+        both_means_are_the_one_over_answers=1 / 4,
+        the_sum_was_divided_by_the_answers=9 / 2,
+        the_lengths_were_averaged=9 / 6,
     )
-    return "10 tokens of loss 1, 2 of loss -1: 8 / 12 = 0.6667"
+    return "10 tokens of loss 1, 2 of loss -1/2: 9 / 12 = 0.75"
 
 
 @two_means.has("mean over answers: all answers count alike")
 def _(answer: Callable) -> str:
     demand(
-        "10 tokens of loss 1 and 2 tokens of loss -1, mean over answers",
-        answer(*_TWO)[1],
-        0.0,
-        "Each answer's mean first, 1 and -1; then the mean of the two.",
-        both_means_are_the_one_over_tokens=8 / 12,
-        the_means_were_summed_but_not_averaged_=2.0,
-        the_sum_was_divided_by_the_answers=4.0,
+        "10 tokens of loss 1 and 2 tokens of loss -1/2, mean over answers",
+        _both_of_two(answer)[1],
+        1 / 4,
+        "Each answer's mean first, 1 and -1/2; then the mean of the two.",
+        both_means_are_the_one_over_tokens=9 / 12,
+        the_means_were_added_and_the_factor_1_over_B_is_missing=1 / 2,
+        the_sum_was_divided_by_the_answers=9 / 2,
     )
-    return "the same: (1 - 1) / 2 = 0"
+    return "the same: (1 - 1/2) / 2 = 0.25"
 
 
 @two_means.has("what a token of each answer weighs")
@@ -579,8 +590,8 @@ nodes = task(
     "nodes",
     "2.5",
     "gauss_legendre",
-    ("num_nodes number N",),
-    ("t float N", "w float N"),
+    ("num_nodes number Q",),
+    ("t float Q", "w float Q"),
     _nodes,
 )
 
@@ -589,35 +600,35 @@ nodes = task(
 def _(answer: Callable) -> str:
     root = 1 / 3**0.5
     demand(
-        "N = 2, t",
+        "Q = 2, t",
         answer(2)[0],
         [(1 - root) / 2, (1 + root) / 2],
         "The rule of numpy is for (-1, 1): t = (x + 1) / 2.",
         the_nodes_are_those_of_minus_1_to_1=[-root, root],
-        the_nodes_stand_at_the_middles_of_N_intervals=[0.25, 0.75],
+        the_nodes_stand_at_the_middles_of_Q_intervals=[0.25, 0.75],
     )
-    return "N = 2: 0.2113 0.7887"
+    return "Q = 2: 0.2113 0.7887"
 
 
 @nodes.has("weights sum to 1")
 def _(answer: Callable) -> str:
     demand(
-        "N = 3, w",
+        "Q = 3, w",
         answer(3)[1],
         [5 / 18, 4 / 9, 5 / 18],
         "(0, 1) has half the length of (-1, 1).",
         the_weights_are_those_of_minus_1_to_1=[5 / 9, 8 / 9, 5 / 9],
         all_weights_are_equal=[1 / 3] * 3,
     )
-    return "N = 3: 5/18 4/9 5/18"
+    return "Q = 3: 5/18 4/9 5/18"
 
 
-@nodes.has("exact up to degree 2N - 1")
+@nodes.has("exact up to degree 2Q - 1")
 def _(answer: Callable) -> str:
     t, w = answer(2)
-    demand("N = 2, integral of t^3", (w * t**3).sum(), 0.25, "It is 1/4.")
-    demand("N = 2, sum for t^4", (w * t**4).sum(), 7 / 36, "1/5 - 1/180 is 7/36.")
-    return "N = 2: t^3 gives 0.25; t^4 gives 0.1944, the integral is 0.2"
+    demand("Q = 2, integral of t^3", (w * t**3).sum(), 0.25, "It is 1/4.")
+    demand("Q = 2, sum for t^4", (w * t**4).sum(), 7 / 36, "1/5 - 1/180 is 7/36.")
+    return "Q = 2: t^3 gives 0.25; t^4 gives 0.1944, the integral is 0.2"
 
 
 def _bernoulli_plan(alg: ModuleType, answer: Callable) -> Callable:
@@ -644,8 +655,8 @@ sdmc = task(
     "sdmc",
     "2.6",
     "quadrature_plan",
-    ("keep bool B L", "t float K", "w float K", "noise float K B L"),
-    PLAN,
+    ("keep bool B L", "t float Q", "w float Q", "noise float Q B L"),
+    ("masked bool Q B L", "weight float Q B"),
     _bernoulli_plan,
 )
 
@@ -674,7 +685,8 @@ def _(answer: Callable) -> str:
         "t = 0.2 and 0.8, w = 0.5",
         weight[:, 0],
         [2.5, 0.625],
-        "1/t of the time form, times the weight of the node; no 1/K: the w sum to 1.",
+        "1/t of the time form, times the weight of the node; no mean over the K = Q "
+        "states: the w sum to 1.",
         the_average_over_K_was_taken_as_well=[1.25, 0.3125],
         w_is_missing=[5.0, 1.25],
         the_factor_1_over_t_is_missing=[0.5, 0.5],
@@ -683,7 +695,7 @@ def _(answer: Callable) -> str:
     return "t = 0.2, 0.8, w = 0.5: 2.5, 0.625"
 
 
-@sdmc.has("no quadrature error from N = n / 2 on")
+@sdmc.has("no quadrature error from Q = n / 2 on")
 def _(answer: Callable) -> str:
     model, y = oracle.TabularDenoiser.random(3, 2, _seed(0)), (0, 1, 1)
     truth, found = oracle.elbo(model, y).detach(), {}
@@ -725,8 +737,8 @@ fixed_count = task(
     "fixed_count",
     "2.6",
     "_count_at",
-    ("t float K", "n int B"),
-    ("count int K B", "scale float K B"),
+    ("t float Q", "n int B"),
+    ("count int Q B", "scale float Q B"),
     _rounded,
 )
 

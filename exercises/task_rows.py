@@ -152,6 +152,5 @@ def _(answer: Callable) -> str:
             raise Missed(
                 f"{said}The word that is off is {key}: {told(getattr(yours, key))}."
             )
-    raise Missed(
-        f"{said}Words to look at: {', '.join(differ) or 'temperature, features'}."
-    )
+    look_at = ", ".join(differ) or "those outside the table: temperature, features"
+    raise Missed(said.rstrip(), f"Words to look at: {look_at}.")

@@ -201,22 +201,24 @@ answer(
     (sqrt((N - 1) / N), "That is a ratio of standard deviations, with N and N - 1; neither rule divides by one."),
     (1.0, "Their directions agree; their lengths do not."),
 )
-# gamma / A is the ratio, or 0 where (8.2) cuts. Ratios 4 and 1/4; cut beyond 1 + 5 for A > 0, below 1 - 5 for A < 0.
+# gamma / A is the ratio, or 0 where (8.2) cuts. Ratios 8 and 1/8; cut beyond 1 + 5 for A > 0, below 1 - 5 for A < 0.
 answer(
-    "03", "2, good", (4 + 1 / 4) / 2,
-    "gamma/A is the ratio where the clip does not cut, else 0: is 4 cut for a good answer now, is 1/4?",
-    ((0 + 1 / 4) / 2, "That is the value with epsilon 0.2, where the ratio 4 is cut: where does the clip begin now?"),
-    (4 / 2, "That cuts the ratio 1/4; a good answer is cut on one side only."),
+    "03", "2, good", (0 + 1 / 8) / 2,
+    "gamma/A is the ratio where the clip does not cut, else 0: is 8 cut for a good answer now, is 1/8?",
+    ((8 + 1 / 8) / 2, "That cuts neither ratio: this clip begins at 1 + 5, and 8 lies beyond it."),
+    (8 / 2, "That cuts the ratio 1/8; a good answer is cut on the side of the large ratios only."),
+    (0.0, "That cuts both ratios; a good answer is cut on one side only."),
     (1.0, "Noise with mean 0 in the logarithm has no mean of 1 in the ratio."),
-    (4 + 1 / 4, "That is the sum; each sign of the noise has probability 1/2."),
+    (0 + 1 / 8, "That is the sum, or the mean for noise of log 4; here it is log 8, and each sign has probability 1/2."),
 )
 answer(
-    "03", "2, bad", (4 + 1 / 4) / 2,
+    "03", "2, bad", (8 + 1 / 8) / 2,
     "gamma/A is the ratio where the clip does not cut, else 0: can a ratio lie below the lower end of this clip?",
-    ((4 + 0) / 2, "That is the value with epsilon 0.2, where the ratio 1/4 is cut: where does the clip end now?"),
-    ((0 + 1 / 4) / 2, "That cuts the ratio 4; on that side a bad answer is never cut."),
-    (-(4 + 1 / 4) / 2, "The size is right; gamma is divided by A, sign included."),
-    (4 + 1 / 4, "That is the sum; each sign of the noise has probability 1/2."),
+    ((8 + 0) / 2, "That cuts the ratio 1/8: where does this clip end, at its lower side?"),
+    ((0 + 1 / 8) / 2, "That cuts the ratio 8; on that side a bad answer is never cut."),
+    ((4 + 1 / 4) / 2, "That is the value for noise of log 4; here it is log 8."),
+    (-(8 + 1 / 8) / 2, "The size is right; gamma is divided by A, sign included."),
+    (8 + 1 / 8, "That is the sum; each sign of the noise has probability 1/2."),
 )
 # E exp(X - X') = E exp(X) E exp(-X) (30.14) with X = 0 or ln 3.
 answer(
@@ -343,6 +345,18 @@ answer(
     (3 - sqrt(8), "That is the floor as a share of the cap."),
     (6 * (7 - sqrt(48)), "That guarantees a quarter of the group: look at the 4 in (60.8)."),
     (6 / 2, "Half the cap guarantees more than half the group: (60.8) is not linear in f."),
+    (1.0, "With the floor 1 the factor of N in (60.8) is 24/49, not 1/2: solve the quadratic equation."),
+)
+# Before, both coefficients are 1. After, the good answer is beyond the clip, 0, and the bad one has its whole ratio, 2.
+answer(
+    "06", "4", 2 / sqrt(1**2 + 1**2),
+    "Which coefficient has each answer before, which after? With a right angle the squares of their lengths add up.",
+    (2.0, "So it would be without a clip, (60.6). What does the clip do to the good answer?"),
+    (1.0, "So it would be with StableDRL's weights, which do not see a common factor; GRPO divides by nothing that follows it."),
+    (sqrt((1.2**2 + 2**2) / 2), "The good answer's clipped ratio is a constant: which gradient has a constant?"),
+    (1.2, "The ratios are cut at 1.2 for the good answer only, and a ratio that is cut has no gradient."),
+    (1 / sqrt(2), "The good answer is dropped, yes; with which ratio does the bad one pass?"),
+    (0.0, "The minimum takes the smaller of two values: of a bad answer, is that the clipped one?"),
 )
 
 # ------------------------------------------------------------------------------------ 07: staircase attention
@@ -368,6 +382,17 @@ answer(
     (1 - (seen - L * W) / every, "There noisy tokens do not see their own noisy block."),
     (1 - (seen + L * W) / every, "There noisy tokens see their own clean block, the answer: strictly earlier ones only (4.3)."),
     (1 / 2, "That would be a causal mask; count what the staircase (4.3) sees."),
+)
+# Noisy block m reads clean blocks before m only, and clean block m those up to m: blocks 5 to 10 can change, and 4 itself not.
+answer(
+    "07", "3", float(blocks - 4),
+    "A noisy block reads strictly earlier clean blocks (4.3), and what a clean block knows comes from blocks up to its own.",
+    (float(blocks - 3), "There the noisy block 4 reads its own clean version: the leak of (70.6)."),
+    (3.0, "Those are the blocks before it; which blocks have clean block 4 in their past?"),
+    (1.0, "Every later noisy block reads clean block 4, not the next one alone."),
+    (float(blocks), "So it would be if all saw all; the blocks before block 4 never see it."),
+    (float(blocks - 1), "That leaves out one block; do those before block 4 see it?"),
+    (0.0, "Clean tokens see no noisy ones; the other way round there are the stairs."),
 )
 
 # ------------------------------------------------------------------------------------------------ 08: EGSPO
@@ -479,6 +504,8 @@ answer(
     (4 / sqrt(20), "The sum of three orthonormal vectors has the length sqrt(3), neither 3 nor 1."),
     (0.0, "A has the same sign in both rows: no term of the product is negative."),
     (1 / sqrt(2), "That leaves one of the two responses out of the product."),
+    (1 / 2, "That would be so if gspo left the longer response out, or both updates had the length 2: it divides three terms by 3."),
+    (4 / 3 / sqrt(4) / sqrt(4 / 3), "The longer response has three tokens, and so three terms of the product, not one."),
 )
 
 # E[A grad p] in the logits: with w_v = p_v^2 A_v its entries are w_v - p_v sum(w); those of grad J are p_v A_v.

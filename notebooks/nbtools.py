@@ -1,5 +1,5 @@
 """What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `exercises` the reader's answers, `show` prints
-shipped source, `draw_plan` pictures a plan, `style` sets plots.
+shipped source, `draw_plan` pictures a plan, `bands` rules the lines of a dot plot, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
 outputs can therefore be compared literally.
@@ -64,12 +64,13 @@ def check_le(tag: str, a: Any, b: Any, atol: float = 0.0, *, names: str) -> None
 def check_rows(names: str, rows: Mapping[tuple[str, str], tuple], atol: float = 1e-10) -> None:
     """Alike statements as one table of values: {(tag, case): (a, b)}, each a number; the columns are named as in "E[Z] = B".
 
-    A row (a, "<=", b) states a <= b + atol, as `check_le` does; a table with such a row prints the sign of each row.
+    A row (a, "<=", b) states a <= b + atol, as `check_le` does; a table with such a row prints the sign of each row. The last
+    line says how many rows hold, which is all of them: one that does not raises.
 
     Raises: AssertionError with tag, case and residual, before anything is printed; ValueError as `check` does, and for a
             sign that is neither "=" nor "<=".
     """
-    lines, signs = [("", "", *_two_names(names, "="), "")], [""]
+    lines, signs = [("", "", *_two_names(names, "="))], [""]
     for (tag, case), sides in rows.items():
         a, sign, b = sides if len(sides) == 3 else (sides[0], "=", sides[1])
         if sign not in ("=", "<="):
@@ -78,13 +79,13 @@ def check_rows(names: str, rows: Mapping[tuple[str, str], tuple], atol: float = 
         if a.numel() != 1:
             raise ValueError(f"({tag}), {case}: got {a.numel()} numbers a side; allowed 1")
         sizes = zip((a, b), _sizes(a, b, sign), strict=True)
-        lines.append((f"({tag})", case, *(_digits(side.item(), size, atol) for side, size in sizes), "ok"))
+        lines.append((f"({tag})", case, *(_digits(side.item(), size, atol) for side, size in sizes)))
         signs.append(sign)
-    widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    for (tag, case, a, b, ok), sign in zip(lines, signs, strict=True):
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    for (tag, case, a, b), sign in zip(lines, signs, strict=True):
         between = f"  {sign:2}  " if "<=" in signs else "  "
-        cells = f"{tag:{widths[0]}}  {case:{widths[1]}}  {a:>{widths[2]}}{between}{b:>{widths[3]}}  {ok}"
-        print(cells.rstrip())
+        print(f"{tag:{widths[0]}}  {case:{widths[1]}}  {a:>{widths[2]}}{between}{b:>{widths[3]}}")
+    print(f"all {len(rows)} ok" if len(rows) > 1 else "ok")
 
 
 def exercises(notebook: str, mine: Mapping[str, Any]) -> None:
@@ -205,6 +206,25 @@ def _rulers(ax: Axes, plan: Plan, prompt: int) -> None:
             ax.axvline(prompt + place, color="black", lw=0.8)
         for state in range(plan.blocks, len(plan.scored), plan.blocks):
             ax.axhline(state, color=ORANGE, lw=2)
+
+
+def bands(axes: Sequence[Axes], labels: Sequence[str], colors: Sequence[str]) -> list[float]:
+    """Lines for a dot plot, from above: each with its label in its colour, tall enough for it, every other one on grey.
+
+    Returns where on the y axis the middle of each line is. All axes have the same lines; the first has the labels.
+    """
+    tall = [1 + 0.75 * label.count("\n") for label in labels]
+    ends = [sum(tall[:k]) for k in range(len(tall) + 1)]
+    middles = [(top + end) / 2 for top, end in zip(ends, ends[1:], strict=False)]
+    for ax in axes:
+        for k in range(1, len(tall), 2):
+            ax.axhspan(ends[k], ends[k + 1], color="0.95", lw=0)
+        ax.set_ylim(ends[-1], 0)
+        ax.grid(visible=False, axis="y")
+    axes[0].set_yticks(middles, labels, fontsize=10)
+    for tick, color in zip(axes[0].get_yticklabels(), colors, strict=True):
+        tick.set_color(color)
+    return middles
 
 
 def lines_of(notebook: str, *names: str) -> str:
