@@ -500,7 +500,7 @@ def line(monkeypatch, tmp_path):
 def test_one_command_tries_the_laws_runs_the_study_and_writes_the_page(line, monkeypatch):
     """Without a study the page alone; nothing after laws that fail, or runs that stop."""
     script, done, page = line
-    verb = ["make", "-n", "leaderboard", "STUDY=studies/arcs.yaml", "METHODS=a,b"]
+    verb = ["make", "-n", "--no-print-directory", "leaderboard", "STUDY=studies/arcs.yaml", "METHODS=a,b"]
     told = subprocess.run(verb, cwd=tiny.ROOT, capture_output=True, text=True)
     command = told.stdout.strip().splitlines()[-1].split()
     assert command[1] == "benchmarks/leaderboard.py"
