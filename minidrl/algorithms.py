@@ -415,7 +415,7 @@ def complementary_plan(
 
     Source: ESPO (ELBO-based sequence-level policy optimization, arXiv 2512.03759,
     code); the pairing is coupled sampling of DiffuCoder (coupled-GRPO, arXiv
-    2506.20639): two complementary masks, a case of antithetic sampling. Every token is
+    2506.20639; its code is (2.9)): two complementary masks, antithetic. Every token is
     scored exactly once in a pair. The count must include 0 so that l and n - l have the
     same law; the weight n+1 repairs the mean. Bias: none. Variance: per token never
     larger than that of two independent masks; for the sequence's sum there is no such
@@ -618,7 +618,7 @@ def coupled_plan(
     1/(2 (1-r)) in the complement; S holds each position with probability r ~ U(low,
     high), one r for the batch. To be reduced at the level "position". Source: coupled
     sampling of coupled-GRPO (DiffuCoder, arXiv 2506.20639), read in its code: 0.2 to
-    0.8. Bias: the weights of a token add up to more than 1 (5/4 or more), so its ll is
+    0.8. Bias: the weights of a token add up to more than 1 (9/8 or more), so its ll is
     an estimate on a larger scale, and a ratio of it a power of one.
     """
     if not 0 < low <= high < 1:
@@ -1340,6 +1340,16 @@ def _groups(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, 
     return reward.unflatten(0, (-1, num_generations))
 
 
+def _average(
+    group: Float[Tensor, "*S N"], present: Bool[Tensor, "*S N"] | None = None
+) -> Float[Tensor, "*S 1"]:
+    # The mean over those present: exactly c where all are c, so that a group of equal
+    # rewards is silent. A rounded mean of eight times 0.1 would leave each -7e-9.
+    present = torch.ones_like(group) if present is None else present
+    first, count = group[..., :1], present.sum(-1, keepdim=True).clamp(min=1)
+    return first + ((group - first) * present).sum(-1, keepdim=True) / count
+
+
 def group_mean(
     reward: Float[Tensor, " B"], num_generations: int
 ) -> Float[Tensor, " B"]:
@@ -1352,7 +1362,7 @@ def group_mean(
     contains the sample itself.
     """
     group = _groups(reward, num_generations)
-    return (group - group.mean(1, keepdim=True)).flatten()
+    return (group - _average(group)).flatten()
 
 
 def group_z_score(
@@ -1363,16 +1373,16 @@ def group_z_score(
 
     Source: the group-relative advantage of GRPO (group relative policy optimization,
     arXiv 2402.03300): reward normalisation by the standard deviation, ``scale_rewards``
-    of TRL. A group of equal rewards has advantage 0. Papers and code disagree on
-    ``ddof`` (torch's default is 1) and ``eps``: both are required. A group of one has
-    no std: ddof must be below N.
+    of TRL. A group of equal rewards has advantage 0, with eps above 0. Papers and code
+    disagree on ``ddof`` (torch's default is 1) and ``eps``: both are required. A group
+    of one has no std: ddof must be below N.
     """
     group = _groups(reward, num_generations)
     if not 0 <= ddof < num_generations:
         allowed = f"0 up to num_generations - 1 = {num_generations - 1}"
         raise _refused("credit.ddof", ddof, allowed)
     std = group.std(1, keepdim=True, correction=ddof)
-    return ((group - group.mean(1, keepdim=True)) / (std + eps)).flatten()
+    return ((group - _average(group)) / (std + eps)).flatten()
 
 
 def leave_one_out(
@@ -1389,7 +1399,7 @@ def leave_one_out(
         allowed = "from 2 for leave-one-out, which needs others"
         raise _refused("num_generations", num_generations, allowed)
     scale = num_generations / (num_generations - 1)
-    return (scale * (group - group.mean(1, keepdim=True))).flatten()
+    return (scale * (group - _average(group))).flatten()
 
 
 def softmax_contrast(
@@ -1405,7 +1415,7 @@ def softmax_contrast(
     1. Loss with (8.1): a sum over the group, "group_sum".
     """
     group = _groups(reward, num_generations)
-    logits = psi * (group - group.mean(1, keepdim=True))
+    logits = psi * (group - _average(group))
     return (logits.softmax(1) - (-logits).softmax(1)).flatten()
 
 
@@ -1459,9 +1469,7 @@ def stepwise_advantage(
     R_k = ((1 + lam_k) * reward - lam_k * step_reward) / total
     base = R_k if center == "rank" else reward / total  # whose mean is taken off
     group, present = (x.unflatten(1, (-1, num_generations)) for x in (base, valid))
-    count = present.sum(2, keepdim=True).clamp(min=1)
-    mean = (group * present).sum(2, keepdim=True) / count
-    return R_k - mean.expand_as(group).flatten(1, 2)
+    return R_k - _average(group, present).expand_as(group).flatten(1, 2)
 
 
 def progress_advantage(
@@ -1490,9 +1498,9 @@ def progress_advantage(
     before = torch.cat([torch.zeros_like(step_reward[:1]), step_reward[:-1]])
     value = (step_reward - before) + 1 + later
     value, present = (x.unflatten(1, (-1, num_generations)) for x in (value, valid))
-    count = present.sum(2, keepdim=True).clamp(min=1)
-    gap = (value - (value * present).sum(2, keepdim=True) / count) * present
-    variance = gap.square().sum(2, keepdim=True) / (count - 1).clamp(min=1)
+    gap = (value - _average(value, present)) * present
+    others = (present.sum(2, keepdim=True) - 1).clamp(min=1)
+    variance = gap.square().sum(2, keepdim=True) / others
     score = gap / (variance.sqrt() + eps)
     told = score.abs().sum(2, keepdim=True)  # how much a state tells about its group
     rank = told.argsort(dim=0, descending=True, stable=True).argsort(0)

@@ -335,18 +335,23 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("6.4", 'lam * time if schedule == "linear"', 'lam * (1 - time) if schedule == "linear"', "law_stepwise_advantage"),
     Mutant("6.4", "1 + lam_k if normalize else", "1 + lam_k if not normalize else", "law_stepwise_advantage"),
-    Mutant(
-        "6.4", "mean = (group * present).sum(2, keepdim=True)", "mean = group.sum(2, keepdim=True)", "law_stepwise_advantage"
-    ),
+    Mutant("6.4", "((group - first) * present).sum", "(group - first).sum", "law_stepwise_advantage", where="_average"),
+    Mutant("6.4", "_average(group, present)", "_average(group)", "law_stepwise_advantage"),
     Mutant("6.4", "else reward / total", "else reward * total", "law_stepwise_advantage"),
-    Mutant("6.4", "present.sum(2, keepdim=True).clamp(min=1)", "present.sum(2, keepdim=True)", "law_stepwise_advantage"),
-    Mutant("6.4", "return R_k - mean", "return base - mean", "law_stepwise_advantage_algebra"),
-    Mutant("6.4", "return R_k - mean.expand_as(group).flatten(1, 2)", "return R_k", "law_stepwise_advantage_algebra"),
+    Mutant("6.4", ".sum(-1, keepdim=True).clamp(min=1)", ".sum(-1, keepdim=True)", "law_stepwise_advantage", where="_average"),
+    Mutant("6.4", "return R_k - _average", "return base - _average", "law_stepwise_advantage_algebra"),
     Mutant(
         "6.4",
-        "present.sum(2, keepdim=True).clamp(min=1)",
-        "(present.sum(2, keepdim=True) - 1).clamp(min=1)",
+        "return R_k - _average(group, present).expand_as(group).flatten(1, 2)",
+        "return R_k",
         "law_stepwise_advantage_algebra",
+    ),
+    Mutant(
+        "6.4",
+        "present.sum(-1, keepdim=True).clamp(min=1)",
+        "(present.sum(-1, keepdim=True) - 1).clamp(min=1)",
+        "law_stepwise_advantage_algebra",
+        where="_average",
     ),
     Mutant(
         "6.4",
@@ -354,17 +359,13 @@ MUTANTS: list[Mutant] = [
         "(x.unflatten(1, (num_generations, -1)).transpose(1, 2) for x in (base, valid))",
         "law_stepwise_groups_stay_apart",
     ),
+    Mutant("6.4", "_average(group, present)", "_average(group)", "law_stepwise_groups_stay_apart"),
     Mutant(
         "6.4",
-        "mean = (group * present).sum(2, keepdim=True)",
-        "mean = group.sum(2, keepdim=True)",
+        "((group - first) * present).sum(-1, keepdim=True)",
+        "((group - first) * present).sum((-2, -1), keepdim=True)",
         "law_stepwise_groups_stay_apart",
-    ),
-    Mutant(
-        "6.4",
-        "mean = (group * present).sum(2, keepdim=True) /",
-        "mean = (group * present).sum((1, 2), keepdim=True) /",
-        "law_stepwise_groups_stay_apart",
+        where="_average",
     ),
     Mutant(
         "6.4",

@@ -25,25 +25,15 @@ MUTANTS: list[Mutant] = [
     Mutant("6.5", "rewards = step_reward * valid", "rewards = step_reward", "law_progress_advantage"),
     Mutant("6.5", "torch.where(following > 0, later, reward)", "later", "law_progress_advantage"),
     Mutant("6.5", "(_from_here_on(rewards) - rewards)", "_from_here_on(rewards)", "law_progress_advantage"),
-    Mutant(
-        "6.5",
-        "count = present.sum(2, keepdim=True).clamp(min=1)",
-        "count = present.sum(2, keepdim=True)",
-        "law_progress_advantage_of_few",
-    ),
-    Mutant(
-        "6.5",
-        "count = present.sum(2, keepdim=True).clamp(min=1)",
-        "count = present.sum(2, keepdim=True).clamp(min=2)",
-        "law_progress_advantage_of_few",
-    ),
-    Mutant("6.5", "(count - 1).clamp(min=1)", "(count - 1)", "law_progress_advantage_of_few"),
-    Mutant("6.5", "(count - 1).clamp(min=1)", "(count - 1).clamp(min=2)", "law_progress_advantage_of_few"),
+    Mutant("6.5", "_average(value, present)", "_average(value)", "law_progress_advantage_of_few"),
+    Mutant("6.5", ".clamp(min=1)\n    return", ".clamp(min=2)\n    return", "law_progress_advantage_of_few", where="_average"),
+    Mutant("6.5", "- 1).clamp(min=1)", "- 1)", "law_progress_advantage_of_few"),
+    Mutant("6.5", "- 1).clamp(min=1)", "- 1).clamp(min=2)", "law_progress_advantage_of_few"),
     Mutant("6.5", "(score * (rank < num_states))", "(score * (rank <= num_states))", "law_progress_advantage"),
     Mutant(
         "6.5",
-        "gap.square().sum(2, keepdim=True) / (count - 1)",
-        "gap.square().sum(2, keepdim=True) / count",
+        "gap.square().sum(2, keepdim=True) / others",
+        "gap.square().sum(2, keepdim=True) / present.sum(2, keepdim=True)",
         "law_methods_of_the_zoo",
     ),
     Mutant("8.14", "Surrogate(anchor.exp() * loss", "Surrogate(ll.exp() * loss", "law_confident_clip"),
@@ -85,9 +75,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "6.6", "logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(0) - (-logits).softmax(0)", "law_softmax_contrast"
     ),
-    Mutant(
-        "6.6", "psi * (group - group.mean(1, keepdim=True))", "(group - group.mean(1, keepdim=True))", "law_softmax_contrast"
-    ),
+    Mutant("6.6", "psi * (group - _average(group))", "(group - _average(group))", "law_softmax_contrast"),
     Mutant(
         "10.1", "credit=P(softmax_contrast, psi=1.0)", "credit=P(softmax_contrast, psi=2.0)", "law_methods", where="row.wd1"
     ),

@@ -367,28 +367,30 @@ MUTANTS = [
     # ----------------------------------------------------------------------------------------------------------- 6 credit
     Mutant(
         "6.1",
-        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group - _average(group)).flatten()",
         "return (group - group.mean(0, keepdim=True)).flatten()",
         "law_advantages",
     ),
     Mutant(
         "6.1",
-        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group - _average(group)).flatten()",
         "return (group - group.mean()).flatten()",
         "law_advantages",
     ),
     Mutant(
         "6.1",
-        "return (group - group.mean(1, keepdim=True)).flatten()",
-        "return (group.mean(1, keepdim=True) - group).flatten()",
+        "return (group - _average(group)).flatten()",
+        "return (_average(group) - group).flatten()",
         "law_leave_one_out_is_unbiased",
     ),
     Mutant(
         "6.1",
-        "return (group - group.mean(1, keepdim=True)).flatten()",
+        "return (group - _average(group)).flatten()",
         "return (group - group.median(1, keepdim=True).values).flatten()",
         "law_advantages_scale",
     ),
+    Mutant("6.3", "= group[..., :1], ", "= 0 * group[..., :1], ", "law_equal_rewards_are_silent", where="_average"),
+    Mutant("6.1", "return first + (", "return (", "law_advantages", where="_average"),
     Mutant("6.1", "if reward.requires_grad:", "if False:", "law_credit_refusals", where="_groups"),
     Mutant(
         "6.1",
