@@ -49,16 +49,27 @@ group_mean = task(
 )
 
 
+def _is_divided(got: Tensor, right: Tensor) -> bool:
+    """All of `got` is one multiple of what is right, to the size of an epsilon."""
+    factor = (got * right).sum() / right.square().sum()
+    return factor > 0 and same(got, factor * right, atol=1e-2)
+
+
 @group_mean.has("each prompt has its own mean")
 def _(answer: Callable) -> str:
     reward = double([1, 0, 0, 3, 5, 5, 8, 2])
     group = reward.view(2, 4)
     other = reward.view(4, 2)
+    got, advice = answer(reward, 4), "Rows g N to g N + N - 1 answer prompt g; "
+    advice += "their means are 1 and 5."
+    spread = group.std(1, keepdim=True)
+    if _is_divided(got.view(2, 4) * spread, group - group.mean(1, True)):
+        advice = "The means are right, but it was divided by the standard deviation."
     demand(
         "rewards 1 0 0 3 and 5 5 8 2, four answers a prompt",
-        answer(reward, 4),
+        got,
         [0, -1, -1, 2, 0, 0, 3, -3],
-        "Rows g N to g N + N - 1 answer prompt g; their means are 1 and 5.",
+        advice,
         the_mean_is_that_of_the_whole_batch=reward - 3,
         the_groups_are_every_second_row=(other - other.mean(0)).flatten(),
         the_groups_have_B_over_N_members=(other - other.mean(1, True)).flatten(),
@@ -72,9 +83,6 @@ def _(answer: Callable) -> str:
             4,
             -4,
         ],
-        it_was_divided_by_the_standard_deviation=(
-            (group - group.mean(1, True)) / group.std(1, keepdim=True)
-        ).flatten(),
     )
     return "1 0 0 3 | 5 5 8 2 gives 0 -1 -1 2 | 0 0 3 -3"
 
@@ -162,6 +170,7 @@ def _(answer: Callable) -> str:
             *(-1.5, 1.5),
             *(-0.5, 0.5),
         ],
+        the_two_epsilons_changed_places=[-1.2, 2.0, -0.5, 0.5],
         nothing_was_clipped=[-2.0, 2.0, -0.5, 0.5],
     )
     return "ratio 2, adv 1, -1: -1.5, 2; ratio 0.5: -0.5, 0.8"
@@ -182,13 +191,13 @@ def _(answer: Callable) -> str:
 @clip.has("beyond the clip the slope is 0, on one side")
 def _(answer: Callable) -> str:
     demand(
-        "ratio 1.6 with adv 2, ratio 0.7 with adv -2, slope",
-        _clip_slopes(answer, [1.6, 0.7], [2.0, -2.0]),
+        "ratio 1.6 with adv 2, ratio 0.4 with adv -2, slope",
+        _clip_slopes(answer, [1.6, 0.4], [2.0, -2.0]),
         [0.0, 0.0],
         "Good answers are not pushed beyond 1 + epsilon_high, bad ones not below "
         "1 - epsilon_low.",
-        nothing_was_clipped=[-3.2, 1.4],
-        the_minimum_was_taken_before_adv=[0.0, 1.4],
+        nothing_was_clipped=[-3.2, 0.8],
+        the_minimum_was_taken_before_adv=[0.0, 0.8],
         the_clipped_ratio_is_data_and_ll_the_score=[-3.0, 1.6],
     )
     demand(
@@ -198,7 +207,7 @@ def _(answer: Callable) -> str:
         "On the other side the ratio passes: the min keeps what is worse.",
         the_clip_acts_whatever_the_sign_of_adv=[0.0, 0.0],
     )
-    return "0 at 1.6 (good), 0.7 (bad); 3.2 at 1.6 (bad), -1.4 at 0.7 (good)"
+    return "0 at 1.6 (good), 0.4 (bad); 3.2 at 1.6 (bad), -1.4 at 0.7 (good)"
 
 
 @clip.has("each side has its epsilon")
@@ -574,6 +583,12 @@ def _(answer: Callable) -> str:
             "expected a finite number. Clamp F to the smallest positive number before "
             "the log."
         )
+    if not bool((got < -80).all()):
+        raise Missed(
+            f"no token below the limit: log F is {fmt(got)}, expected the log of the "
+            f"smallest positive number, {fmt(math.log(torch.finfo(got.dtype).tiny))}. "
+            "F sums the tokens below the limit, and there are none."
+        )
     (grad,) = torch.autograd.grad(got.sum(), logits)
     if not bool((grad == 0).all()):
         raise Missed(
@@ -617,15 +632,27 @@ trust_mask = task(
 )
 
 
+_OR = "what_is_outside_or_moves_away_is_barred:_it_must_be_both"
+
+
+def _four(answer: Callable) -> tuple[Tensor, Tensor, bool]:
+    """Which of four tokens learn, all outside and none; do both show `or` for `and`?"""
+    u, adv = double([0.5, -0.5, 0.5, -0.5]), double([1.0, 1.0, -2.0, -2.0])
+    outside = torch.ones(4, dtype=torch.bool)
+    out, inside = (answer(u, adv, where).long() for where in (outside, ~outside))
+    return out, inside, not out.any() and same(inside, [0, 1, 1, 0])
+
+
 @trust_mask.has("outside, the way out is barred and the way back is open")
 def _(answer: Callable) -> str:
-    u, adv = double([0.5, -0.5, 0.5, -0.5]), double([1.0, 1.0, -2.0, -2.0])
+    got, _, either = _four(answer)
     demand(
         "log-ratio 0.5 -0.5 0.5 -0.5, adv 1 1 -2 -2, all outside",
-        answer(u, adv, torch.ones(4, dtype=torch.bool)).long(),
+        got,
         [0, 1, 1, 0],
         "A good token that has risen is barred, one that has fallen may rise; a "
         "bad one the other way round.",
+        **({_OR: [0, 0, 0, 0]} if either else {}),
         everything_outside_is_barred=[0, 0, 0, 0],
         it_is_the_negation=[1, 0, 0, 1],
         the_sign_of_adv_is_not_used=[0, 1, 0, 1],
@@ -635,12 +662,13 @@ def _(answer: Callable) -> str:
 
 @trust_mask.has("inside, all learn")
 def _(answer: Callable) -> str:
-    u, adv = double([0.5, -0.5, 0.5, -0.5]), double([1.0, 1.0, -2.0, -2.0])
+    _, got, either = _four(answer)
     demand(
         "the same, none outside",
-        answer(u, adv, torch.zeros(4, dtype=torch.bool)).long(),
+        got,
         [1, 1, 1, 1],
         "Inside its trust region nothing is barred.",
+        **({_OR: [0, 1, 1, 0]} if either else {}),
         outside_is_not_used=[0, 1, 1, 0],
     )
     return "1 1 1 1"
@@ -710,6 +738,7 @@ def _(answer: Callable) -> str:
         there_is_no_penalty=[1.0] * 4,
         the_factor_1_half_is_missing=[1.0, 0.0, -1.0, -3.0],
         mu_is_missing_in_the_penalty=[1.0, -0.25, -1.5, -4.0],
+        mu_stands_there_squared=[1.0, 0.8, 0.6, 0.2],
         the_penalty_is_a_reward=[1.0, 1.5, 2.0, 3.0],
     )
     return "mu 0.4, delta 0.15, pi 0.4 0.475 0.55 0.7: w = 1 0.5 0 -1"
@@ -718,14 +747,15 @@ def _(answer: Callable) -> str:
 @drpo_loss.has("the same for bad answers, mirrored")
 def _(answer: Callable) -> str:
     demand(
-        "mu = 0.5, delta = 0.15, adv = -2, pi = 0.35 and 0.2, weight w",
-        _w(answer, [0.5, 0.5], [0.35, 0.2], [-2.0, -2.0]),
+        "mu = 0.6, delta = 0.15, adv = -2, pi = 0.45 and 0.3, weight w",
+        _w(answer, [0.6, 0.6], [0.45, 0.3], [-2.0, -2.0]),
         [0.0, -1.0],
         "The penalty has |adv|: with adv it would push a bad token further away.",
         the_penalty_has_adv_in_the_place_of_its_modulus=[2.0, 3.0],
         the_size_of_adv_is_missing_in_the_penalty=[0.5, 0.0],
+        mu_stands_there_squared=[0.4, -0.2],
     )
-    return "pi 0.35 0.2: w = 0 -1"
+    return "pi 0.45 0.3: w = 0 -1"
 
 
 @drpo_loss.has("rare tokens have room")

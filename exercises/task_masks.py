@@ -110,6 +110,20 @@ def _(answer: Callable) -> str:
     return "n = 3, u = 1/6, 1/2, 5/6 hide 1, 2, 3"
 
 
+@count_form.has("the smallest noises, as in the example")
+def _(answer: Callable) -> str:
+    noise = double([0.75, 0.25, 0.5, 0.01]).expand(1, 2, 4)
+    demand(
+        "keep 1110, u = 1/2 and 1/6, noise 0.75 0.25 0.5 0.01",
+        answer(mask("1110", "1110"), double([[1 / 2, 1 / 6]]), noise)[0][0],
+        mask("0110", "0100"),
+        "Hide the kept positions whose noise is smallest.",
+        argsort_was_taken_once=mask("1010", "0010"),
+        the_largest_noises_were_taken=mask("1010", "1000"),
+    )
+    return "noise 0.75 0.25 0.5: 0110 and 0100"
+
+
 @count_form.has("every set of a size equally often")
 def _(answer: Callable) -> str:
     masked = answer(*in_every_order(0.5))[0][0, :, :3]
@@ -603,7 +617,7 @@ def _(answer: Callable) -> str:
         "Q = 2, t",
         answer(2)[0],
         [(1 - root) / 2, (1 + root) / 2],
-        "The rule of numpy is for (-1, 1): t = (x + 1) / 2.",
+        "The nodes of Gauss-Legendre, moved from (-1, 1): t = (x + 1) / 2.",
         the_nodes_are_those_of_minus_1_to_1=[-root, root],
         the_nodes_stand_at_the_middles_of_Q_intervals=[0.25, 0.75],
     )

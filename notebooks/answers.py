@@ -407,7 +407,7 @@ answer(
     (1 / 4, "Which step is kept after heads, ln 2 or ln 4 nats? And which sign has the derivative of log p(tails) by the logit of heads?"),
     (1 / 2, "That is the score of heads; after heads step 0 is not the most uncertain step."),
 )
-reward, r_hat, lam = (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0), 0.5
+reward, r_hat, lam = (1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), 0.5
 
 
 def second(eta: float) -> float:

@@ -169,8 +169,9 @@ def law_one_long_block_is_the_elbo(alg: ModuleType) -> None:
     for states, domain, strata in itertools.product((1, 3), ("keep", "all"), (False, True)):
         options = {"num_states": states, "domain": domain, "strata": strata}
         blocks, whole = plan_of(alg, rollout, **options), alg.elbo_count_plan(rollout, seeded(1), **options)
-        for name in ("hidden", "scored", "weight", "valid"):
+        for name in ("hidden", "scored", "valid"):
             assert torch.equal(getattr(blocks, name), getattr(whole, name)), name
+        close(blocks.weight, whole.weight, "weight")  # n / l / K is rounded otherwise than n / (K l)
 
 
 @judges("2.8")

@@ -374,7 +374,7 @@ def _():  # position 0 is the coin, position 1 what follows; token 0 is heads
 
 @way("08", "2")
 def _():
-    r_hat, valid = double(1, 1, 0, 0)[None], torch.ones(1, 4, dtype=torch.bool)
+    r_hat, valid = double(0, 1, 0, 0)[None], torch.ones(1, 4, dtype=torch.bool)
     words = {"lam": 0.5, "schedule": "constant", "normalize": True, "center": "rank"}
     adv = alg.stepwise_advantage(double(1, 0, 0, 0), 4, r_hat, valid, 0 * r_hat, **words)
     return adv[0, 1].item()

@@ -169,6 +169,20 @@ WRONG = [
     Wrong("count_form", "keep.sum(-1)", "0 * keep.sum(-1) + 4", "every count from 1 to n", ("yours 1 3 3", "n is L")),
     Wrong("count_form", "(len(u) * count)", "count", "weight n / (K l)", ("yours 3 1.5 1, expected 1.5 0.75 0.5", "1/K")),
     Wrong(
+        "count_form",
+        ".argsort(-1).argsort(-1)",
+        ".argsort(-1)",
+        "the smallest noises, as in the example",
+        ("yours 1010 0010", "argsort was taken once"),
+    ),
+    Wrong(
+        "count_form",
+        "noise.masked_fill",
+        "(-noise).masked_fill",
+        "the smallest noises, as in the example",
+        ("yours 1010 1000", "largest noises"),
+    ),
+    Wrong(
         "count_form", "masked_fill(~keep, torch.inf)", "clone()", "hides kept positions only", ("expected 3 3", "takes a place")
     ),
     Wrong(
@@ -224,6 +238,23 @@ WRONG = [
         ("changed places",),
     ),
     Wrong(
+        "clip",
+        "clamp(1 - epsilon_low, 1 + epsilon_high)",
+        "clamp(1 - epsilon_high, 1 + epsilon_low)",
+        "the value",
+        ("yours -1.2 2 -0.5 0.5", "changed places"),
+    ),
+    *(
+        Wrong(
+            "group_mean",
+            "(group - group.mean(1, keepdim=True))",
+            f"((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True{more}))",
+            "each prompt has its own mean",
+            ("The means are right, but it was divided by the standard deviation",),
+        )
+        for more in (")", ") + 1e-4", ", correction=0)")
+    ),
+    Wrong(
         "mean_field",
         "torch.ones_like(keep)",
         "keep",
@@ -266,6 +297,7 @@ WRONG = [
         ("no gradient",),
     ),
     Wrong("nodes", "(x + 1) / 2", "x", "nodes in (0, 1)", ("yours -0.5774 0.5774, expected 0.2113 0.7887", "minus 1 to 1")),
+    Wrong("nodes", "(x + 1) / 2", "(numpy.arange(num_nodes) + 0.5) / num_nodes", "nodes in (0, 1)", ("the middles of Q",)),
     Wrong("nodes", "(w / 2)", "(w)", "weights sum to 1", ("yours 0.5556 0.8889 0.5556", "minus 1 to 1")),
     Wrong("nodes", "(w / 2)", "(0 * w + 1 / num_nodes)", "weights sum to 1", ("all weights are equal",)),
     Wrong("sdmc", " & keep", "", "hidden where noise < t", ("yours 1001 1101, expected 1000 1100", "after EOS")),
@@ -398,6 +430,13 @@ WRONG = [
         ("at the sampling temperature",),
     ),
     Wrong("passed_over", " & later)", ")", "ties", ("yours 50 50, expected 20 50", "always lose")),
+    Wrong(
+        "passed_over",
+        "(confidence < limit)",
+        "(confidence > limit)",
+        "finite where F is 0",
+        ("log F is 0, expected the log of the smallest positive number, -708.4",),
+    ),
     Wrong("passed_over", ".clamp(min=torch.finfo(F.dtype).tiny)", "", "finite where F is 0", ("log F is -inf", "Clamp")),
     Wrong(
         "trust_mask",
@@ -414,6 +453,14 @@ WRONG = [
         ("everything outside",),
     ),
     Wrong("trust_mask", "~(outside & away)", "~away", "inside, all learn", ("yours 0 1 1 0", "outside is not used")),
+    *(
+        Wrong("trust_mask", "outside & away", "outside | away", title, ("outside or moves away is barred",))
+        for title in ("outside, the way out is barred and the way back is open", "inside, all learn")
+    ),
+    *(
+        Wrong("drpo_loss", "(ratio - 1)", "mu * (ratio - 1)", title, ("mu stands there squared",))
+        for title in ("0 at the boundary, turned back beyond", "the same for bad answers, mirrored", "rare tokens have room")
+    ),
     Wrong("drpo_loss", "adv.abs()", "adv", "the same for bad answers, mirrored", ("yours 2 3, expected 0 -1", "modulus")),
     Wrong("drpo_loss", " * mu", "", "rare tokens have room", ("yours -19, expected 0.8", "SPO")),
     Wrong("drpo_loss", "mu * ", "", "0 at the boundary, turned back beyond", ("yours 1 -0.25 -1.5 -4", "mu is missing")),
