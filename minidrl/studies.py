@@ -63,6 +63,8 @@ MEANS = {
 }
 # What tells the cells of a line apart, and where a study says it.
 OF_A_CELL = {"seed": "seeds", "optimizer.learning_rate": "rates", "num_iterations": "updates"}
+# Keys of a study that change no call of a step.
+_OF_NO_STEP = ("rates", "rate_of", "seeds", "first_seed", "choose", "steps_of", "hours")
 # What changes no number of a run beyond rounding.
 _FREE = ("threads", "device", "save_every", "micro_batch", "compile", "tensorboard")
 
@@ -97,6 +99,8 @@ class Study:
     first_seed the first of them
     equal      ``updates``: every cell has the config's ``steps``. ``calls``: every method has as
                many as it takes to make the network calls of the first one, by a trial step
+    steps_of   the steps of those methods, by label, for which a trial found them before: cells stay
+               the same when a version makes other calls. Given by hand, other settings leave it out
     hours      the grid is refused where the first cells say that it will need more
     """
 
@@ -110,6 +114,7 @@ class Study:
     first_seed: int = 0
     choose: Choice = field(default_factory=Choice)
     equal: str = "updates"
+    steps_of: dict = field(default_factory=dict)
     hours: float = 8.0
 
     def __post_init__(self):
@@ -127,12 +132,13 @@ class Study:
         for label, how in self.methods.items():
             _refuse_own_keys(f"methods.{label}", how)
         self._check_rates()
-        _all_numbers("updates", self.updates, lambda x: type(x) is int and x > 0, "whole, from 1")
+        _all_numbers("updates", self.updates, _from_1, "whole, from 1")
         for name, low in {"seeds": 1, "first_seed": 0, "hours": 0}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name}: got {getattr(self, name)}; allowed from {low}")
         if self.equal not in EQUAL:
             raise ValueError(f"equal: got {self.equal!r}; allowed {', '.join(EQUAL)}")
+        self._check_steps()
         if (cells := self.size()) > MOST_CELLS:
             got = f"{self.seeds}, {self.choose.seeds} in choose: {cells} runs"
             raise ValueError(f"seeds: got {got}; allowed up to {MOST_CELLS} runs")
@@ -150,6 +156,17 @@ class Study:
         if len(set(map(rate_text, self.rates))) < len(self.rates):  # they name cells
             allowed = "numbers that differ in their first digits"
             raise ValueError(f"rates: got {brief(self.rates)}; allowed {allowed}")
+
+    def _check_steps(self) -> None:
+        if stray := [label for label in self.steps_of if label not in self.methods]:
+            raise ValueError(f"steps_of: got {brief(stray[0])}; allowed {', '.join(self.methods)}")
+        if self.steps_of and (self.equal != "calls" or len(self.updates) > 1):
+            got = f"steps with equal {self.equal}, updates {brief(self.updates)}"
+            raise ValueError(
+                f"steps_of: got {got}; allowed with equal calls, one number of updates"
+            )
+        for label, steps in self.steps_of.items():
+            _all_numbers(f"steps_of.{label}", [steps], _from_1, "whole, from 1")
 
     def rates_of(self, label: str) -> list[float]:
         """The rates of which one is chosen for a method; where it is one, nothing is."""
@@ -171,6 +188,10 @@ class Study:
 
 def _above_0(number: Any) -> bool:
     return isinstance(number, float) and number > 0
+
+
+def _from_1(number: Any) -> bool:
+    return type(number) is int and number > 0
 
 
 def _refuse_own_keys(key: str, settings: dict) -> None:
@@ -237,6 +258,8 @@ def study_of(
             data["choose"] = _section(data, "choose") | {key.removeprefix("choose."): value}
         else:
             data["settings"] = _section(data, "settings") | {key.removeprefix("settings."): value}
+    if any(key not in _OF_NO_STEP and not key.startswith("choose.") for key in overrides):
+        data["steps_of"] = {}  # they were found with other settings
     if isinstance(data["methods"], list):
         if not all(isinstance(label, str) for label in data["methods"]):
             raise ValueError(f"methods: got {brief(data['methods'])}; allowed a list of names")
@@ -247,13 +270,15 @@ def study_of(
         if names:
             _refuse_twice(names)
             data["methods"] = {label: data["methods"].get(label, {}) for label in names}
-            own = _section(data, "rate_of")
-            data["rate_of"] = {label: own[label] for label in names if label in own}
+            for section in ("rate_of", "steps_of"):
+                own = _section(data, section)
+                data[section] = {label: own[label] for label in names if label in own}
     if isinstance(data.get("rates"), list):  # YAML reads 3e-4 as a string
         data["rates"] = [_number(rate) for rate in data["rates"]]
     own = {} if "rates" in overrides else _section(data, "rate_of")
     data["rate_of"] = {label: _number(rate) for label, rate in own.items()}
-    _section(data, "choose"), _section(data, "settings")
+    for section in ("choose", "settings", "steps_of"):
+        _section(data, section)
     study = config.from_dict(Study, data)
     config.check_path("config", study.config)
     return dataclasses.replace(study, config=str((path.parent / study.config).resolve()))
@@ -367,13 +392,18 @@ class Grid:
         return Cell(self.name, stage, label, settings, imitates)
 
     def _equalize(self) -> None:
-        """Steps for each line that make the network calls of the first one: a trial step each."""
+        """Steps for each line that make the network calls of the first one: a trial step each,
+        where the study does not say them."""
+        lines, known = self.lines(), self.study.steps_of
+        self.steps = {line: known[line[0]] for line in lines if line[0] in known}
+        if len(self.steps) == len(lines):
+            return
         budget = None
-        for line in self.lines():
+        for line in lines:
             cell = self._first(line, FIRST_CHOICE)
             calls = sum(_calls(_learner(cell)(cell.settings).step(0)).values())
             budget = budget or calls * cell.settings.steps
-            self.steps[line] = max(1, round(budget / calls))
+            self.steps.setdefault(line, max(1, round(budget / calls)))
 
 
 def chosen(study: Study, rows: Sequence[dict]) -> dict[tuple[str, int], float]:
@@ -668,4 +698,4 @@ def rehearsed(study: Study) -> Study:
     small = {"steps": 1, "num_prompts": 2, "num_generations": 2}
     small |= {"evaluate.n": 4, "evaluate.every": 0}
     how = {"settings": study.settings | small, "rates": study.rates[:1], "seeds": 2, "hours": 1.0}
-    return dataclasses.replace(study, **how)
+    return dataclasses.replace(study, **how, steps_of={})

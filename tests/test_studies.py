@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import itertools
 import os
 import signal
@@ -171,6 +172,28 @@ def test_equal_calls(folder):
         forward = row["network_calls/rollout"] + row.get("network_calls/scoring", 0)
         spent.append(cell.settings.steps * (forward + 3 * row["network_calls/update"]))
     assert abs(spent[0] - spent[1]) <= 0.5 * spent[1] / mean_field.settings.steps + 1, "as near as whole steps come"
+
+
+def test_steps_that_a_trial_once_found_are_kept_and_other_settings_ask_for_a_new_one(folder, monkeypatch):
+    def no_trial(*_):
+        raise AssertionError("a trial step")
+
+    given = {"config": "run.yaml", "methods": ["reinforce", "drpo"], "rates": [1e-4], "equal": "calls"}
+    given |= {"steps_of": {"reinforce": 20, "drpo": 31}}
+    asked = functools.partial(studies.study_of, folder / "study.yaml", given)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.Learner, "step", no_trial)
+        grid = studies.Grid("trial", asked({"seeds": "3", "rates": "[5e-4]"}))
+        assert {cell.label: cell.settings.steps for cell in grid.reports(dict.fromkeys(grid.lines(), 1e-4))} == given[
+            "steps_of"
+        ]
+        assert studies.Grid("trial", asked({}, ["drpo"])).steps == {("drpo", 1): 31}
+        for other in ({"num_prompts": 2}, {"settings.num_prompts": 2}, {}):
+            more = None if other else ["reinforce", "ppo"]
+            with pytest.raises(AssertionError, match="a trial step"):
+                studies.Grid("trial", asked(other, more))
+    assert studies.Grid("trial", asked({"equal": "updates"})).steps == {}
+    assert not studies.rehearsed(asked({})).steps_of
 
 
 AT_ONE_RATE = {"arcs", "nodes"}  # the question is what the plan changes and nothing else
@@ -482,6 +505,10 @@ BAD = {
     "rate_of: got [1]; allowed a section": {"rate_of": [1]},
     "rate_of.drpo: got ['much']; allowed different numbers, each above 0": {"rate_of": {"drpo": "much"}},
     "rates: got []; allowed different numbers, each above 0": {"rates": [], "rate_of": {"drpo": 1e-3}},
+    "steps_of: got 'ppo'; allowed reinforce, drpo": {"steps_of": {"ppo": 3}, "equal": "calls"},
+    "steps_of: got [1]; allowed a section": {"steps_of": [1], "equal": "calls"},
+    "steps_of.drpo: got [0]; allowed different numbers, each whole, from 1": {"steps_of": {"drpo": 0}, "equal": "calls"},
+    "steps_of: got steps with equal updates, updates [1]; allowed with equal calls": {"steps_of": {"drpo": 3}},
     "first_seed: got -1; allowed from 0": {"first_seed": -1},
     "first_seed: got seeds up to 1001; allowed below 1000, where those of the choice begin": {"first_seed": 1000},
 }
