@@ -184,3 +184,13 @@ def test_the_files_own_task_keeps_its_settings(capfd):
     assert capfd.readouterr().err == ""
     with pytest.raises(ValueError, match="^task.name: got 'chess'; allowed countdown, sudoku"):
         config.load(config.Train, file, {"task.name": "chess"})
+
+
+@pytest.mark.parametrize("kind, key, most", [
+    (config.Network, "num_hidden_layers", 1024),
+    (config.Lora, "rank", 65536),
+])  # fmt: skip
+def test_a_bound_is_allowed_and_one_more_is_not(kind, key, most):
+    assert getattr(kind(**{key: most}), key) == most
+    with pytest.raises(ValueError, match=f"{key}: got {most + 1}; allowed up to {most}$"):
+        kind(**{key: most + 1})
