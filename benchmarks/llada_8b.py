@@ -303,14 +303,15 @@ def filled(name: str, size: torch.Size, block: torch.Tensor) -> torch.Tensor:
 def reduced(raw: dict, folder: Path, device: str) -> config.Train:
     """The recipe's step in its smallest form: adapters of rank 8, a prompt of 4 tokens, 2 responses of 8 in 2 steps, 2 updates.
 
-    The row's 3 masked states and gradient checkpointing stay, and where the recipe has no adapters, there are none.
+    The row's 3 masked states and gradient checkpointing stay, and where the recipe has no adapters, there are none. Two
+    passes are made, so that scoring is measured, too.
     """
     recipe = config.load(config.Train, MIDDLE if raw["model_type"] == "a2d-qwen3" else RECIPE)
     recipe = dataclasses.replace(recipe, device=device)
     own = raw.get("block_size")
     attention = {"block_length": own, "attention": "block_causal"} if own else {"block_length": 8}
     decoding = dataclasses.replace(recipe.sampler, length=8, tokens_per_step=4, **attention)
-    small = {"num_prompts": 1, "num_generations": 2, "num_iterations": 2, "micro_batch": 6}
+    small = {"num_prompts": 1, "num_generations": 2, "num_iterations": 2, "micro_batch": 6, "one_pass": False}
     lora = dataclasses.replace(recipe.lora, rank=min(8, recipe.lora.rank))
     return dataclasses.replace(recipe, model=str(folder), task=Words(4), sampler=decoding, lora=lora, **small)
 

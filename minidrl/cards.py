@@ -303,8 +303,9 @@ def states(method: Method) -> str:
 def calls(method: Method) -> dict[str, dict[str, str]]:
     """Forwards a response costs at one update a rollout, and at n > 1, phase by phase.
 
-    Of a response that never ends early; K of them a plan (``states``). As the trainer does it:
-    passes that it skips are 0; pass 2 leaves out states whose gradient is 0, so that K is the most.
+    Of a response that never ends early; K of them a plan (``states``). As the trainer does it in
+    two passes (``one_pass`` leaves pass 1 out): passes that it skips are 0; pass 2 leaves out
+    states whose gradient is 0, so that K is the most.
     """
     return {"1 update": _calls(method, "1"), "n updates": _calls(method, "n")}
 

@@ -218,9 +218,10 @@ class Train:
     only (QLoRA); ``gradient_checkpointing``: the activations of a layer are computed again in the
     backward pass; ``micro_batch`` sequences go through the network at a time.
 
-    Speed: ``one_pass``: an update whose masked states fit one micro-batch computes them once, with
-    their graph, where it would make two passes (minidrl/gradient.py). A first pass is then neither
-    made nor counted as network calls, so that what is counted depends on ``micro_batch``.
+    Speed: ``one_pass``: an update whose masked states fit one micro-batch, in one process, computes
+    them once, with their graph, where it would make two passes (minidrl/gradient.py). A first pass
+    is then neither made nor counted as network calls, so that what is counted depends on
+    ``micro_batch``; the cells of a study make two passes unless they say otherwise.
     ``matmul_precision``, in the words of torch.set_float32_matmul_precision, is that of
     float32 products. With high a GPU may round their factors to 10 bits after the point
     (TensorFloat-32); without, float32 runs beside its tensor cores.
@@ -243,7 +244,7 @@ class Train:
     num_generations: int = 12
     num_iterations: int = 1
     micro_batch: int = 128
-    one_pass: bool = False
+    one_pass: bool = True
     filter_groups: bool = False
     rollout_dtype: str = "float32"
     seed: int = 0

@@ -121,7 +121,7 @@ def check_settings(settings: Any) -> None:
     count, prompts = num_processes(), settings.num_prompts
     if prompts % count:
         raise ValueError(f"num_prompts: got {prompts}; allowed multiples of the {count} processes")
-    for key in ("compile", "quantize", "one_pass"):
+    for key in ("compile", "quantize"):
         if getattr(settings, key) and count > 1:
             got = f"True with {count} processes"
             raise ValueError(f"{key}: got {got}; allowed False, or one process")

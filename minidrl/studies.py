@@ -66,7 +66,7 @@ OF_A_CELL = {"seed": "seeds", "optimizer.learning_rate": "rates", "num_iteration
 # Keys of a study that change no call of a step.
 _OF_NO_STEP = ("rates", "rate_of", "seeds", "first_seed", "choose", "steps_of", "hours")
 # What changes no number of a run beyond rounding.
-_FREE = ("threads", "device", "save_every", "micro_batch", "compile", "tensorboard")
+_FREE = ("threads", "device", "save_every", "micro_batch", "compile", "tensorboard", "one_pass")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +231,7 @@ class Cell:
         a line of the ledger stays valid when a later version adds a setting."""
         plain = config.without_defaults(self.settings)
         kept = {key: value for key, value in plain.items() if key not in (*_FREE, "model")}
+        kept |= {"one_pass": True} if self.settings.one_pass else {}  # not the default of a cell
         return _short_hash(json.dumps([kept, self.imitates], sort_keys=True).encode())
 
 
@@ -374,7 +375,8 @@ class Grid:
 
     def _cell(self, stage: str, label: str, updates: int, rate: float, seed: int) -> Cell:
         s = self.study
-        keys = {"method": label} | s.settings | s.methods[label]
+        # Two passes, so that calls do not depend on the micro-batch.
+        keys = {"method": label, "one_pass": False} | s.settings | s.methods[label]
         imitates = keys["method"] == SELF_TRAINING
         if imitates:
             keys |= {"method": "reinforce", "method_options": {}}

@@ -573,7 +573,8 @@ class Learner:
         return row | self._penalty(rollout, plan, against(feature), ref, feature), ll
 
     def _in_one_pass(self, plan: Plan) -> bool:
-        return self.settings.one_pass and plan.network_calls <= self.settings.micro_batch
+        alone = distributed.num_processes() == 1
+        return self.settings.one_pass and alone and plan.network_calls <= self.settings.micro_batch
 
     def _no_update(self, clock: Clock) -> dict:
         # Nothing to learn from: weights and optimiser stay, the schedule goes on, as when resumed.

@@ -448,7 +448,6 @@ COMMANDS = {
     "groups": ("train", "FOLDER/config.yaml", "--num_prompts", "3", "--out", "FOLDER/refused"),
     "twice": ("train", "FOLDER/config.yaml", "--out", "FOLDER/stabledrl-1"),
     "compile": ("train", "FOLDER/config.yaml", "--out", "FOLDER/refused", "--compile", "true"),
-    "one pass": ("train", "FOLDER/config.yaml", "--out", "FOLDER/refused", "--one_pass", "true"),
     "compute": ("train", "FOLDER/config.yaml", "--out", "FOLDER/refused", "--compute_dtype", "bfloat16"),
     "evaluate": ("evaluate", "FOLDER/base"),
 }
@@ -695,7 +694,6 @@ def test_a_failure_in_one_process_stops_all_and_leaves_a_dump(pair, single):
     ("groups", "num_prompts: got 3; allowed multiples of the 2 processes"),
     ("twice", "which already holds a run"),
     ("compile", "compile: got True with 2 processes"),
-    ("one pass", "one_pass: got True with 2 processes; allowed False, or one process"),
     ("compute", "compute_dtype: got 'bfloat16' with dtype stored; allowed weights, or dtype float32"),
     ("evaluate", "evaluate: got 2 processes; allowed 1"),
 ])  # fmt: skip

@@ -173,6 +173,7 @@ def settings(model: Path | str = "", **changes) -> config.Train:
     """A run of two steps with two updates each."""
     method = changes.get("method", "reinforce")
     words = {"steps": 2, "num_prompts": GROUPS, "num_generations": GENERATIONS, "num_iterations": 2, "task": TASK}
+    words["one_pass"] = False  # two passes, where a test does not ask for one
     words |= {"optimizer": config.Optimizer(learning_rate=1e-3), "evaluate": config.Evaluation(n=4)}
     words["sampler"] = sampler_of(method)
     if method in methods.METHODS:
