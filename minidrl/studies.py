@@ -146,9 +146,12 @@ class Study:
             allowed = f"below {FIRST_CHOICE}, where those of the choice begin"
             raise ValueError(f"first_seed: got seeds up to {after - 1}; allowed {allowed}")
 
+    def _refuse_strays(self, key: str) -> None:
+        if stray := [label for label in getattr(self, key) if label not in self.methods]:
+            raise ValueError(f"{key}: got {brief(stray[0])}; allowed {', '.join(self.methods)}")
+
     def _check_rates(self) -> None:
-        if stray := [label for label in self.rate_of if label not in self.methods]:
-            raise ValueError(f"rate_of: got {brief(stray[0])}; allowed {', '.join(self.methods)}")
+        self._refuse_strays("rate_of")
         for label, rate in self.rate_of.items():
             _all_numbers(f"rate_of.{label}", [rate], _above_0, "above 0")
         if self.rates or self.rate_of.keys() != self.methods.keys():
@@ -158,8 +161,7 @@ class Study:
             raise ValueError(f"rates: got {brief(self.rates)}; allowed {allowed}")
 
     def _check_steps(self) -> None:
-        if stray := [label for label in self.steps_of if label not in self.methods]:
-            raise ValueError(f"steps_of: got {brief(stray[0])}; allowed {', '.join(self.methods)}")
+        self._refuse_strays("steps_of")
         if self.steps_of and (self.equal != "calls" or len(self.updates) > 1):
             got = f"steps with equal {self.equal}, updates {brief(self.updates)}"
             raise ValueError(
@@ -402,6 +404,8 @@ class Grid:
             return
         budget = None
         for line in lines:
+            if budget and line in self.steps:
+                continue
             cell = self._first(line, FIRST_CHOICE)
             calls = sum(_calls(_learner(cell)(cell.settings).step(0)).values())
             budget = budget or calls * cell.settings.steps
