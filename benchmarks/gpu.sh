@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU, in stages of at most 8 minutes, each complete in itself. It has been rehearsed on a CPU; nobody
-# has run it on a GPU yet.
+# What has to be seen on a GPU, in stages of at most 8 minutes, each complete in itself. It is rehearsed on a CPU; what has been
+# run on a GPU so far lies in benchmarks/results/gpu.
 #
 #   benchmarks/gpu.sh [--device cuda] [--out DIR] [--tiny] [STAGE ...]      default: all stages, in this order
 #
@@ -9,8 +9,9 @@
 #   run       countdown_gpu.yaml, 150 of its 1,000 steps, on that base, or on one of 1,000 steps if there is none yet
 #   sampler   forwards, rollouts and an RL step of the 11 M network against their floors: as they are, and compiled
 #   llada     an RL step at the shape of LLaDA-8B with random weights: predicted, and measured
+#   shapes    a reduced step of the other models at full size, from files: predicted, and measured
 #   caches    sampler.cache prefix and dual: seconds, and KL to the network's own policy
-#   memory    bytes as predicted, and as counted after the first step of a run
+#   memory    an RL step of every row: seconds, bytes as predicted and as counted
 #
 # A stage writes DIR/STAGE.txt: date, device, versions, commands, what they printed, exit status. DIR, seen from the repository,
 # is benchmarks/results/gpu, to be committed; weights and logs of runs go to runs/gpu. A stage that fails does not stop the
@@ -19,7 +20,7 @@
 set -eu
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-stages="tests base run sampler llada caches memory"
+stages="tests base run sampler llada shapes caches memory"
 limit=480 # seconds of a stage
 
 device=cuda out=benchmarks/results/gpu tiny= chosen=
@@ -41,22 +42,22 @@ done
 
 python=${PYTHON:-}
 [ -n "$python" ] || { python=.venv/bin/python; [ -x "$python" ] || python=python; }
-export PYTHONPATH=$root MINIDRL_DEVICE=$device TQDM_DISABLE=1
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} MINIDRL_DEVICE=$device TQDM_DISABLE=1
 mkdir -p "$out"
 
 # Sizes: those of the configs but for the steps, or the smallest that there are.
 runs=runs/gpu
 pretrain="--steps 4000 --optimizer.warmup 50 --save_every 500" short="--steps 1000 --optimizer.warmup 50"
-train="--steps 150 --evaluate.every 50" first="--steps 1"
+train="--steps 150 --evaluate.every 50"
 speed="--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml" compile=--compile
-shape=8b blocks=
+shape=8b shapes="a2d-0.6b sdar-1.7b sdar-4b sdar-8b dream-7b" blocks= rows=all
 if [ -n "$tiny" ]; then
   runs=$out/runs
   small="--network.hidden_size 16 --network.num_hidden_layers 1 --network.num_attention_heads 2 --network.intermediate_size 16"
   pretrain="--steps 2 --batch_size 4 --evaluate.n 2 --compile false $small" short=$pretrain
-  train="--steps 1 --num_prompts 2 --num_generations 2 --evaluate.n 2 --compile false" first=$train
+  train="--steps 1 --num_prompts 2 --num_generations 2 --evaluate.n 2 --compile false"
   speed="--quick --threads 1 --steps 2 --config tiny_configs/countdown_cpu.yaml" compile=
-  shape=tiny blocks="--rows 8 --repeats 1 --puzzles 1"
+  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1 --puzzles 1" rows=reinforce,gdpo
 fi
 base_config=tiny_configs/countdown_gpu_base.yaml run_config=tiny_configs/countdown_gpu.yaml
 
@@ -86,14 +87,10 @@ commands_of() {
     llada)
       [ -n "$tiny" ] || echo "$python benchmarks/llada_8b.py --predict"
       echo "$python benchmarks/llada_8b.py --device $device --shape $shape" ;;
+    shapes) for one in $shapes; do echo "$python benchmarks/llada_8b.py --device $device --shape $one --reduced"; done ;;
     caches) echo "$python benchmarks/block_generation.py --device $device $blocks" ;;
     memory)
-      random="--steps 1 --batch_size 8 --evaluate.n 8 --compile false ${small:-}"
-      run="$run_config --device $device --model $runs/random_base $first --compile false --evaluate.n 8"
-      echo "rm -rf $runs/random_base $runs/first_step"
-      echo "$python -m minidrl pretrain $base_config --device $device --out $runs/random_base $random"
-      echo "$python -m minidrl memory $run"
-      echo "$python -m minidrl train $run --out $runs/first_step" ;;
+      echo "$python benchmarks/speed.py --device $device $speed --steps 2 --methods $rows" ;;
   esac
 }
 

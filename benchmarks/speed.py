@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
-from minidrl import checkpoints, config, denoiser, methods, sampler, tables, trainer
+from minidrl import checkpoints, config, denoiser, memory, methods, sampler, tables, trainer
 from minidrl.tasks.countdown import tokenizer
 
 
@@ -129,11 +129,18 @@ def sampler_row(learner: trainer.Learner, rate: float, order: str, count: int, r
 
 
 def step_row(learner: trainer.Learner, rate: float, steps: int) -> dict:
-    """An RL step of the config: rollout, scoring, update."""
+    """An RL step of the config: rollout, scoring, update; on a GPU also its peak, predicted and counted."""
+    gpu = learner.model.device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
     rows = [learner.step(i) for i in range(steps)][1:]
     floor = statistics.median(needed_flops(learner, r) for r in rows) / rate
     took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
-    return table_row(f"RL step, {learner.method.name}", took, floor)
+    row = table_row(f"RL step, {learner.method.name}", took, floor)
+    if gpu:
+        row["predicted, GB"] = memory.peak(memory.predicted_memory(learner.settings)) / 1e9
+        row["counted, GB"] = memory.measured(learner.model.device) / 1e9
+    return row
 
 
 def needed_flops(learner: trainer.Learner, row: dict) -> float:
@@ -216,7 +223,8 @@ def measure(arguments: argparse.Namespace) -> None:
         rows = forward_rows(learner, machine_rate(device, arguments.quick), count, repeats)
         rows += [sampler_row(learner, machine_rate(device, arguments.quick), order, count, repeats) for order in sampler.ORDERS]
         rows.append(step_row(learner, machine_rate(device, arguments.quick), steps))
-    print(tables.markdown_table(rows, ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor")))
+    columns = ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor", "predicted, GB", "counted, GB")
+    print(tables.markdown_table(rows, columns if device.type == "cuda" else columns[:5]))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,8 @@ class Pretrain:
 
     ``stop_after`` ends the training before its schedule of ``steps`` has run out (0: not):
     reinforcement learning needs a base that can still learn. ``matmul_precision`` as in ``Train``.
+    ``workers``: processes that make the demonstrations of the next steps (0: none, each step makes
+    its own), for a GPU, which learns faster than one process can draw; the numbers are the same.
     """
 
     task: Task = field(default_factory=_default_task)
@@ -178,6 +180,7 @@ class Pretrain:
     seed: int = 0
     device: str = "cpu"
     threads: int = 0
+    workers: int = 0
     matmul_precision: str = "highest"
     compile: bool = False
 
@@ -185,11 +188,12 @@ class Pretrain:
         if not hasattr(self.task, "demonstrations"):
             got = f"{self.task.name!r}, which has no demonstrations"
             raise ValueError(f"task.name: got {got}; allowed a task that has (minidrl/tasks)")
-        _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0)
+        _at_least(self, "", steps=1, stop_after=0, batch_size=1, save_every=0, threads=0, workers=0)
         if self.stop_after > self.steps:
             allowed = f"up to steps ({self.steps}), or 0 for all of them"
             raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
         _at_most("batch_size", self.batch_size, MOST)
+        _at_most("workers", self.workers, MOST_THREADS)
         _check_machine(self.device, self.threads)
         _one_of("matmul_precision", self.matmul_precision, *_PRECISIONS)
         check_length(self.task, self.sampler.length)

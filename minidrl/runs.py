@@ -300,7 +300,7 @@ def write_config(out: Path, settings: Any) -> None:
 
 # What may differ when a run is continued: how long, how observed, on what machine.
 _FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
-_FREE_ON_RESUME += ("device", "threads", "compile", "tensorboard")
+_FREE_ON_RESUME += ("device", "threads", "workers", "compile", "tensorboard")
 
 
 def write_summary(out: Path, summary: dict) -> dict:

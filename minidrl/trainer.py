@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
@@ -878,13 +880,14 @@ def _pretrain(
         runs.save_checkpoint(out / f"{name}-{step}", model, tok, optimizer, reached)
         return out / f"{name}-{step}"
 
+    batches = demonstration_rollouts(settings, tok, steps)
     bar = tqdm(steps, desc="pretrain", initial=state["step"], total=last, mininterval=2)
     for step in bar:
         if signal := asked():
             bar.close()
             save(step)
             raise stopped(signal, out, step, last)
-        problems, rollout = demonstration_rollout(settings, tok, step)
+        problems, rollout = next(batches)
         lr = learning_rate(settings.optimizer, step, settings.steps)
         with _undone(model, optimizer, may_overflow(settings.optimizer)) as failed:
             loss = elbo_loss(network, rollout, settings, step)
@@ -920,24 +923,53 @@ def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:
     return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device)
 
 
-def demonstration_rollout(
-    settings: config.Pretrain, tok: Any, step: int
-) -> tuple[Sequence[Problem], Rollout]:
-    """Problems of the pre-training split, and a demonstration of each, for the plans of the ELBO:
-    in the shape of a Rollout."""
-    task, rng = (
-        settings.task,
-        np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations")),
+@dataclasses.dataclass(frozen=True)
+class Demonstrations:
+    """What step ``i`` of a pre-training learns from, item ``i``: problems of the pre-training
+    split, their prompts and mask, and a response to each; in main memory."""
+
+    settings: config.Pretrain
+    tok: Any
+
+    def __getitem__(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
+        settings, task = self.settings, self.settings.task
+        rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
+        problems = task.problems(settings.batch_size, rng, "pretrain")
+        where = (task.prompt_length, "cpu", task.prompt_format)
+        prompt, prompt_mask = encode_prompts(self.tok, problems, *where)
+        texts = task.demonstrations(problems, rng, step / settings.steps)
+        response = encode_responses(self.tok, texts, settings.sampler.length)
+        return problems, prompt, prompt_mask, response
+
+
+def _leave_interrupts(_: int) -> None:
+    # Ctrl-C reaches every process of a terminal; what follows from it is for the first to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def demonstration_rollouts(
+    settings: config.Pretrain, tok: Any, steps: Sequence[int]
+) -> Iterator[tuple[Sequence[Problem], Rollout]]:
+    """The problems of each step, and their demonstrations in the shape of a Rollout.
+
+    ``workers`` processes make them ahead: a GPU learns from a batch sooner than one process makes
+    the next. Which numbers are drawn depends on the step alone.
+    """
+    items = DataLoader(
+        Demonstrations(settings, tok),
+        batch_size=None,
+        sampler=steps,
+        collate_fn=tuple,
+        num_workers=settings.workers,
+        # A forked process would hold the run's lock after the run's death.
+        multiprocessing_context="spawn" if settings.workers else None,
+        worker_init_fn=_leave_interrupts,
+        generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    problems = task.problems(settings.batch_size, rng, "pretrain")
-    where = (task.prompt_length, settings.device, task.prompt_format)
-    prompt, prompt_mask = encode_prompts(tok, problems, *where)
-    texts = task.demonstrations(problems, rng, step / settings.steps)
-    response = encode_responses(tok, texts, settings.sampler.length).to(settings.device)
-    nothing, keep = torch.full_like(response, -1), torch.ones_like(response, dtype=torch.bool)
-    logp = torch.zeros_like(response, dtype=torch.float32)
-    rollout = Rollout(prompt, prompt_mask, response, keep, nothing, logp, 1, settings.sampler)
-    return problems, rollout
+    for problems, *tensors in items:
+        prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
+        words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
+        yield problems, Rollout.of(response, **words)
 
 
 def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:

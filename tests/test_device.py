@@ -82,7 +82,7 @@ def test_the_gradient_is_that_of_a_cpu(method, base):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(learner, "collect", lambda step, clock, made=experience: made)
             patch.setattr(
-                trainer, "optimizer_step", lambda model, *_: found.setdefault(len(found), tiny.gradient(model)).norm()
+                trainer, "optimizer_step", lambda model, *_: float(found.setdefault(len(found), tiny.gradient(model)).norm())
             )
             learner.step(0)
     one, other = (gradient.cpu() for gradient in found.values())
@@ -168,16 +168,16 @@ def test_a_compiled_run_learns_as_the_plain_one(base, tmp_path, monkeypatch):
 @on_a_gpu
 @torch.no_grad()
 def test_a_cuda_graph_of_a_forward_repeats_it_on_other_tokens():
-    """Without padding: a mask is looked at on the host, which a graph cannot do."""
+    """Of the layers: whether a row is padded, and which rows are equal, is asked on the host, which a graph cannot do."""
     model = tiny.network().to(DEVICE)
     ids, _ = tokens(model)
     held, graph, side = ids.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # what a library sets up at its first call is not to be recorded
-        model.head(model.encode(held, None))
+        model.head(model._encode(held, None))
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        logits = model.head(model.encode(held, None))
+        logits = model.head(model._encode(held, None))
     held.copy_(ids.flip(0))
     graph.replay()
     torch.testing.assert_close(logits, model.head(model.encode(ids.flip(0), None)), **CLOSE)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-STAGES = ["tests", "base", "run", "sampler", "llada", "caches", "memory"]
+STAGES = ["tests", "base", "run", "sampler", "llada", "shapes", "caches", "memory"]
 NUMBER = r"-?\d[\d.e+-]*"
 SAYS = {  # what only a stage that did its work prints
     "tests": r"\d+ passed, 3 skipped",
@@ -18,7 +18,8 @@ SAYS = {  # what only a stage that did its work prints
     "sampler": rf"\| rollout, low_confidence +\| +{NUMBER} \|",
     "llada": rf"\| update +\| +\d+ \| +{NUMBER} \| +{NUMBER} \|",
     "caches": rf"\| low_confidence +\| dual +\| +{NUMBER} \|",
-    "memory": r"memory: predicted [\d.]+ GB at its peak, not measured on a CPU",
+    "shapes": r"peak resident .*: predicted [\d.]+ GB, measured [\d.]+ GB",
+    "memory": rf"\| RL step, gdpo +\| +{NUMBER} \|",
 }
 
 
@@ -29,7 +30,7 @@ def gpu(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "stages", [("tests",), ("base", "run"), ("sampler",), ("llada",), ("caches",), ("memory",)], ids=" ".join
+    "stages", [("tests",), ("base", "run"), ("sampler",), ("llada", "shapes"), ("caches",), ("memory",)], ids=" ".join
 )
 def test_a_stage_runs_and_writes_what_it_found(stages, tmp_path):
     done = gpu("--device", "cpu", "--tiny", "--out", tmp_path, *stages)

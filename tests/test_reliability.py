@@ -481,7 +481,7 @@ def test_the_second_time_it_stops_at_once(folder, capfd, monkeypatch):
 def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):
     write_config(folder, tiny.pretraining(steps=4), "base.yaml")
     assert command(capfd, "pretrain", "base.yaml", "--out", "whole")[0] == 0
-    draw, calls = trainer.demonstration_rollout, []
+    draw, calls = trainer.elbo_loss, []
 
     def third(*arguments):
         calls.append(1)
@@ -490,7 +490,7 @@ def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):
         return draw(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "demonstration_rollout", third)
+        patch.setattr(trainer, "elbo_loss", third)
         status, line = command(capfd, "pretrain", "base.yaml", "--out", "parts")
     assert status == 130 and "stopped after 3 of 4 steps; parts/checkpoint-3 is saved" in line
     assert [path.name for path in (folder / "parts").glob("checkpoint-*")] == ["checkpoint-3"]

@@ -398,7 +398,7 @@ def test_pretraining_saves_after_every_so_many_steps_with_the_seconds_that_it_to
 
 
 def test_a_demonstration_was_not_revealed_by_any_step():
-    assert (trainer.demonstration_rollout(pretrain_settings(), tokenizer(), 0)[1].unmask_step == -1).all()
+    assert (next(trainer.demonstration_rollouts(pretrain_settings(), tokenizer(), [0]))[1].unmask_step == -1).all()
 
 
 def test_one_sample_a_problem_needs_no_second_number_and_is_drawn_in_eval_mode(base):
@@ -430,7 +430,7 @@ def test_pretraining_learns(tmp_path):
 def test_pretraining_meets_its_own_problems_and_counts_them_and_rl_meets_others(base, tmp_path):
     task = dataclasses.replace(tiny.TASK, pretrain_share=0.3)
     settings = pretrain_settings(task=task, steps=4, stop_after=3)
-    drawn = [trainer.demonstration_rollout(settings, tokenizer(), step) for step in range(3)]
+    drawn = list(trainer.demonstration_rollouts(settings, tokenizer(), range(3)))
     prompts = [tokenizer().decode(row[keep]) for _, r in drawn for row, keep in zip(r.prompt, r.prompt_mask, strict=True)]
     assert prompts == [problem.prompt for problems, _ in drawn for problem in problems]
     met = {(*sorted(problem.numbers), problem.target) for problems, _ in drawn for problem in problems}
@@ -442,17 +442,27 @@ def test_pretraining_meets_its_own_problems_and_counts_them_and_rl_meets_others(
 
 
 def test_demonstrations_are_made_on_the_device_of_the_network():
-    _, made = trainer.demonstration_rollout(pretrain_settings(device="meta"), tokenizer(), 0)
+    ((_, made),) = trainer.demonstration_rollouts(pretrain_settings(device="meta"), tokenizer(), [0])
     tensors = [getattr(made, f.name) for f in dataclasses.fields(made) if torch.is_tensor(getattr(made, f.name))]
     assert {x.device.type for x in tensors} == {"meta"} and len(tensors) == 6
+
+
+def test_worker_processes_make_the_demonstrations_that_the_run_would_make():
+    settings, before = pretrain_settings(), torch.get_rng_state()
+    alone, helped = (
+        list(trainer.demonstration_rollouts(dataclasses.replace(settings, workers=n), tokenizer(), range(1, 4))) for n in (0, 2)
+    )
+    assert [problems for problems, _ in helped] == [problems for problems, _ in alone] and len(alone) == 3
+    for (_, one), (_, other) in zip(alone, helped, strict=True):
+        assert torch.equal(one.prompt, other.prompt) and torch.equal(one.response, other.response)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_demonstrations_change_their_aim_in_the_second_half(monkeypatch):
     shares, demonstrate = [], Countdown.demonstrate
     monkeypatch.setattr(Countdown, "demonstrate", lambda *a: shares.append(a[-1]) or demonstrate(*a))
     settings = pretrain_settings(task=dataclasses.replace(tiny.TASK, hit_share=0.1, late_hit_share=0.9), steps=4)
-    for step in range(4):
-        trainer.demonstration_rollout(settings, tokenizer(), step)
+    list(trainer.demonstration_rollouts(settings, tokenizer(), range(4)))
     assert shares == [0.1, 0.1, 0.9, 0.9]
 
 

@@ -110,7 +110,8 @@ def perturb(model: nn.Module, scale: float) -> None:
     noise = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
-            p += scale * p.square().mean().sqrt() * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+            drawn = torch.randn(p.shape, generator=noise, dtype=p.dtype)  # the same on every device
+            p += scale * p.square().mean().sqrt() * drawn.to(p.device)
 
 
 def gradient(model: nn.Module) -> torch.Tensor:

@@ -303,10 +303,10 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 # -------------------------------------------------------------- the generator: running calculations
-def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
+def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, tuple[str, ...]]:
     """Every running calculation of all the numbers through integers in 0..max_value, by its value.
 
-    The lists are shared: do not change them.
+    The dictionary is shared: do not change it.
     """
     return _chains_by_value(tuple(sorted(numbers)), max_value)
 
@@ -330,12 +330,13 @@ def _running(value: int, rest: tuple[int, ...], max_value: int) -> Iterator[tupl
 
 
 @functools.lru_cache(maxsize=4096)  # an entry of four numbers takes about 0.1 MB
-def _chains_by_value(numbers: tuple[int, ...], max_value: int) -> dict[int, list[str]]:
+def _chains_by_value(numbers: tuple[int, ...], max_value: int) -> dict[int, tuple[str, ...]]:
+    # Tuples, since Python's collector of garbage walks through every list that is kept.
     by_value: dict[int, set[str]] = {}
     for i, first in enumerate(numbers):
         for text, value in _running(first, numbers[:i] + numbers[i + 1 :], max_value):
             by_value.setdefault(value, set()).add(f"{first}{text}")
-    return {value: sorted(texts) for value, texts in by_value.items()}
+    return {value: tuple(sorted(texts)) for value, texts in by_value.items()}
 
 
 @functools.lru_cache(maxsize=4096)  # of subsets, too, which many numbers share
@@ -351,8 +352,9 @@ def _values(numbers: tuple[int, ...], max_value: int) -> frozenset[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _all_chains(numbers: tuple[int, ...], max_value: int) -> list[str]:
-    return sorted(itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values()))
+def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
+    every = itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values())
+    return tuple(sorted(every))
 
 
 # --------------------------------------------------------------------------- solver, by brute force

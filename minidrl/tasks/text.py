@@ -37,11 +37,12 @@ def encode_prompts(
             raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
     else:
         asked = [problem.prompt for problem in problems]
-        if (found := max(map(len, tok(asked).input_ids))) > width:
+        batch = tok(asked, padding="max_length", max_length=width)
+        if (found := max(map(len, batch.input_ids))) > width:
             raise ValueError(
                 f"prompt: got {found} tokens; allowed up to {width}, the task's longest"
             )
-        batch = tok(asked, padding="max_length", max_length=width, return_tensors="pt")
+        batch = batch.convert_to_tensors("pt")
     prompt, mask = batch.input_ids, batch.attention_mask.bool()
     _check_known(tok, asked, prompt, mask)
     return prompt.to(device), mask.to(device)
@@ -110,6 +111,7 @@ def decode(tok: Any, responses: Tensor) -> list[str]:
     Other special tokens are part of the text: without its [PAD], ``5*[PAD]8`` would be read as
     ``5*8``, which the model has not said.
     """
+    responses = responses.cpu()  # once, not row by row
     said = keep_mask(responses, tok.eos_token_id) & (responses != tok.eos_token_id)
     rows = [row[kept].tolist() for row, kept in zip(responses, said, strict=True)]
     return tok.batch_decode(rows, skip_special_tokens=False)
