@@ -1,10 +1,9 @@
 # Nine verbs; each makes .venv from requirements.txt when it is missing or older than that file.
 #
 #   make train        a rising reward curve on tiny Countdown, on a CPU
-#   make test         all tests, then every lesson, with its stored outputs compared
-#   make chaos        faults: runs killed at every file operation, damaged, without disk; verifiers fuzzed; then the
-#                     notebooks that go with a lesson and measure more (05a, ...), compared too. Not timed alone: lint,
-#                     extras, test and chaos together took CI 18 to 19 minutes in its last two runs of November 2026
+#   make test         all tests but the slowest, then every lesson, with its stored outputs compared
+#   make chaos        the slowest tests; faults: runs killed at every file operation, damaged, without disk; verifiers
+#                     fuzzed; then the notebooks that go with a lesson and measure more (05a, ...), compared too
 #   make lab          Jupyter Lab on the first notebook; LAB="--no-browser --port 8890" passes options to it
 #   make extras       what one of the examples needs beside requirements.txt
 #   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
@@ -17,7 +16,7 @@
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
 #   make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # ARGS="..."               added to the train command, e.g. make train ARGS="--steps 20"
-# FUZZ="--programs 100000" more hostile programs in `make chaos` than its 2,000: an hour of two cores
+# FUZZ="--programs 100000" hostile programs in `make chaos`, beside the 2,000 of `make test`: an hour of two cores
 # JOBS=4                   processes of `make test`, of one thread each (default: one a core, at most 8)
 
 SHELL     := /bin/sh
@@ -29,6 +28,8 @@ JOBS      ?= auto
 
 VENV  := .venv
 PY    := $(VENV)/bin/python
+# One thread a process: two that share two cores with two threads each are many times slower than one.
+SUITE := OMP_NUM_THREADS=1 $(PY) -m pytest -rs -n $(JOBS) --maxprocesses 8 --dist worksteal
 # One notebook to a process (loadfile), whose cells share a kernel and run in order.
 NBVAL := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile -p no:python \
 	--nbval --nbval-current-env --nbval-cell-timeout=240
@@ -43,9 +44,8 @@ unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
 
-# Tests: one thread a process; two that share two cores with two threads each are many times slower than one.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -n $(JOBS) --maxprocesses 8 --dist worksteal tests
+	$(SUITE) -m "not slow" tests
 	$(NBVAL) notebooks/00[ab]_*.ipynb notebooks/[01][0-9]_*.ipynb
 
 # What one example needs, and its test, which is skipped without it.
@@ -53,6 +53,7 @@ extras: $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) trl==1.16.0
 
 chaos: $(STAMP)
+	$(SUITE) -m slow tests
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py $(FUZZ)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py

@@ -8,6 +8,7 @@ from typing import Any
 from nbval.plugin import IPyNbCell
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")
+PADDED = re.compile(" *" + NUMBER.pattern)  # 9 and 10 in one column, to the right, have other spaces before them
 _strictly = IPyNbCell.compare_outputs
 
 
@@ -22,9 +23,12 @@ def tolerance(tags: list[str]) -> float:
 
 
 def settled(text: str, stored: str, allowed: float) -> str:
-    """`text` with the stored number in place of each that is within `allowed` of it; unchanged where their counts differ."""
-    old = NUMBER.findall(stored)
-    if len(old) != len(NUMBER.findall(text)):
+    """`text` with the stored number, and the spaces before it, in place of each that is within `allowed` of it.
+
+    Unchanged where their counts differ.
+    """
+    old = PADDED.findall(stored)
+    if len(old) != len(PADDED.findall(text)):
         return text
     following = iter(old)
 
@@ -33,7 +37,7 @@ def settled(text: str, stored: str, allowed: float) -> str:
         apart = abs(float(match[0].replace(",", "")) - float(number.replace(",", "")))
         return number if apart <= allowed * (1 + 1e-9) else match[0]
 
-    return NUMBER.sub(chosen, text)
+    return PADDED.sub(chosen, text)
 
 
 def _texts(output: Any) -> list[tuple[dict, str]]:

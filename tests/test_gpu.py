@@ -29,9 +29,10 @@ def gpu(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize(
-    "stages", [("tests",), ("base", "run"), ("sampler",), ("llada", "shapes"), ("caches",), ("memory",)], ids=" ".join
-)
+SLOW = [("tests",), ("base", "run"), ("llada", "shapes"), ("caches",), ("memory",)]
+
+
+@pytest.mark.parametrize("stages", [("sampler",), *(pytest.param(some, marks=pytest.mark.slow) for some in SLOW)], ids=" ".join)
 def test_a_stage_runs_and_writes_what_it_found(stages, tmp_path):
     done = gpu("--device", "cpu", "--tiny", "--out", tmp_path, *stages)
     written = {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}

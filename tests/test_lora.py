@@ -149,6 +149,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # what torch.compile imports
+@pytest.mark.slow
 def test_a_compiled_network_with_adapters_is_the_network():
     """Logits and gradients, before and after an update, and with the reference computed in between."""
     model = adapted()

@@ -642,6 +642,12 @@ def test_a_number_within_the_tolerance_is_settled(text, settled):
     assert tolerances().settled(text, "reward 0.50, 1,002 calls", 0.02) == settled
 
 
+def test_numbers_to_the_right_of_a_column_are_settled_with_their_spaces():
+    stored, other = "clip    9.5    100\n", "clip   10.4     90\n"
+    assert tolerances().settled(other, stored, 1) == "clip    9.5     90\n"
+    assert tolerances().settled(other, stored, 10) == stored
+
+
 @pytest.mark.parametrize("tags", [["tolerance"], ["tolerance=0"], ["tolerance=x"], ["tolerance=1", "tolerance=2"]])
 def test_a_tolerance_is_one_number_above_nothing(tags):
     with pytest.raises(ValueError, match="tags: got"):

@@ -279,10 +279,10 @@ def test_on_the_command_line_that_is_one_line_and_status_2(verb, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_the_large_recipes_use_the_tensor_cores_for_float32_and_the_others_do_not():
+def test_the_recipes_for_a_gpu_use_its_tensor_cores_for_float32_and_the_others_do_not():
     for path in (tiny.ROOT / "tiny_configs").glob("*.yaml"):
         kind = config.Pretrain if path.stem.endswith("_base") else config.Train
-        wanted = "high" if path.stem.startswith(("llada_8b", "a2d_06b")) else "highest"
+        wanted = "high" if path.stem.startswith(("llada_8b", "a2d_06b", "countdown_gpu")) else "highest"
         assert config.load(kind, path).matmul_precision == wanted, path.stem
 
 

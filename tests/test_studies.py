@@ -201,7 +201,12 @@ CHOSEN_BEFORE = {"likelihoods_again", "anchor_bfloat16", "steps_by_lot"}  # each
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+QUICK = {"main_job", "arcs", "reuse_confidence", "nodes"}  # of few cells; the other rehearsals take up to half a minute
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow) for path in STUDIES]
+)
 def test_a_rehearsal_of_each_study_does_all_of_its_cells(path, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_curve", lambda out: None)
     asked = studies.study_of(path, config.read(path), {})
