@@ -27,7 +27,7 @@ def in_every_order(u: float) -> tuple[Tensor, Tensor, Tensor]:
     """keep 1110 in six rows, one u, every order of the noise of the three kept tokens;
     the noise of the last position, which does not count, is the smallest."""
     noise = double([[*order, 0.01] for order in ORDERS])[None]
-    return mask(*["1110"] * 6), torch.full((1, 6), u).double(), noise
+    return mask(*["1110"] * 6), torch.full((1, 6), u, dtype=torch.float64), noise
 
 
 # ------------------------------------------------------------------------ 01 count form
@@ -39,8 +39,9 @@ def _count_plan(alg: ModuleType, answer: Callable) -> Callable:
         inside = alg._domain(rollout, domain)
         shape, device = (num_states, *inside.shape), inside.device
         u = alg._uniform(shape[:2], generator, device)
-        if strata:
+        if strata:  # which may round to 1: the answer is promised less
             u = (torch.arange(num_states, device=device)[:, None] + u) / num_states
+            u = u.clamp(max=1 - 2**-53)
         noise = alg._uniform(shape, generator, device)
         masked, weight = answer(inside, u, noise)
         return alg._response_plan(rollout, masked, inside, weight)
@@ -64,12 +65,18 @@ def inside_only(answer: Callable) -> str:
         "Positions after EOS are no part of the response: rank the noise of the kept "
         "ones only.",
     )
+    if not same(answer(keep, u, noise)[0], masked):
+        raise Missed(
+            "the same keep, u and noise twice: two different masks. Draw nothing "
+            "yourself: all that is random comes in u and noise."
+        )
     demand(
         "keep 1110, u = 1 - 2^-53, noise of the last position 0.01, kept ones hidden",
         answer(*in_every_order(1 - 2**-53))[0][0, :, :3].sum(-1),
         [3] * 6,
-        "All three: rank the noise of the kept positions only, or the last one, which "
-        "does not count, takes a place.",
+        "All three.",
+        the_last_position_takes_a_place_so_rank_the_noise_of_the_kept_ones_only=[2] * 6,
+        the_count_is_taken_from_1_less_u=[1] * 6,
     )
     return "keep 1110 never hides the last position, and it takes no place"
 
@@ -106,6 +113,8 @@ def _(answer: Callable) -> str:
         u_n_is_rounded_down_and_1_is_missing=[0, 1, 2],
         count_0_is_turned_into_1=[1, 1, 2],
         n_is_L_=[1, 3, 3],
+        l_is_drawn_from_0_to_n=[0, 2, 3],
+        each_position_is_hidden_with_probability_u_as_in_the_time_form=[0, 1, 3],
     )
     return "n = 3, u = 1/6, 1/2, 5/6 hide 1, 2, 3"
 
@@ -163,12 +172,12 @@ def _(answer: Callable) -> str:
         [1.5, 0.75, 0.5],
         "The K states are averaged: a factor 1/K in each weight.",
     )
-    edge = answer(keep[:1], double([[1 - 2**-53]]), noise[:, :1])[1]
+    edge = answer(keep[:2], double([[0, 1 - 2**-53]]), noise[:, :2])[1]
     demand(
-        "n = 3, u = 1 - 2^-53 (the largest that is drawn), K = 1",
+        "n = 3, u = 0 and 1 - 2^-53 (the least and the largest that is drawn), K = 1",
         edge,
-        [[1]],
-        "In float64 u n is rounded to 3 there: take the minimum of the count and n.",
+        [[3, 1]],
+        "l = 1 and l = 3.",
     )
     return "n = 3, l = 1, 2, 3: 3, 1.5, 1, and half of it with K = 2"
 
@@ -176,19 +185,20 @@ def _(answer: Callable) -> str:
 @count_form.has("the mean is the ELBO")
 def _(answer: Callable) -> str:
     model, y = oracle.TabularDenoiser.random(3, 2, _seed(0)), (0, 1, 1)
-    draws = [(u, order) for u in (1, 3, 5) for order in ORDERS]
-    u = double([[u / 6 for u, _ in draws]])
+    # Twelve u: each l from 1 to 3 equally often, and each from 0 to 3 if drawn so.
+    draws = [(u, order) for u in range(1, 24, 2) for order in ORDERS]
+    u = double([[u / 24 for u, _ in draws]])
     noise = double([[order for _, order in draws]])
-    plan = answer(mask("111").expand(18, -1), u, noise)
+    plan = answer(mask("111").expand(72, -1), u, noise)
     mean, truth = _mean(model, y, *plan), oracle.elbo(model, y).detach()
     demand(
-        "a table of 3 tokens, mean over all 18 draws",
+        "a table of 3 tokens, mean over 72 draws, 12 u in 6 orders",
         mean,
         truth,
         "Law of l and weight belong together.",
         the_law_of_l_goes_with_another_weight=0.75 * truth,
     )
-    return f"3 tokens, all 18 draws: {fmt(mean)}, exact {fmt(truth)}"
+    return f"3 tokens, 72 draws: {fmt(mean)}, exact {fmt(truth)}"
 
 
 # ---------------------------------------------------------------- 02 strata, and a pair

@@ -388,7 +388,7 @@ def elbo_count_plan(
     (2.2) with t integrated out is another law: l ~ U{0..n} with the weight (n+1)/l, as
     in (2.4). Here l = 0, which shows nothing, is never drawn. Law and weight belong
     together: n/l on the masks of (2.2) gives n/(n+1) of the ELBO. ``strata``,
-    stratified sampling: the K counts of a sequence come from K equal strata of (0, 1],
+    stratified sampling: the K counts of a sequence come from K equal strata of [0, 1),
     one uniform draw in each (floor arithmetic on float64, no rounding to even). Still
     unbiased, because the strata's mixture is uniform; never a larger variance. Bias:
     none, for every K. It is the ELBO of the any-order autoregressive sampler, and

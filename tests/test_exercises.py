@@ -159,12 +159,28 @@ WRONG = [
     Wrong(
         "my_row", 'anchor="old"', 'anchor="behaviour"', "the gradient of the loss", ("two prompts with four answers: anchor",)
     ),
+    Wrong("count_form", ".long() + 1", ".long()", "every count from 1 to n", ("yours 0 1 2, expected 1 2 3", "1 is missing")),
     Wrong(
         "count_form",
-        ".long() + 1, n)",
-        ".long(), n)",
+        "(u * n).floor().long() + 1",
+        "(u * (n + 1)).floor().long()",
         "every count from 1 to n",
-        ("yours 0 1 2, expected 1 2 3", "1 is missing"),
+        ("yours 0 2 3, expected 1 2 3", "from 0 to n"),
+    ),
+    Wrong(
+        "count_form",
+        "(rank < count[..., None])",
+        "(noise < u[..., None])",
+        "every count from 1 to n",
+        ("yours 0 1 3, expected 1 2 3", "the time form"),
+    ),
+    Wrong("count_form", "(u * n)", "((1 - u) * n)", "hides kept positions only", ("yours 1 1 1", "1 less u")),
+    Wrong(
+        "count_form",
+        "noise.masked_fill",
+        "torch.rand_like(noise).masked_fill",
+        "hides kept positions only",
+        ("two different masks", "Draw nothing"),
     ),
     Wrong("count_form", "keep.sum(-1)", "0 * keep.sum(-1) + 4", "every count from 1 to n", ("yours 1 3 3", "n is L")),
     Wrong("count_form", "(len(u) * count)", "count", "weight n / (K l)", ("yours 3 1.5 1, expected 1.5 0.75 0.5", "1/K")),
