@@ -926,12 +926,19 @@ def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
     """What step ``i`` of a pre-training learns from, item ``i``: problems of the pre-training
-    split, their prompts and mask, and a response to each; in main memory."""
+    split, their prompts and mask, and a response to each; in main memory. Or why there is none: an
+    error that a worker process raises would reach the run with its traceback for a message."""
 
     settings: config.Pretrain
     tok: Any
 
-    def __getitem__(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
+    def __getitem__(self, step: int) -> tuple | ValueError:
+        try:
+            return self._made(step)
+        except ValueError as error:
+            return error
+
+    def _made(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
         settings, task = self.settings, self.settings.task
         rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
         problems = task.problems(settings.batch_size, rng, "pretrain")
@@ -940,6 +947,10 @@ class Demonstrations:
         texts = task.demonstrations(problems, rng, step / settings.steps)
         response = encode_responses(self.tok, texts, settings.sampler.length)
         return problems, prompt, prompt_mask, response
+
+
+def _unchanged(item: Any) -> Any:
+    return item
 
 
 def _leave_interrupts(_: int) -> None:
@@ -959,14 +970,17 @@ def demonstration_rollouts(
         Demonstrations(settings, tok),
         batch_size=None,
         sampler=steps,
-        collate_fn=tuple,
+        collate_fn=_unchanged,
         num_workers=settings.workers,
         # A forked process would hold the run's lock after the run's death.
         multiprocessing_context="spawn" if settings.workers else None,
         worker_init_fn=_leave_interrupts,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    for problems, *tensors in items:
+    for item in items:
+        if isinstance(item, ValueError):
+            raise item
+        problems, *tensors = item
         prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
         words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
         yield problems, Rollout.of(response, **words)

@@ -458,6 +458,13 @@ def test_worker_processes_make_the_demonstrations_that_the_run_would_make():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_split_without_problems_is_one_line_whoever_looks(workers):
+    settings = pretrain_settings(task=dataclasses.replace(tiny.TASK, pretrain_share=1e-9), workers=workers)
+    with pytest.raises(ValueError, match=r"^task.pretrain_share: got 1e-09; allowed shares that leave pretrain puzzles .*"):
+        next(trainer.demonstration_rollouts(settings, tokenizer(), [0]))
+
+
 def test_demonstrations_change_their_aim_in_the_second_half(monkeypatch):
     shares, demonstrate = [], Countdown.demonstrate
     monkeypatch.setattr(Countdown, "demonstrate", lambda *a: shares.append(a[-1]) or demonstrate(*a))
