@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 
 
 class RunError(Exception):
@@ -147,6 +148,30 @@ def _told(name: str, low: int, high: int = 999_999) -> int:
         allowed = f"integers from {low} to {high:,}"
         raise LocalError(f"{name}: got {text!r} in the environment; allowed {allowed}")
     return int(text)
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Processes that are started inside do not hear Ctrl-C and SIGTERM, which reach whole groups of
+    processes: what follows from them is for this one to say. One that calls ``obey_parent`` can
+    still be ended by it."""
+    resource_tracker.ensure_running()  # which, when it is started, unblocks both
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_parent(_: int = 0) -> None:
+    """In a process that was started ``unheard``: a SIGTERM of its parent's ends it, no other."""
+
+    def wait() -> None:
+        while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager

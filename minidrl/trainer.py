@@ -14,7 +14,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +43,7 @@ from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network
 from minidrl.gradient import one_pass_backward, shared_features, two_pass_backward
-from minidrl.launch import Interrupted, RunError, stop_requests, tell_notes
+from minidrl.launch import Interrupted, RunError, obey_parent, stop_requests, tell_notes, unheard
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
 from minidrl.runs import MetricsLog, keyed_generator, keyed_seed
@@ -882,26 +881,27 @@ def _pretrain(
 
     batches = demonstration_rollouts(settings, tok, steps)
     bar = tqdm(steps, desc="pretrain", initial=state["step"], total=last, mininterval=2)
-    for step in bar:
-        if signal := asked():
-            bar.close()
-            save(step)
-            raise stopped(signal, out, step, last)
-        problems, rollout = next(batches)
-        lr = learning_rate(settings.optimizer, step, settings.steps)
-        with _undone(model, optimizer, may_overflow(settings.optimizer)) as failed:
-            loss = elbo_loss(network, rollout, settings, step)
-            loss.backward()
-            norm = optimizer_step(model, optimizer, settings.optimizer, lr)
-        if failed:
-            raise RunError(_dumped(step, failed[0], save(step, "failed")))
-        met.update(problem.key for problem in problems)
-        if step % 50 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-            measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
-            log.write({"step": step + 1} | measured)
-        if settings.save_every and (step + 1) % settings.save_every == 0:
-            save(step + 1)
+    with contextlib.closing(batches):  # whose processes end with it
+        for step in bar:
+            if signal := asked():
+                bar.close()
+                save(step)
+                raise stopped(signal, out, step, last)
+            problems, rollout = next(batches)
+            lr = learning_rate(settings.optimizer, step, settings.steps)
+            with _undone(model, optimizer, may_overflow(settings.optimizer)) as failed:
+                loss = elbo_loss(network, rollout, settings, step)
+                loss.backward()
+                norm = optimizer_step(model, optimizer, settings.optimizer, lr)
+            if failed:
+                raise RunError(_dumped(step, failed[0], save(step, "failed")))
+            met.update(problem.key for problem in problems)
+            if step % 50 == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}")
+                measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
+                log.write({"step": step + 1} | measured)
+            if settings.save_every and (step + 1) % settings.save_every == 0:
+                save(step + 1)
     seconds = time.perf_counter() - started
     with files.into(out) as part:
         checkpoints.save(model, tok, part)
@@ -953,11 +953,6 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _leave_interrupts(_: int) -> None:
-    # Ctrl-C reaches every process of a terminal; what follows from it is for the first to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def demonstration_rollouts(
     settings: config.Pretrain, tok: Any, steps: Sequence[int]
 ) -> Iterator[tuple[Sequence[Problem], Rollout]]:
@@ -974,10 +969,12 @@ def demonstration_rollouts(
         num_workers=settings.workers,
         # A forked process would hold the run's lock after the run's death.
         multiprocessing_context="spawn" if settings.workers else None,
-        worker_init_fn=_leave_interrupts,
+        worker_init_fn=obey_parent,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    for item in items:
+    with unheard():
+        made = iter(items)
+    for item in made:
         if isinstance(item, ValueError):
             raise item
         problems, *tensors = item

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -500,6 +501,30 @@ def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):
     a, b = (load_file(folder / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(a[key], b[key]) for key in a)
     assert untimed(report.read_metrics(folder / "whole")) == untimed(report.read_metrics(folder / "parts"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(number, status, tmp_path):
+    """Ctrl-C, and a scheduler's SIGTERM, reach them too; the run ends its step and saves, and no process is left."""
+    write_config(tmp_path, tiny.pretraining(steps=10**6, workers=2), "base.yaml")
+    words = [sys.executable, "-m", "minidrl", "pretrain", "base.yaml", "--out", "run"]
+    quiet = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    told = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(words, cwd=tmp_path, env=quiet, **told)
+    for line in run.stderr:  # tqdm ends its lines by a carriage return
+        if "loss=" in line:
+            break
+    os.killpg(run.pid, number)
+    said = run.communicate(timeout=60)[1].splitlines()[-1]
+    assert run.returncode == status and "is saved; the same command with --resume goes on" in said
+    for _ in range(100):
+        try:
+            os.killpg(run.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("a process is left")
 
 
 def test_signals_are_left_alone_where_they_are_ignored_and_outside_the_main_thread():
