@@ -972,7 +972,7 @@ def demonstration_rollouts(
         worker_init_fn=obey_parent,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    with unheard():
+    with unheard() if settings.workers else contextlib.nullcontext():
         made = iter(items)
     for item in made:
         if isinstance(item, ValueError):
