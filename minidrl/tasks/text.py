@@ -111,7 +111,7 @@ def decode(tok: Any, responses: Tensor) -> list[str]:
     Other special tokens are part of the text: without its [PAD], ``5*[PAD]8`` would be read as
     ``5*8``, which the model has not said.
     """
-    responses = responses.cpu()  # once, not row by row
     said = keep_mask(responses, tok.eos_token_id) & (responses != tok.eos_token_id)
-    rows = [row[kept].tolist() for row, kept in zip(responses, said, strict=True)]
+    lengths = said.sum(1).tolist()
+    rows = [row[:length] for row, length in zip(responses.tolist(), lengths, strict=True)]
     return tok.batch_decode(rows, skip_special_tokens=False)
