@@ -293,7 +293,8 @@ def demand(
     """`got` is `expected`, or one line; with the mistake that would explain it.
 
     because:  the advice, which stays on a later line if a mistake is recognised there.
-    mistakes: words with _ for blanks, and what the answer would be with that mistake.
+    mistakes: words with _ for a blank and __ for a comma, and what the answer would be
+              with that mistake.
     """
     if same(got, expected):
         return
@@ -301,7 +302,7 @@ def demand(
     line = f"{example}: yours {fmt(got)}, expected {fmt(expected)}."
     for words, wrong in mistakes.items():
         if same(got, wrong):
-            words = words.replace("_", " ").strip()
+            words = words.replace("__", ", ").replace("_", " ").strip()
             raise Missed(f"{line} {because} It looks as if {words}.")
     raise Missed(line, because)
 

@@ -163,7 +163,7 @@ def _(answer: Callable) -> str:
         answer(ll, anchor, double([1.0, -1.0, 1.0, -1.0]), 0.2, 0.5),
         [-1.5, 2.0, -0.5, 0.8],
         "-min(2, 1.5), -min(-2, -1.5), -min(0.5, 0.8) and -min(-0.5, -0.8).",
-        the_sign_is_that_of_a_gain_not_of_a_loss=[1.5, -2.0, 0.5, -0.8],
+        the_sign_is_that_of_a_gain__not_of_a_loss=[1.5, -2.0, 0.5, -0.8],
         the_larger_of_the_two_was_taken=[-2.0, 1.5, -0.8, 0.5],
         the_ratio_was_clipped_whatever_the_sign=[-1.5, 1.5, -0.8, 0.8],
         the_minimum_was_taken_before_adv=[
@@ -361,7 +361,7 @@ def _(answer: Callable) -> str:
         the_gradient_flows_through_the_weights=8.25 * flowing,
         the_score_is_missing_and_the_weights_carry_the_gradient=8.25 * no_score,
         it_was_divided_by_N_as_well=8.25 * right / 4,
-        the_sign_is_that_of_a_gain_not_of_a_loss=-8.25 * right,
+        the_sign_is_that_of_a_gain__not_of_a_loss=-8.25 * right,
         the_capped_answer_gets_nothing=8.25 * right * (_RATIO <= 5),
         the_weights_were_not_normalised=-8.25 * capped * _ADV,
     )
@@ -444,7 +444,7 @@ def _(answer: Callable) -> str:
         "0.9 of step 2, then 0.8 of step 3, then 0.7 of step 0.",
         the_least_uncertain_came_first=[1, 0, 3],
         the_first_steps_were_taken=[0, 1, 2],
-        the_entropies_were_sorted_but_the_largest_are_last=[0, 3, 2],
+        the_entropies_were_sorted__but_the_largest_are_last=[0, 3, 2],
         they_were_put_back_into_order_of_time=[0, 2, 3],
     )
     return "0.7 0.1 0.9 0.8, K = 3: 2 3 0"
@@ -521,7 +521,7 @@ def _(answer: Callable) -> str:
         [50.0],
         "The candidate loses if it proposes 0.3 or 0.2: F = 0.5.",
         the_largest_probability_alone_was_taken=[30.0],
-        F_is_returned_not_its_logarithm=[100 * math.exp(0.5)],
+        F_is_returned__not_its_logarithm=[100 * math.exp(0.5)],
     )
     demand(
         "p = 0.6 0.3 0.1, limit log 0.4, 100 F",
@@ -765,9 +765,9 @@ def _(answer: Callable) -> str:
         _w(answer, [0.01], [0.04], [1.0]),
         [0.8],
         "A shift of 0.03 is a fifth of delta, although the ratio is 4.",
-        mu_is_missing_in_the_penalty_which_is_that_of_SPO_=[-19.0],
+        mu_is_missing_in_the_penalty__which_is_that_of_SPO_=[-19.0],
         mu_stands_there_squared=[1 - 0.0003 / 0.15],
-        pi_stands_in_the_place_of_mu_with_its_gradient=[
+        pi_stands_in_the_place_of_mu__with_its_gradient=[
             1 - (0.04 * 9 / 0.3 + 0.04 * 3 * 4 / 0.15) / 4
         ],
     )

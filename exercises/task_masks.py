@@ -70,13 +70,13 @@ def inside_only(answer: Callable) -> str:
             "the same keep, u and noise twice: two different masks. Draw nothing "
             "yourself: all that is random comes in u and noise."
         )
+    keep, u, noise = in_every_order(1 - 2**-53)
     demand(
         "keep 1110, u = 1 - 2^-53, noise of the last position 0.01, kept ones hidden",
-        answer(*in_every_order(1 - 2**-53))[0][0, :, :3].sum(-1),
-        [3] * 6,
-        "All three.",
-        the_last_position_takes_a_place_so_rank_the_noise_of_the_kept_ones_only=[2] * 6,
-        the_count_is_taken_from_1_less_u=[1] * 6,
+        answer(keep, u, noise)[0][0, :, :3].sum(-1),
+        answer(keep[:, :3], u, noise[..., :3])[0][0].sum(-1),
+        "Expected is what the same draws give without the last position, which takes "
+        "no place: rank the noise of the kept ones only.",
     )
     return "keep 1110 never hides the last position, and it takes no place"
 
@@ -104,17 +104,27 @@ count_form.has("hides kept positions only")(inside_only)
 @count_form.has("every count from 1 to n")
 def _(answer: Callable) -> str:
     keep, u = mask("1110", "1110", "1110"), double([[1, 3, 5]]) / 6
-    noise = double([0.75, 0.25, 0.5, 0.99]).expand(1, 3, 4)
+    noise = double([0.6, 0.4, 0.55, 0.99]).expand(1, 3, 4)
+    because = "u is uniform on [0, 1); floor(u n) + 1 is uniform on 1 .. n."
     demand(
-        "keep 1110 (n = 3), u = 1/6, 1/2, 5/6, positions hidden",
-        answer(keep, u, noise)[0].sum(-1)[0],
+        "keep 111 (n = 3), u = 1/6, 1/2, 5/6, noise 0.6 0.4 0.55, positions hidden",
+        answer(keep[:, :3], u, noise[..., :3])[0].sum(-1)[0],
         [1, 2, 3],
-        "u is uniform on [0, 1); floor(u n) + 1 is uniform on 1 .. n.",
+        because,
         u_n_is_rounded_down_and_1_is_missing=[0, 1, 2],
         count_0_is_turned_into_1=[1, 1, 2],
-        n_is_L_=[1, 3, 3],
+        the_count_is_taken_from_1_less_u=[3, 2, 1],
         l_is_drawn_from_0_to_n=[0, 2, 3],
-        each_position_is_hidden_with_probability_u_as_in_the_time_form=[0, 1, 3],
+        each_position_is_hidden_with_probability_u__as_in_the_time_form=[0, 1, 3],
+        noise_is_compared_with_l_over_n__which_hides_l_only_on_average=[0, 3, 3],
+    )
+    demand(
+        "keep 1110 (n = 3), the same u and noise, positions hidden",
+        answer(keep, u, noise)[0].sum(-1)[0],
+        [1, 2, 3],
+        because,
+        n_is_L=[1, 3, 3],
+        n_is_L_=[1, 3, 4],
     )
     return "n = 3, u = 1/6, 1/2, 5/6 hide 1, 2, 3"
 
@@ -383,7 +393,7 @@ def _(answer: Callable) -> str:
         masked[:, 0],
         mask("1100", "0011", "0001", "1110"),
         "States 2j and 2j + 1 are pair j: stack on a new axis 1, then flatten.",
-        first_all_masks_came_then_all_complements=mask("1100", "0001", "0011", "1110"),
+        first_all_masks_came__then_all_complements=mask("1100", "0001", "0011", "1110"),
         all_pairs_share_their_noise=mask("1100", "0011", "1000", "0111"),
     )
     return "1100 0011, 0001 1110"
@@ -788,7 +798,7 @@ def _(answer: Callable) -> str:
         answer(double([0.5]), torch.tensor([2, 4, 6]))[0][0],
         [2, 3, 4],
         "floor(x + 0.5).",
-        torch_round_was_used_which_rounds_halves_to_even=[2, 2, 4],
+        torch_round_was_used__which_rounds_halves_to_even=[2, 2, 4],
         it_was_rounded_down=[1, 2, 3],
     )
     return "t = 0.5, n = 2, 4, 6: 2, 3, 4"

@@ -169,12 +169,19 @@ WRONG = [
     ),
     Wrong(
         "count_form",
-        "(rank < count[..., None])",
-        "(noise < u[..., None])",
+        "rank < count[..., None]",
+        "(noise < u[..., None]) & keep",
         "every count from 1 to n",
         ("yours 0 1 3, expected 1 2 3", "the time form"),
     ),
-    Wrong("count_form", "(u * n)", "((1 - u) * n)", "hides kept positions only", ("yours 1 1 1", "1 less u")),
+    Wrong(
+        "count_form",
+        "rank < count[..., None]",
+        "(noise < (count / n)[..., None]) & keep",
+        "every count from 1 to n",
+        ("yours 0 3 3, expected 1 2 3", "l over n, which hides l only on average"),
+    ),
+    Wrong("count_form", "(u * n)", "((1 - u) * n)", "every count from 1 to n", ("yours 3 2 1", "1 less u")),
     Wrong(
         "count_form",
         "noise.masked_fill",
@@ -182,7 +189,13 @@ WRONG = [
         "hides kept positions only",
         ("two different masks", "Draw nothing"),
     ),
-    Wrong("count_form", "keep.sum(-1)", "0 * keep.sum(-1) + 4", "every count from 1 to n", ("yours 1 3 3", "n is L")),
+    Wrong(
+        "count_form",
+        "keep.sum(-1)",
+        "0 * keep.sum(-1) + keep.shape[1]",
+        "every count from 1 to n",
+        ("yours 1 3 4", "n is L"),
+    ),
     Wrong("count_form", "(len(u) * count)", "count", "weight n / (K l)", ("yours 3 1.5 1, expected 1.5 0.75 0.5", "1/K")),
     Wrong(
         "count_form",
@@ -199,8 +212,13 @@ WRONG = [
         ("yours 1010 1000", "largest noises"),
     ),
     Wrong(
-        "count_form", "masked_fill(~keep, torch.inf)", "clone()", "hides kept positions only", ("expected 3 3", "takes a place")
+        "count_form",
+        "masked_fill(~keep, torch.inf).argsort(-1).argsort(-1)\n    masked = rank < count[..., None]",
+        "argsort(-1).argsort(-1)\n    masked = (rank < count[..., None]) & keep",
+        "hides kept positions only",
+        ("expected 3 3", "takes no place"),
     ),
+    Wrong("count_form", "masked_fill(~keep, torch.inf)", "clone()", "hides kept positions only", ("yours 111111",)),
     Wrong(
         "strata",
         "[:, None] + u)",
@@ -511,6 +529,13 @@ class Astray(NamedTuple):
 
 
 ASTRAY = [
+    Astray("count_form", ".long() + 1", ".long()", "without the last position"),
+    Astray(
+        "count_form",
+        "noise.masked_fill(~keep, torch.inf).argsort(-1).argsort(-1)\n    masked = rank < count[..., None]",
+        "(noise * keep).argsort(-1).argsort(-1)\n    masked = (rank < count[..., None]) & keep",
+        "1 is missing",
+    ),
     Astray("strata", "torch.arange(K)", "(1 + torch.arange(K))", "One shared draw"),
     Astray("pairs", "(u * (n + 1)).floor().long()", "(u * n + 1).floor().long()", "stack on a new axis"),
     Astray("group_mean", "group.mean(1, keepdim=True)", "group.mean()", "A spread ten times"),
@@ -518,7 +543,7 @@ ASTRAY = [
 ]
 
 
-@pytest.mark.parametrize("wrong", ASTRAY, ids=lambda wrong: wrong.name)
+@pytest.mark.parametrize("wrong", ASTRAY, ids=lambda wrong: f"{wrong.name}: {wrong.advice}")
 def test_one_mistake_gets_no_advice_about_another(wrong, without_laws):
     """Of several lines the first says what is to be done; a later one only if it recognises its own mistake."""
     text = solution(TASKS[wrong.name])
