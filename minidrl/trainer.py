@@ -853,7 +853,14 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
     memory.check_pretraining(settings)
     with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
-        return _pretrain(settings, out, checkpoint, asked)
+        try:
+            return _pretrain(settings, out, checkpoint, asked)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            lost = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
+            if not settings.workers or not lost:
+                raise
+            said = "a process that makes demonstrations was ended from outside (out of memory?)"
+            raise RunError(f"{said}; --resume goes on from the last checkpoint") from None
 
 
 def _pretrain(

@@ -503,18 +503,24 @@ def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):
     assert untimed(report.read_metrics(folder / "whole")) == untimed(report.read_metrics(folder / "parts"))
 
 
+def pretraining_begun(folder: Path, workers: int) -> subprocess.Popen:
+    """A pre-training in a process group of its own, after its first step."""
+    write_config(folder, tiny.pretraining(steps=10**6, workers=workers), "base.yaml")
+    words = [sys.executable, "-m", "minidrl", "pretrain", "base.yaml", "--out", "run"]
+    quiet = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    told = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen(words, cwd=folder, env=quiet, **told)
+    for line in run.stderr:  # tqdm ends its lines by a carriage return
+        if "loss=" in line:
+            break
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(number, status, tmp_path):
     """Ctrl-C, and a scheduler's SIGTERM, reach them too; the run ends its step and saves, and no process is left."""
-    write_config(tmp_path, tiny.pretraining(steps=10**6, workers=2), "base.yaml")
-    words = [sys.executable, "-m", "minidrl", "pretrain", "base.yaml", "--out", "run"]
-    quiet = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    told = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen(words, cwd=tmp_path, env=quiet, **told)
-    for line in run.stderr:  # tqdm ends its lines by a carriage return
-        if "loss=" in line:
-            break
+    run = pretraining_begun(tmp_path, workers=2)
     os.killpg(run.pid, number)
     said = run.communicate(timeout=60)[1].splitlines()[-1]
     assert run.returncode == status and "is saved; the same command with --resume goes on" in said
@@ -525,6 +531,24 @@ def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(number, s
             return
         time.sleep(0.1)
     pytest.fail("a process is left")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), ConnectionResetError(104, "reset"), EOFError()],
+)
+def test_a_worker_process_that_is_killed_ends_the_run_with_what_to_do(error, tmp_path, monkeypatch):
+    """What torch was seen to raise when one was; without workers it is none of them."""
+
+    def broken(*_):
+        raise error
+        yield
+
+    monkeypatch.setattr(trainer, "demonstration_rollouts", broken)
+    with pytest.raises(RunError, match="a process that makes demonstrations was ended .* --resume goes on"):
+        trainer.pretrain(tiny.pretraining(workers=1), tmp_path / "one")
+    with pytest.raises(type(error)):
+        trainer.pretrain(tiny.pretraining(), tmp_path / "none")
 
 
 def test_signals_are_left_alone_where_they_are_ignored_and_outside_the_main_thread():
