@@ -909,18 +909,24 @@ def _pretrain(
                 log.write({"step": step + 1} | measured)
             if settings.save_every and (step + 1) % settings.save_every == 0:
                 save(step + 1)
-    seconds = time.perf_counter() - started
+    facts = {
+        "steps": last,
+        "seconds": round(time.perf_counter() - started, 1),
+        "parameters": model.num_parameters(),
+        "distinct_problems": len(met),
+    }
+    return _pretrained(settings, out, model, tok, facts)
+
+
+def _pretrained(
+    settings: config.Pretrain, out: Path, model: denoiser.Denoiser, tok: Any, facts: dict
+) -> dict:
+    """The base is written, judged on held-out problems, and summed up."""
     with files.into(out) as part:
         checkpoints.save(model, tok, part)
     how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
-    summary = {
-        "steps": last,
-        "seconds": round(seconds, 1),
-        "parameters": model.num_parameters(),
-        "distinct_problems": len(met),
-        "held_out": evaluate(model, tok, settings.task, settings.sampler, **how),
-    }
-    return runs.write_summary(out, summary)
+    judged = evaluate(model, tok, settings.task, settings.sampler, **how)
+    return runs.write_summary(out, facts | {"held_out": judged})
 
 
 def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:

@@ -23,9 +23,9 @@ def tolerance(tags: list[str]) -> float:
 
 
 def settled(text: str, stored: str, allowed: float) -> str:
-    """`text` with the stored number, and the spaces before it, in place of each that is within `allowed` of it.
+    """`text` with the stored number in place of each that is within `allowed` of it; unchanged where their counts differ.
 
-    Unchanged where their counts differ.
+    With as many spaces before it, or, to the right of a column, as many as make up its width.
     """
     old = PADDED.findall(stored)
     if len(old) != len(PADDED.findall(text)):
@@ -33,9 +33,10 @@ def settled(text: str, stored: str, allowed: float) -> str:
     following = iter(old)
 
     def chosen(match: re.Match) -> str:
-        number = next(following)
-        apart = abs(float(match[0].replace(",", "")) - float(number.replace(",", "")))
-        return number if apart <= allowed * (1 + 1e-9) else match[0]
+        number, own = next(following), match[0]
+        apart = abs(float(own.replace(",", "")) - float(number.replace(",", "")))
+        in_place = own.count(" ") == number.count(" ") or len(own) == len(number)
+        return number if in_place and apart <= allowed * (1 + 1e-9) else own
 
     return PADDED.sub(chosen, text)
 

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["tests", "base", "run", "sampler", "llada", "shapes", "caches", "memory"]
+SLOW = [("tests",), ("base", "run"), ("llada", "shapes"), ("caches",), ("memory",)]
 NUMBER = r"-?\d[\d.e+-]*"
 SAYS = {  # what only a stage that did its work prints
     "tests": r"\d+ passed, 3 skipped",
@@ -27,9 +28,6 @@ def gpu(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment}
     command = ["bash", "benchmarks/gpu.sh", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
-SLOW = [("tests",), ("base", "run"), ("llada", "shapes"), ("caches",), ("memory",)]
 
 
 @pytest.mark.parametrize("stages", [("sampler",), *(pytest.param(some, marks=pytest.mark.slow) for some in SLOW)], ids=" ".join)

@@ -646,6 +646,8 @@ def test_numbers_to_the_right_of_a_column_are_settled_with_their_spaces():
     stored, other = "clip    9.5    100\n", "clip   10.4     90\n"
     assert tolerances().settled(other, stored, 1) == "clip    9.5     90\n"
     assert tolerances().settled(other, stored, 10) == stored
+    elsewhere = stored.replace("    100", "      100")
+    assert tolerances().settled(elsewhere, stored, 10) == elsewhere
 
 
 @pytest.mark.parametrize("tags", [["tolerance"], ["tolerance=0"], ["tolerance=x"], ["tolerance=1", "tolerance=2"]])
