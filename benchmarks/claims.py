@@ -689,9 +689,10 @@ def reward_above(name: str, other: str, scale: str) -> Found:
     return Found(*intervals.mean_interval(values, 1 - page.LEVEL * pair.p / adjusted), cases=False)
 
 
-def of_runs(
-    text: str, source: str, where: str, names: str | tuple[str, str], scale: str | None, measure: Callable, words: str
-) -> Claim:
+RACE = "`python benchmarks/instability.py`, docs/instability_measured.md"
+
+
+def of_runs(text: str, source: str, names: str | tuple[str, str], scale: str | None, measure: Callable, words: str) -> Claim:
     """A claim about a line of the study, or two, with the seeds that are there. words: what is measured, and the criterion.
 
     scale: of the ratio; None for a line that has no ratio, whose runs are stored under one of them.
@@ -704,7 +705,7 @@ def of_runs(
         return not_run(text, source, f"needs two seeds of {' and of '.join(names)}, `python benchmarks/instability.py`")
     number, _, criterion = words.partition(": ")
     made = f"{len(seeds)} seeds x {max(run['updates'] for run in of_line(names[0], scale)):,} updates"
-    return Claim(text, source, where, made, number, lambda: measure(*names, scale), criterion)
+    return Claim(text, source, RACE, made, number, lambda: measure(*names, scale), criterion)
 
 
 def rl_less_self_training(of: str, decoding: str = "temperature 1") -> Found:
@@ -830,20 +831,11 @@ TABLE_SEEDS, GRID = f"exact, {TABLES} tables", "exact, grid of 19,602 tokens"
 KERNEL = ("logp", "order_logp")
 ACCOUNTS, FRESH = "accounts of arXiv 2603.06743", "grpo, fresh masks"
 NOISY_FIELD = "grpo, mean field, prompt masking"
-LINES = "docs/instability_measured.md"  # where no equation of the notebook states it, the tables of the page do
 
 
-def race(where: str) -> str:
-    """Where a claim about the runs of benchmarks/instability.py is decided: a tag of notebook 06, or the page."""
-    return f"`python benchmarks/instability.py`, {where if where == LINES else f'notebook 06 {where}'}"
-
-
-def both(
-    text: str, source: str, at: tuple[str, str], names: str | tuple[str, str], words: str, measure: Callable = reward_gained
-) -> list[Claim]:
-    """The claim at each scale of the study. at: where that of sequences is decided, and that of token means."""
-    scales = zip(("sequence", "token mean"), at, strict=True)
-    return [of_runs(text, source, race(where), names, scale, measure, words) for scale, where in scales]
+def both(text: str, source: str, names: str | tuple[str, str], words: str, measure: Callable = reward_gained) -> list[Claim]:
+    """The claim at each scale of the ratio."""
+    return [of_runs(text, source, names, scale, measure, words) for scale in ("sequence", "token mean")]
 
 
 COMPARE = "docs/results.md (command 2)"
@@ -995,43 +987,43 @@ LEDGER: dict[str, list[Claim]] = {
             "exact, ratios to e^30",
             "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("stabledrl", (0.0, 3.0, 10.0, 30.0)), "<= 1"),
         *happens(*both("GRPO with noisy ratios collapses: it ends below where it began",
-            "arXiv 2603.06743, abstract", ("(60.16)", "(60.15)"), FRESH, "reward gained: < 0")),
+            "arXiv 2603.06743, abstract", FRESH, "reward gained: < 0")),
         *happens(of_runs("GRPO with noisy ratios rises, then falls back: it ends more than 0.03 below its peak",
-            "arXiv 2603.06743, abstract", race(LINES), FRESH, "token mean", below_the_peak, "peak less end: > 0.03")),
+            "arXiv 2603.06743, abstract", FRESH, "token mean", below_the_peak, "peak less end: > 0.03")),
         of_runs("StableDRL rises, then falls back: it ends more than 0.03 below its peak",
-            "minidrl, on arXiv 2603.06743", race(LINES), "stabledrl",
+            "minidrl, on arXiv 2603.06743", "stabledrl",
             "sequence", below_the_peak, "peak less end: > 0.03"),
         *happens(of_runs("GRPO's log-ratios spread further while it trains, one step of the loop",
-            "arXiv 2603.06743, abstract", race("(60.15)"), FRESH,
+            "arXiv 2603.06743, abstract", FRESH,
             "token mean", growth_of_spread, "spread, end less start: > 0")),
         *happens(of_runs("GRPO's log-ratios spread further while it trains, one step of the loop",
-            "arXiv 2603.06743, abstract", race("(60.16)"), FRESH,
+            "arXiv 2603.06743, abstract", FRESH,
             "sequence", growth_of_spread, "spread, end less start: > 0")),
         *happens(of_runs("GRPO's largest gradients grow while it trains, one step of the loop",
-            "arXiv 2603.06743, abstract", race("(60.15)"), FRESH,
+            "arXiv 2603.06743, abstract", FRESH,
             "token mean", growth_of_gradients, "largest norm of ten updates, end over start: > 1")),
         *happens(of_runs("GRPO's largest gradients grow while it trains, one step of the loop",
-            "arXiv 2603.06743, abstract", race(LINES), FRESH,
+            "arXiv 2603.06743, abstract", FRESH,
             "sequence", growth_of_gradients, "largest norm of ten updates, end over start: > 1")),
         *happens(*both("GRPO with noisy mean fields (prompts masked anew) collapses: it ends below where it began",
-            "arXiv 2603.06743, abstract (mean-field proxies)", (LINES, LINES), NOISY_FIELD, "reward gained: < 0")),
+            "arXiv 2603.06743, abstract (mean-field proxies)", NOISY_FIELD, "reward gained: < 0")),
         *happens(of_runs("GRPO with noisy mean fields rises, then falls back: it ends more than 0.03 below its peak",
-            "arXiv 2603.06743, abstract (mean-field proxies)", race(LINES), NOISY_FIELD, "token mean", below_the_peak,
+            "arXiv 2603.06743, abstract (mean-field proxies)", NOISY_FIELD, "token mean", below_the_peak,
             "peak less end: > 0.03")),
         *both("StableDRL, with fresh masks as well, ends above where it began",
-            "arXiv 2603.06743, abstract", ("(60.16)", "(60.15)"), "stabledrl", "reward gained: > 0"),
-        *happens(*both("StableDRL's clip alone collapses", ACCOUNTS, ("(60.17)", LINES), "clip-only", "reward gained: < 0")),
+            "arXiv 2603.06743, abstract", "stabledrl", "reward gained: > 0"),
+        *happens(*both("StableDRL's clip alone collapses", ACCOUNTS, "clip-only", "reward gained: < 0")),
         *happens(*both("StableDRL's self-normalisation alone collapses",
-            ACCOUNTS, ("(60.17)", LINES), "self-norm-only", "reward gained: < 0")),
+            ACCOUNTS, "self-norm-only", "reward gained: < 0")),
         *happens(*both("StableDRL with epsilon = 1000 collapses",
-            ACCOUNTS, (LINES, LINES), "stabledrl, epsilon 1000", "reward gained: < 0")),
+            ACCOUNTS, "stabledrl, epsilon 1000", "reward gained: < 0")),
         *both("With mean fields of prompts masked anew StableDRL ends above GRPO",
-            "arXiv 2603.06743, abstract (mean-field proxies)", (LINES, LINES),
+            "arXiv 2603.06743, abstract (mean-field proxies)",
             ("stabledrl, mean field, prompt masking", NOISY_FIELD),
             "difference of rewards: > 0", reward_above),
-        *both("The published epsilon = 5 ends above epsilon = 1", ACCOUNTS, (LINES, LINES),
+        *both("The published epsilon = 5 ends above epsilon = 1", ACCOUNTS,
             ("stabledrl", "stabledrl, epsilon 1"), "difference of rewards: > 0", reward_above),
-        *both("StableDRL ends above GRPO with masks that old and new share", "minidrl, on arXiv 2603.06743", (LINES, LINES),
+        *both("StableDRL ends above GRPO with masks that old and new share", "minidrl, on arXiv 2603.06743",
             ("stabledrl", "grpo, shared masks"), "difference of rewards: > 0", reward_above),
         not_run("StableDRL beats other methods on mathematics, with full attention and with blocks.",
             "arXiv 2603.06743, ICML abstract", "needs 8B weights"),
@@ -1042,7 +1034,7 @@ LEDGER: dict[str, list[Claim]] = {
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
         *happens(of_runs("SPG, its row with two states and the sandwich, collapses where each rollout is used for four updates",
-            ACCOUNTS, race(LINES), "spg", None, reward_gained, "reward gained: < 0")),
+            ACCOUNTS, "spg", None, reward_gained, "reward gained: < 0")),
     ],
     "Block diffusion": [
         Claim("Blocks of one token make the block ELBO exact.",
