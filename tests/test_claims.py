@@ -279,7 +279,7 @@ def printed(number: str, pattern: str) -> list[float]:
 
 
 def test_variances_are_those_of_the_notebooks():
-    small, long = printed("05a", r"table, L = 6: ([\d.]+).*256: ([\d.]+)")
+    small, long = printed("05a", r"count form, random table +([\d.]+)\ncount form, solved model .* ([\d.]+)")
     assert claims.share_of_first(claims.count_and_mask(0)) == pytest.approx(small, abs=0.005)
     assert claims.share_of_first(claims.count_and_mask_solved(256)) == pytest.approx(long, abs=0.005)
     draws, quadrature = printed("05a", r"256 tokens: (\d+), \d+, (\d+)")  # strata between them
