@@ -149,6 +149,16 @@ clip = task(
 )
 
 
+_GAIN = "the_gain_was_not_turned_into_a_loss"
+_UPSIDE_DOWN = "the_ratio_is_upside_down:_it_is_exp_of_ll_less_anchor,_new_over_old"
+
+
+def _upside_down(answer: Callable) -> bool:
+    """At ratio 2, inside its clip, the loss is as large as it should be at 1/2."""
+    ll, anchor, adv = double([0.0]), double([-math.log(2)]), double([1.0])
+    return same(answer(ll, anchor, adv, 0.8, 2.0).abs(), [0.5])
+
+
 def _clip_slopes(answer: Callable, ratio: list, adv: list) -> Tensor:
     anchor, ll = double([-1.0] * len(ratio)), double(ratio).log() - 1
     return slope(lambda x: answer(x, anchor, double(adv), 0.2, 0.5), ll)
@@ -164,6 +174,7 @@ def _(answer: Callable) -> str:
         [-1.5, 2.0, -0.5, 0.8],
         "-min(2, 1.5), -min(-2, -1.5), -min(0.5, 0.8) and -min(-0.5, -0.8).",
         the_sign_is_that_of_a_gain__not_of_a_loss=[1.5, -2.0, 0.5, -0.8],
+        **{_UPSIDE_DOWN: [-0.5, 0.8, -1.5, 2.0]},
         the_larger_of_the_two_was_taken=[-2.0, 1.5, -0.8, 0.5],
         the_ratio_was_clipped_whatever_the_sign=[-1.5, 1.5, -0.8, 0.8],
         the_minimum_was_taken_before_adv=[
@@ -183,7 +194,7 @@ def _(answer: Callable) -> str:
         _clip_slopes(answer, [1.0, 1.0], [2.0, -3.0]),
         [-2.0, 3.0],
         "-adv ratio, at ratio 1.",
-        the_gain_was_not_turned_into_a_loss=[2.0, -3.0],
+        **{_UPSIDE_DOWN if _upside_down(answer) else _GAIN: [2.0, -3.0]},
     )
     return "ratio 1, adv 2, -3: slopes -2, 3"
 

@@ -357,29 +357,42 @@ def _one_pair(answer: Callable, u: list[float]) -> tuple[Tensor, Tensor]:
 
 @pairs.has("counts from 0 to n")
 def _(answer: Callable) -> str:
-    masked, _ = _one_pair(answer, [0.125, 0.375, 0.625, 0.875])
+    noise = double([0.6, 0.35, 0.55, 0.01]).expand(1, 4, 4)
+    u = double([[0.125, 0.375, 0.625, 0.875]])
+    masked, _ = answer(mask(*["1110"] * 4), u, noise)
     demand(
-        "keep 1110 (n = 3), u = 1/8, 3/8, 5/8, 7/8, hidden in the mask",
+        "keep 1110 (n = 3), u = 1/8, 3/8, 5/8, 7/8, noise 0.6 0.35 0.55, hidden in "
+        "the mask",
         masked[0].sum(-1),
         [0, 1, 2, 3],
         "l and n - l must have the same law: floor(u (n + 1)), 0 included.",
         the_counts_are_those_of_the_count_form=[1, 2, 2, 3],
         u_is_multiplied_by_n_=[0, 1, 1, 2],
+        each_position_is_hidden_with_probability_u__as_in_the_time_form=[0, 1, 3, 3],
+        noise_is_compared_with_l_over_n__which_hides_l_only_on_average=[0, 0, 3, 3],
     )
     return "n = 3, u = 1/8, 3/8, 5/8, 7/8 hide 0, 1, 2, 3"
 
 
 @pairs.has("each kept position once in a pair")
 def _(answer: Callable) -> str:
-    masked, _ = _one_pair(answer, [0.625])
+    both, _ = _one_pair(answer, [0.625, 0.375])
     demand(
-        "keep 1110, u = 5/8, mask and complement",
-        masked[:, 0],
+        "keep 1110, u = 5/8 and 3/8, noise 0.75 0.25 0.5 0.01, masks",
+        both[0],
+        mask("0110", "0100"),
+        "Hide the kept positions whose noise is smallest.",
+        argsort_was_taken_once=mask("1010", "0010"),
+        the_largest_noises_were_taken=mask("1010", "1000"),
+        the_noise_of_the_last_position_counts=mask("0100", "0000"),
+    )
+    demand(
+        "the same, u = 5/8, mask and complement",
+        both[:, 0],
         mask("0110", "1000"),
         "The complement is taken inside keep: 1000, and never 1001.",
         the_complement_has_positions_after_EOS=mask("0110", "1001"),
         the_mask_stands_there_twice=mask("0110", "0110"),
-        the_noise_of_the_last_position_counts=mask("0010", "1100"),
     )
     return "keep 1110: 0110 and 1000"
 

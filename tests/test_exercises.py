@@ -125,6 +125,14 @@ def test_the_solution_is_right(stem):
         assert re.search(rf"accepted by (all \d+ laws|the law) of \({judge.TASKS[name].tag}\)", text), text
 
 
+@pytest.mark.parametrize("start", ["torch.arange(K)[:, None] / K", "torch.linspace(0, 1 - 1 / K, K)[:, None]"])
+def test_a_start_of_the_interval_in_single_precision_is_no_mistake(start):
+    """A quotient of integers is float32, off by 1e-8."""
+    text = solution("02_estimators").replace("(torch.arange(K)[:, None] + u) / K", f"{start} + u / K")
+    said = answered("strata", text)
+    assert start in text and said.splitlines()[0].endswith(": right"), said
+
+
 # ----------------------------------------------------------------------------------------------------------------- wrong
 
 
@@ -237,6 +245,41 @@ WRONG = [
     Wrong("pairs", "(u * (n + 1))", "(u * n)", "counts from 0 to n", ("yours 0 1 1 2, expected 0 1 2 3", "multiplied by n")),
     Wrong("pairs", "keep & ~masked", "~masked", "each kept position once in a pair", ("0110 1001", "positions after EOS")),
     Wrong("pairs", ".clamp(min=1)", "", "weight (n + 1) / (K l)", ("inf", "clamp l to 1")),
+    Wrong(
+        "pairs",
+        "rank < count[..., None]",
+        "noise < u[..., None]",
+        "counts from 0 to n",
+        ("yours 0 1 3 3, expected 0 1 2 3", "as in the time form"),
+    ),
+    Wrong(
+        "pairs",
+        "rank < count[..., None]",
+        "noise < (count / n)[..., None]",
+        "counts from 0 to n",
+        ("yours 0 0 3 3, expected 0 1 2 3", "only on average"),
+    ),
+    Wrong(
+        "pairs",
+        ".argsort(-1).argsort(-1)",
+        ".argsort(-1)",
+        "each kept position once in a pair",
+        ("yours 1010 0010, expected 0110 0100. Hide", "argsort was taken once"),
+    ),
+    Wrong(
+        "pairs",
+        "noise.masked_fill",
+        "(-noise).masked_fill",
+        "each kept position once in a pair",
+        ("yours 1010 1000", "largest noises"),
+    ),
+    Wrong(
+        "pairs",
+        "noise.masked_fill(~keep, torch.inf)",
+        "noise",
+        "each kept position once in a pair",
+        ("yours 0100 0000", "noise of the last position counts"),
+    ),
     Wrong("pairs", "(n + 1).double()", "n.double()", "the mean is the ELBO", ("yours -1.811, expected -2.415", "n over l")),
     Wrong("group_mean", "group.mean(1, keepdim=True)", "group.mean()", "each prompt has its own mean", ("whole batch",)),
     Wrong(
@@ -264,6 +307,10 @@ WRONG = [
         ("yours -1.5 1.5 -0.5 0.5, expected -1.5 2 -0.5 0.8", "before adv"),
     ),
     Wrong("clip", "return -torch", "return torch", "on policy it is REINFORCE", ("yours 2 -3, expected -2 3", "gain")),
+    Wrong(
+        "clip", "(ll - anchor)", "(anchor - ll)", "the value", ("yours -0.5 0.8 -1.5 2", "upside down: it is exp of ll less")
+    ),
+    Wrong("clip", "(ll - anchor)", "(anchor - ll)", "on policy it is REINFORCE", ("yours 2 -3, expected -2 3", "upside down")),
     Wrong(
         "clip",
         "clamp(1 - epsilon_low, 1 + epsilon_high)",
@@ -538,6 +585,8 @@ ASTRAY = [
     ),
     Astray("strata", "torch.arange(K)", "(1 + torch.arange(K))", "One shared draw"),
     Astray("pairs", "(u * (n + 1)).floor().long()", "(u * n + 1).floor().long()", "stack on a new axis"),
+    Astray("pairs", "rank < count[..., None]", "noise < u[..., None]", "stack on a new axis"),
+    Astray("clip", "(ll - anchor)", "(anchor - ll)", "gain was not turned"),
     Astray("group_mean", "group.mean(1, keepdim=True)", "group.mean()", "A spread ten times"),
     Astray("clip", "torch.minimum(ratio * adv, clipped * adv)", "torch.minimum(ratio, clipped) * adv", "whatever the sign"),
 ]
