@@ -540,6 +540,20 @@ def _(answer: Callable) -> str:
     return "keep 1100: 1100"
 
 
+@mean_field.has("each row has noise of its own")
+def _(answer: Callable) -> str:
+    noise = double([[0.1, 0.2, 0.6], [0.6, 0.2, 0.1]])
+    hidden, _ = answer(mask("111", "111"), noise, mask("1100", "1100"), 0.3)
+    demand(
+        "two rows, noise 0.1 0.2 0.6 and 0.6 0.2 0.1, p = 0.3, hidden in the prompt",
+        hidden[:, :3],
+        mask("110", "011"),
+        "Row b of `noise` is for prompt b.",
+        the_mask_of_the_first_row_serves_all_rows=mask("110", "110"),
+    )
+    return "noise 0.1 0.2 0.6 and 0.6 0.2 0.1: 110 and 011"
+
+
 def _two_of_seven(alg: ModuleType, answer: Callable) -> Callable:
     original = alg.aggregate
     names = ("token_mean", "sequence_mean_token_mean")
@@ -888,9 +902,30 @@ def _quadrant(
                 ]
             raise Missed(
                 f"prompt_mask 01, 4 tokens in blocks of 2, does {names[0]} see "
-                f"{names[1]}: yours {got}, expected {due}. {because}"
+                f"{names[1]}: yours {got}, expected {due}.",
+                because,
             )
     return ""
+
+
+@staircase.has("not the right table transposed or in another order")
+def _(answer: Callable) -> None:
+    sees = answer(mask("1"), 2, 1)[0]
+    right = mask("10000", "11000", "11100", "10010", "11001")
+    example = "the example above, P = 1, L = 2, blocks of 1"
+    if same(sees, right.mT):
+        raise Missed(
+            f"{example}: rows and columns are exchanged. sees[n, q, k]: the query is "
+            "the row, as in b[None, :] <= b[:, None]."
+        )
+    parts = {"prompt": [0], "clean": [1, 2], "noisy": [3, 4]}
+    for names in list(itertools.permutations(parts))[1:]:
+        order = torch.tensor(sum((parts[name] for name in names), []))
+        if same(sees, right[order][:, order]):
+            raise Missed(
+                f"{example}: the order is {', '.join(names)}. Here it is prompt, "
+                "clean, noisy, in rows and columns."
+            )
 
 
 @staircase.has("padding is seen by no one")
@@ -908,6 +943,13 @@ def _(answer: Callable) -> None:
     for columns in ("clean", "noisy"):
         told = "The prompt must not depend on the response."
         _quadrant(answer, "prompt", columns, lambda *_: False, told)
+    demand(
+        "prompt_mask 111, what the first of the three prompt tokens sees of the prompt",
+        answer(mask("111"), 4, 2)[0, 0, :3],
+        mask("111")[0],
+        "The prompt is one block, and a block sees itself from both sides.",
+        the_prompt_is_causal=mask("100")[0],
+    )
 
 
 @staircase.has("clean tokens see their own block and earlier ones")
@@ -938,9 +980,13 @@ def _(answer: Callable) -> None:
 
 @staircase.has("number of pairs")
 def _(answer: Callable) -> str:
-    pairs = answer(mask("111"), 6, 2).sum()
-    because = "P^2 + 2 L P + L (L + b) = 9 + 36 + 48."
-    demand("P = 3, L = 6, blocks of 2, pairs that are seen", pairs, 93, because)
+    pairs = answer(mask("111"), 6, 2).sum((0, 1)).split([3, 6, 6])
+    demand(
+        "P = 3, L = 6, blocks of 2, pairs whose key is in the prompt, clean, noisy",
+        torch.stack([part.sum() for part in pairs]),
+        [45, 36, 12],
+        "Together P^2 + 2 L P + L (L + b) = 9 + 36 + 48.",
+    )
     return "P = 3, L = 6, b = 2: 93 of 225"
 
 

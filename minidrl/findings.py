@@ -440,7 +440,7 @@ def _means(courses: Courses, cells: Sequence[str], column: str) -> dict[int, flo
 def _commands(found: Sequence[Group], command: str, sizes: Mapping[str, int]) -> str:
     lines = [
         _who(group, sizes)
-        | {"seeds": _listed(row["seed"] for row in group.report)}
+        | {"seeds": _listed(sorted(row["seed"] for row in group.report))}
         | {"command": f"`{command.format_map(group.report[0])}`"}
         for group in found
     ]

@@ -1,4 +1,4 @@
-"""benchmarks/constant_reward.py: the stored courses are what the code finds, and what notebook 08a computes for seed 0."""
+"""benchmarks/constant_reward.py: the stored courses, which notebook 08a reads, are what the code finds."""
 
 import json
 

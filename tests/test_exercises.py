@@ -357,6 +357,13 @@ WRONG = [
         ("after EOS is scored",),
     ),
     Wrong(
+        "mean_field",
+        "(noise < p)",
+        "(noise[:1] < p)",
+        "each row has noise of its own",
+        ("yours 110 110, expected 110 011", "the mask of the first row serves all rows"),
+    ),
+    Wrong(
         "two_means",
         "total.sum() / lengths.sum()",
         "(total / lengths).mean()",
@@ -446,6 +453,29 @@ WRONG = [
         "noisy[None, :] <= noisy",
         "noisy tokens see their own noisy block",
         ("b_k == b_q",),
+    ),
+    Wrong(
+        "staircase",
+        "    clean_rows = torch.cat(",
+        "    block[:P] = torch.arange(-P, 0)\n    clean_rows = torch.cat(",
+        "all see the prompt, and the prompt sees itself alone",
+        ("yours 100, expected 111", "the prompt is causal"),
+    ),
+    Wrong(
+        "staircase",
+        "return torch.cat([clean_rows, noisy_rows]) &",
+        "return torch.cat([clean_rows, noisy_rows]).mT &",
+        "not the right table transposed or in another order",
+        ("rows and columns are exchanged", "the query is the row"),
+    ),
+    Wrong(
+        "staircase",
+        "    return torch.cat([clean_rows, noisy_rows]) & real[:, None, :]",
+        "    sees = torch.cat([clean_rows, noisy_rows]) & real[:, None, :]\n"
+        "    order = [*range(P), *range(P + length, P + 2 * length), *range(P, P + length)]\n"
+        "    return sees[:, order][:, :, order]",
+        "not the right table transposed or in another order",
+        ("the order is prompt, noisy, clean", "Here it is prompt, clean, noisy"),
     ),
     Wrong(
         "positions",
@@ -589,6 +619,7 @@ ASTRAY = [
     Astray("clip", "(ll - anchor)", "(anchor - ll)", "gain was not turned"),
     Astray("group_mean", "group.mean(1, keepdim=True)", "group.mean()", "A spread ten times"),
     Astray("clip", "torch.minimum(ratio * adv, clipped * adv)", "torch.minimum(ratio, clipped) * adv", "whatever the sign"),
+    Astray("staircase", "[clean_rows, noisy_rows]) &", "[clean_rows, noisy_rows]).mT &", "reads its own answer"),
 ]
 
 
