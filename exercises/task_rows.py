@@ -17,6 +17,12 @@ from minidrl.algorithms import (
 )
 from minidrl.methods import Method
 
+DRAWN = {
+    "paired": "draws new ones for each update",
+    "scheduled": "draws new ones for each update, told how far the updates have come",
+    "independent": "lets old and new weights see different ones: the ratio is noise "
+    "before the weights have moved",
+}
 WORDS = ("reduction", "normalizer", "anchor", "credit", "objective", "aggregation")
 
 
@@ -76,6 +82,8 @@ def gradient(row: Method) -> Tensor:
 def _row_laws(answer: Callable) -> list[tuple[str, Callable]]:
     def in_the_table(name: str) -> Callable:
         def law(_: Any) -> None:
+            if answer().refresh != "fixed":  # a law makes one update, on one plan
+                raise ValueError("the formula has one plan for all updates")
             with alone(answer()) as (laws, alg):
                 laws.LAWS[name](alg)
 
@@ -116,8 +124,8 @@ def _(answer: Callable) -> str:
     yours = answer().refresh
     if yours != "fixed":
         raise Missed(
-            f"refresh: yours {yours!r}, expected 'fixed'. One plan for all updates "
-            "on a rollout: ratio 1 on the first of them."
+            f"refresh: yours {yours!r}, expected 'fixed'. The masks of a rollout are "
+            f"drawn once; {yours!r} {DRAWN[yours]}."
         )
     return "refresh 'fixed'"
 

@@ -166,7 +166,7 @@ class Method:
         for key, allowed in (CHOICES | one).items():
             if getattr(self, key) not in allowed:
                 got = f"{key}: got {getattr(self, key)!r} for {self.name}"
-                raise ValueError(f"{got}; allowed {', '.join(allowed)}")
+                raise ValueError(f"{got}; allowed {', '.join(map(repr, allowed))}")
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -311,7 +311,7 @@ row("self-norm-only", "StableDRL (arXiv 2603.06743), by accounts", "ablation: we
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(self_normalized_clip, cap=math.inf), aggregation="group_sum")
 row("spg", "code of SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gradient",
-  differs="as released: token means, weighted by length; its paper averages sequences",
+  differs="as released (length-weighted; paper: mean), but no block twice while others last",
   plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
   anchor="none", refresh="paired", reduction="sequence", normalizer="kept_length",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
@@ -470,7 +470,7 @@ row("tracerl", "TraceRL (arXiv 2509.06949): accounts, code", "PPO clip on tokens
   credit=P(group_z_score, ddof=1, eps=0.0001),
   objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean_token_mean")
 row("mdpo", "code of MDPO (arXiv 2508.13148), autonomousvision/mdpo", "each step's text verified",
-  differs="most telling states only; mean over responses and positions; no re-masking (RCR)",
+  differs="4 states, not 8 to 16; none after the end; mean over responses and positions; no RCR",
   plan=P(prediction_plan),
   anchor="old", temperature="sampling", reduction="token",
   step_value="proposed", kl=KL("k2", 0.02),
@@ -627,7 +627,7 @@ def surrogate(
     adv: Advantage,
     anchor: Entries | None,
 ) -> Surrogate:
-    """The row's objective on its ll, entry by entry."""
+    """The row's objective on its ll: a loss for each entry."""
     ll = reduced(method, plan, rollout, feature)
     adv = adv.to(ll.dtype)[..., None].expand_as(ll)
     scale = normalizer(method, plan, rollout).to(ll.dtype)

@@ -162,7 +162,14 @@ WRONG = [
         'anchor="old"',
         'anchor="old", refresh="independent"',
         "the same masks for all updates, before and after",
-        ("yours 'independent'",),
+        ("yours 'independent'", "before the weights have moved"),
+    ),
+    Wrong(
+        "my_row",
+        'anchor="old"',
+        'anchor="old", refresh="paired"',
+        "the same masks for all updates, before and after",
+        ("'paired' draws new ones for each update",),
     ),
     Wrong(
         "my_row", 'anchor="old"', 'anchor="behaviour"', "the gradient of the loss", ("two prompts with four answers: anchor",)
