@@ -164,9 +164,11 @@ class Method:
     def __post_init__(self):
         one = {"reduction": ("sequence",)} if "position_logp" in self.features else {}
         for key, allowed in (CHOICES | one).items():
-            if getattr(self, key) not in allowed:
-                got = f"{key}: got {getattr(self, key)!r} for {self.name}"
-                raise ValueError(f"{got}; allowed {', '.join(map(repr, allowed))}")
+            value = getattr(self, key)
+            if value not in allowed:
+                kind = "" if isinstance(value, str) else "the strings "  # None is not "none"
+                got = f"{key}: got {value!r} for {self.name}"
+                raise ValueError(f"{got}; allowed {kind}{', '.join(allowed)}")
 
     @property
     def needs(self) -> tuple[str, ...]:
