@@ -611,7 +611,7 @@ MUTANTS = [
         "law_normalizers",
         where="behaviour_anchor",
     ),
-    Mutant("10.1", "if getattr(self, key) not in allowed:", "if False:", "law_normalizers", where="Method.__post_init__"),
+    Mutant("10.1", "if value not in allowed:", "if False:", "law_normalizers", where="Method.__post_init__"),
     Mutant(
         "10.1",
         '"padded_length": torch.full_like(rollout.lengths, rollout.keep.shape[1])',
