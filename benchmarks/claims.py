@@ -1027,6 +1027,10 @@ LEDGER: dict[str, list[Claim]] = {
             ("stabledrl", "grpo, shared masks"), "difference of rewards: > 0", reward_above),
         not_run("StableDRL beats other methods on mathematics, with full attention and with blocks.",
             "arXiv 2603.06743, ICML abstract", "needs 8B weights"),
+        in_study("Masks of their own with a control variate (2.12) make the ratio's noise less, and StableDRL solves more.",
+            "control_variate", ("stabledrl-cv", "arcs"), "points: > 0", after),
+        in_study("The same rows with masks that both sides share solve more than with masks of their own.",
+            "control_variate", ("shared", "arcs"), "points: > 0", after),
     ],
     "SPG": [
         Claim("SPG's evidence upper bound as it is computed, without its constant, lies above the log-likelihood (beta = 1.5).",

@@ -253,41 +253,66 @@ def non_negative(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
     return found / scale
 
 
-def fitted(found: list[Table], keys: list, features: list, targets: list, weights: list, solve) -> list[np.ndarray]:
-    """Constants for each response, from those of its key to other puzzles: weighted least squares of targets on features."""
+def fitted(
+    found: list[Table], keys: list, features: list, targets: list, weights: list, solve, pooled: dict | None = None
+) -> list[np.ndarray]:
+    """Constants for each response, from those of its key to other puzzles: weighted least squares of targets on features.
+
+    ``pooled`` gets those from all responses of a key, appended to what it holds: for responses that are none of these.
+    """
     parts = [((x * w[:, None]).T @ x, (x * w[:, None]).T @ y) for x, y, w in zip(features, targets, weights, strict=True)]
     result = []
     for table, key in zip(found, keys, strict=True):
         others = [p for p, t, k in zip(parts, found, keys, strict=True) if k == key and t.puzzle != table.puzzle]
         result.append(solve(sum(gram for gram, _ in others), sum(target for _, target in others)))
+    for key in set(keys) if pooled is not None else ():
+        own = [p for p, k in zip(parts, keys, strict=True) if k == key]
+        pooled.setdefault(key, []).extend(solve(sum(gram for gram, _ in own), sum(target for _, target in own)).tolist())
     return result
 
 
-def fit_centre(found: list[Table], keys: list) -> list[float]:
+def fit_centre(found: list[Table], keys: list, pooled: dict | None = None) -> list[float]:
     """c of each response: a prediction of B without any call, by a regression on sums over the visited states."""
     x = []
     for t in found:
         first, at_reveal, pairs = effects(t)
         lowest = sum(t.seen[: s + 1, i].min() for i, s in enumerate(t.step))
         x.append(np.array([[1, t.n, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]]))
-    constants = fitted(found, keys, x, [np.array([t.B]) for t in found], [np.array([1 / t.size]) for t in found], ridge)
+    of_size = [np.array([1 / t.size]) for t in found]
+    constants = fitted(found, keys, x, [np.array([t.B]) for t in found], of_size, ridge, pooled)
     return [float((row @ c)[0]) for row, c in zip(x, constants, strict=True)]
 
 
-def fit_surrogate(found: list[Table], keys: list, columns=slice(None)) -> list[np.ndarray]:
+def fit_surrogate(found: list[Table], keys: list, columns=slice(None), pooled: dict | None = None) -> list[np.ndarray]:
     """Z - H + E H (M,) of each response. E H is the closed one where all masks are there, else that of the population."""
     x = [terms(t)[:, columns] for t in found]
     means = [mean_terms(t)[columns] if t.complete else t.p @ every for t, every in zip(found, x, strict=True)]
     x = [every - mean for every, mean in zip(x, means, strict=True)]
-    constants = fitted(found, keys, x, [t.Z - t.B for t in found], [t.p / t.size for t in found], ridge)
+    constants = fitted(found, keys, x, [t.Z - t.B for t in found], [t.p / t.size for t in found], ridge, pooled)
     return [t.Z - every @ c for t, every, c in zip(found, x, constants, strict=True)]
 
 
-def fit_law(found: list[Table], keys: list, residuals: list[np.ndarray]) -> list[np.ndarray]:
+def fit_law(found: list[Table], keys: list, residuals: list[np.ndarray], pooled: dict | None = None) -> list[np.ndarray]:
     """Constants of v, from the squares of the residuals; a mask counts (l/n)^2 p, for squares spread as (n/l)^2 does."""
     x = [law_terms(t, t.hidden) / t.size for t in found]
     squares = [r**2 / t.size for t, r in zip(found, residuals, strict=True)]
-    return fitted(found, keys, x, squares, [t.p * (t.l / t.n) ** 2 for t in found], non_negative)
+    return fitted(found, keys, x, squares, [t.p * (t.l / t.n) ** 2 for t in found], non_negative, pooled)
+
+
+def constants_of(found: list[Table]) -> dict[str, dict[str, list[float]]]:
+    """What ``control_variate_plan`` (2.12) needs, by order and verdict: 20 constants of the surrogate, 30 of the law, 7 of c.
+
+    The squares that the law is fitted to are those of residuals whose constants come from other puzzles.
+    """
+    keys, pooled = [(t.order, t.solved) for t in found], {}
+    rest, of_centre = fit_surrogate(found, keys, pooled=pooled), {}
+    centre = fit_centre(found, keys, of_centre)
+    fit_law(found, keys, [v - c for v, c in zip(rest, centre, strict=True)], pooled)
+    result: dict[str, dict[str, list[float]]] = {}
+    for (order, solved), numbers in sorted(pooled.items()):
+        exact = numbers + of_centre[order, solved]
+        result.setdefault(order, {})["solved" if solved else "unsolved"] = [float(f"{v:.9g}") for v in exact]
+    return result
 
 
 # ------------------------------------------------------------------------------------ root mean square errors, in nats
@@ -546,6 +571,8 @@ def main(words: list[str] | None = None) -> list[dict]:
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--tables", type=Path, help="made if it is not there, else read")
     parser.add_argument("--out", type=Path, help="JSON lines")
+    use = "JSON: the constants of (2.12), from all responses, for the base's folder"
+    parser.add_argument("--constants", type=Path, help=use)
     parser.add_argument("--rehearse", action="store_true")
     parser.set_defaults(generations=GENERATIONS)
     given = parser.parse_args(words)
@@ -557,6 +584,8 @@ def main(words: list[str] | None = None) -> list[dict]:
     except ValueError as error:
         parser.error(str(error))
     draws, found = tables_of(settings, given)
+    if given.constants:
+        given.constants.write_text(json.dumps(constants_of(found), indent=1) + "\n", encoding="utf-8")
     facts = {"base": Path(given.base).name, "config": Path(given.config).name, "length": settings.sampler.length}
     return report(judged(found, {**facts, "draws": draws}), given.out)
 

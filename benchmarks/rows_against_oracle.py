@@ -623,6 +623,7 @@ def groups() -> dict[str, list[str]]:
     """Rows of one kind, by what they look at: not those of an order, or of blocks."""
     masks = (
         alg.arc_plan,
+        alg.control_variate_plan,
         alg.elbo_count_plan,
         alg.quadrature_plan,
         alg.block_plan,
@@ -778,7 +779,8 @@ in seconds.
 - **sampler**: random order, where the score of the recorded trajectory is exact, and low-confidence order, where it is not.
   Rows of the block family have blocks of {block}, and the order inside them. `justgrpo` is about left-to-right order.
 - **Settings** are the rows' own, but for numbers of steps: `replay-uniform`, the `egspo` rows and `mdpo` keep 2 of the 4
-  steps. The blocks of 32 of `spg` and `stabledrl-released` cover all positions.
+  steps. The blocks of 32 of `spg` and `stabledrl-released` cover all positions. `stabledrl-cv` has no constants, for nobody
+  fitted any to these tables: its states are arcs, without its control variate.
 
 """
 

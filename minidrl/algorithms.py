@@ -69,8 +69,9 @@ class Rollout:
     where nothing was revealed. ``records`` holds what the method asked the sampler for:
     ``entropy (B, L)``; completions of every state in one step, greedy, drawn, or those
     that the step took its tokens from: ``one_step``, ``one_step_sampled``,
-    ``one_step_proposed (B, T, L)``; the likeliest tokens of each position when it was
-    revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
+    ``one_step_proposed (B, T, L)``; log p of the response's hidden tokens before every
+    step: ``seen_logp (B, T, L)``, and with it ``solved (B,)``; the likeliest tokens of
+    each position when it was revealed: ``topk_ids``, ``topk_logp (B, L, M)``.
     """
 
     prompt: Int[Tensor, "B P"]
@@ -144,6 +145,8 @@ class Plan:
     block_length   staircase plans: state j M + m reads block m of the M blocks, with
               the earlier ones visible and the later ones hidden; the M states are one
               forward of a block-causal network. None: a state is a forward
+    shift     added to the log-likelihood of the sequence: what a control variate knows
+              without the network (2.12); None: nothing
     """
 
     hidden: Bool[Tensor, "K B T"]
@@ -153,6 +156,7 @@ class Plan:
     step: Int[Tensor, "K B"] | None = None
     targets: Int[Tensor, "K B L"] | None = None
     block_length: int | None = None
+    shift: Float[Tensor, " B"] | None = None
 
     @classmethod
     def of(
@@ -169,8 +173,8 @@ class Plan:
 
         Without more: hidden is what is scored, nothing else and no prompt; the weight
         of each state is 1; valid are the states that score anything. ``rest``: step,
-        targets, block_length. Raises ValueError naming the field whose shape does not
-        fit the states.
+        targets, block_length, shift. Raises ValueError naming the field whose shape
+        does not fit the states.
         """
         scored = torch.as_tensor(scored).bool()
         if scored.ndim != 3:
@@ -460,11 +464,192 @@ def arc_plan(
     u = _uniform((num_states, inside.shape[0]), generator, inside.device)
     u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
     count = torch.minimum((u * n).floor().long() + 1, n)
+    masked = _arcs(generator, inside, count)
+    return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
+
+
+# What the rollout knows already. A sampler that reveals token after token has evaluated
+# the network in nested states, at every hidden position. Once the response is written,
+# seen[t, i] = log p of its token i before step t can be read off, without a call. None
+# of it is the ELBO, but all of it moves with the ELBO's terms: a control variate. Any
+# function of it with a known mean may be taken off an estimate, and its mean added
+# again. The price is that it depends on constants, fitted on other responses, and that
+# it is a constant to the gradient: a ratio whose two sides share their masks loses it.
+# It acts where each side has masks of its own (``refresh`` independent).
+
+
+class Visited(NamedTuple):
+    """What the states of the trajectory say of the n positions that count; 0 elsewhere.
+
+    first      (B, L)        seen[0, i], everything hidden
+    at_reveal  (B, L)        seen[r_i, i], r_i the step that reveals i
+    lowest     (B, L)        the least seen[t, i] up to r_i
+    effects    (4, B, L, L)  A+, A-, C+, C-. Above and below 0 apart: d_ij =
+                             seen[r_j + 1, i] - seen[r_j, i] for r_j < r_i, what
+                             revealing j did to i; and d_ji, for j revealed after i.
+                             Conditionals of one joint distribution would have d
+                             symmetric (pointwise mutual information)
+    """
+
+    first: Tensor
+    at_reveal: Tensor
+    lowest: Tensor
+    effects: Tensor
+
+
+def visited(rollout: Rollout, inside: Bool[Tensor, "B L"]) -> Visited:
+    """Read the record ``seen_logp (B, T, L)`` at the positions ``inside``; float64."""
+    seen = record(rollout, "seen_logp").double()
+    steps, length = seen.shape[1:]
+    step = rollout.unmask_step.clamp(min=0)
+    at_reveal = seen.gather(1, step[:, None])[:, 0]
+    later = torch.arange(steps, device=step.device)[:, None] > step[:, None]
+    lowest = seen.masked_fill(later, torch.inf).amin(1)
+    place = step[..., None].expand(-1, -1, length)
+    after = seen.gather(1, (place + 1).clamp(max=steps - 1))
+    earlier = (step[..., None] < step[:, None]) & inside[..., None] & inside[:, None]
+    of_j = torch.where(earlier, after - seen.gather(1, place), 0.0)  # [b, j, i]
+    d = of_j.transpose(1, 2)
+    parts = [d.clamp(min=0), d.clamp(max=0), of_j.clamp(min=0), of_j.clamp(max=0)]
+    first, at_reveal, lowest = (x * inside for x in (seen[:, 0], at_reveal, lowest))
+    return Visited(first, at_reveal, lowest, torch.stack(parts))
+
+
+def surrogate_terms(
+    known: Visited, masked: Bool[Tensor, "K B L"], inside: Bool[Tensor, "B L"]
+) -> Float[Tensor, "K B 20"]:
+    """(2.13) The terms of H(M) = n/l sum over i in M of h(M, i), a guess of the ELBO's
+    n/l sum of log p, linear in 20 constants:
+
+        h(M, i) = u first_i + v at_reveal_i + sum_s z_s sum_{j visible} effects_s,ij
+                  + w_1 x + w_2 x^2,        x = l/n;  u, v, z_s quadratic in x
+
+    Source: this project. Order: (1, x, x^2) times the six sums; then n x, n x^2.
+    """
+    hidden, shown = masked.double(), (~masked).double()
+    sums = [(hidden * known.first).sum(-1), (hidden * known.at_reveal).sum(-1)]
+    sums += list(torch.einsum("kbi,sbij,kbj->skb", hidden, known.effects, shown))
+    n = inside.sum(-1).double()
+    x = hidden.sum(-1) / n
+    every = [s / x * x**power for s in sums for power in range(3)]
+    return torch.stack([*every, n * x, n * x**2], -1)
+
+
+def surrogate_means(
+    known: Visited, inside: Bool[Tensor, "B L"]
+) -> Float[Tensor, "B 20"]:
+    """Their means under (2.3), closed: given l and i in M, another position is visible
+    with probability (n - l)/(n - 1)."""
+    n = inside.sum(-1, keepdim=True).double()
+    count = torch.arange(1, inside.shape[1] + 1, device=n.device)
+    exists, x = count <= n, count / n
+    pairs = (n - count) / (n - 1).clamp(min=1)
+    ones = torch.ones_like(x)
+    sums = [known.first.sum(-1, keepdim=True) * ones]
+    sums += [known.at_reveal.sum(-1, keepdim=True) * ones]
+    sums += [total[:, None] * pairs for total in known.effects.sum((2, 3))]
+    every = [s * x**power for s in sums for power in range(3)] + [n * x, n * x**2]
+    return torch.stack([(v * exists).sum(-1) / n[:, 0] for v in every], -1)
+
+
+def law_of_counts(
+    known: Visited, inside: Bool[Tensor, "B L"], constants: Float[Tensor, "B 30"]
+) -> Float[Tensor, "B L"]:
+    """(2.14) q(l) in proportion to the root of v(l), the predicted mean square of
+    Z - H over the masks of l positions, 3 % of its mean added; 0 beyond n.
+
+        v(M) = (n/l)^2 sum_{i in M} sum_f (a_f + b_f x + c_f (1 - x)^4) scale_f,i
+
+    with ten scales of a position: 0.01, first^2, at_reveal^2, lowest^2, -first,
+    -at_reveal, mean squares over j of its effects (all, those below 0, C-), and (sum of
+    C-)^2 / n. v is linear in the mask: its mean given l has each i with share l/n. This
+    is importance sampling of counts; q > 0 keeps it unbiased. Source: this project.
+    """
+    n = inside.sum(-1, keepdim=True).double()
+    both, last = known.effects.sum(0), known.effects[3]
+    squares = [(m**2).sum(-1) / n for m in (both, both.clamp(max=0), last)]
+    scale = [inside * 0.01, known.first**2, known.at_reveal**2, known.lowest**2]
+    scale += [-known.first, -known.at_reveal, *squares, last.sum(-1) ** 2 / n]
+    total = torch.stack([s.sum(-1) for s in scale], -1)[:, None]
+    count = torch.arange(1, inside.shape[1] + 1, device=n.device)
+    x = (count / n).clamp(max=1)[..., None]
+    terms = torch.cat([total / x, total / x * x, total / x * (1 - x) ** 4], -1)
+    v = (terms * constants[:, None]).sum(-1) * (count <= n)
+    q = (v + 0.03 * v.sum(-1, keepdim=True) / n).sqrt() * (count <= n)
+    return q / q.sum(-1, keepdim=True)
+
+
+def control_variate_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    domain: str,
+    constants: Float[Tensor, "2 57"] | None,
+) -> Plan:
+    """(2.12) ELBO from arcs (2.11), their counts drawn from q (2.14), with a control
+    variate H (2.13) from the states that the rollout has visited:
+
+        B^ = c + 1/K sum_k 1/(n q(l_k)) [n/l_k sum_{i in M_k} logp_i - H(M_k) + E H - c]
+
+    Bias: none, whatever H, c and q > 0 are, if they are fixed before the masks are
+    drawn: the mean of 1/(n q) [.] over counts from q is that over uniform counts.
+    Constants that were fitted on other responses cost variance, never bias. The part
+    without logp is ``Plan.shift``. Error: 0.57 of the RMSE of (2.6) at three calls on
+    the base that ships (docs/elbo_error.md); elsewhere there is no guarantee.
+    Source: this project.
+
+    ``constants``: of unsolved and of solved responses, 20 of H, 30 of q, 7 of c, which
+    is linear, too. What is read then is the records ``seen_logp`` and ``solved``. None:
+    no control variate and uniform counts, which is ``arc_plan``.
+    """
+    _check_count("plan.num_states", num_states)
+    inside = _domain(rollout, domain)
+    n = inside.sum(-1)
+    q = inside.double().sort(-1, descending=True).values / n[:, None]
+    if constants is not None:
+        known = visited(rollout, inside)
+        own = constants.to(n.device)[record(rollout, "solved").long()]
+        of_terms, of_law, of_centre = own.split([20, 30, 7], -1)
+        q = law_of_counts(known, inside, of_law)
+    count = _stratified(q, num_states, generator).clamp(max=n)
+    masked = _arcs(generator, inside, count)
+    chance = q.expand(num_states, -1, -1).gather(2, count[..., None] - 1)[..., 0]
+    plan = _response_plan(rollout, masked, inside, 1 / (num_states * chance * count))
+    if constants is None:
+        return plan
+    guess = surrogate_terms(known, masked, inside) - surrogate_means(known, inside)
+    guess = (guess * of_terms).sum(-1)
+    centre = (_centre_terms(known, n) * of_centre).sum(-1)
+    shift = centre - ((guess + centre) / (num_states * n * chance)).sum(0)
+    return replace(plan, shift=shift.to(rollout.logp.dtype))
+
+
+def _centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
+    # Of c: 1, n, and sums of at_reveal, first, lowest, A+ and A-.
+    above, below = known.effects[:2].sum((2, 3))
+    sums = [x.sum(-1) for x in (known.at_reveal, known.first, known.lowest)]
+    return torch.stack([torch.ones_like(above), n.double(), *sums, above, below], -1)
+
+
+def _stratified(
+    q: Float[Tensor, "B L"], num_states: int, generator: torch.Generator
+) -> Int[Tensor, "K B"]:
+    # Counts with the law q, each from its own of K equal strata of it.
+    u = _uniform((num_states, len(q)), generator, q.device)
+    u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
+    return (q.cumsum(-1) <= u[..., None]).sum(-1) + 1
+
+
+def _arcs(
+    generator: torch.Generator, inside: Bool[Tensor, "B L"], count: Int[Tensor, "K B"]
+) -> Bool[Tensor, "K B L"]:
+    # State k: the count_k positions after those of state k - 1 on a random circle.
     noise = _uniform(tuple(inside.shape), generator, inside.device)
     place = noise.masked_fill(~inside, torch.inf).argsort(-1).argsort(-1)
     start = count.cumsum(0) - count
-    masked = ((place - start[..., None]) % n[:, None] < count[..., None]) & inside
-    return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
+    n = inside.sum(-1, keepdim=True)
+    return ((place - start[..., None]) % n < count[..., None]) & inside
 
 
 # Where the noise of an ELBO comes from. By the law of total variance, with N times and
@@ -1230,7 +1415,8 @@ def reduce_logp(
                            k alone                       a mask              (K, B, 1)
     pair       ll[j,b]   = that of states 2j and
                            2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
-    sequence   ll[b]     = sum_k weight[k,b] sum_i logp  a response          (1, B, 1)
+    sequence   ll[b]     = sum_k weight[k,b] sum_i logp,
+                           and the plan's shift          a response          (1, B, 1)
 
     This is what makes a token-level, step-level or sequence-level importance ratio: at
     "sequence" the whole response is one sequence-level action, as in ESPO.
@@ -1246,6 +1432,8 @@ def reduce_logp(
     if level not in ("token", "step"):
         parts = _parts(plan, level)
         ll = parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1)
+    if plan.shift is not None and level == "sequence":
+        ll = ll + plan.shift[:, None]
     return ll if normalizer is None else ll / normalizer[..., None]
 
 

@@ -41,6 +41,8 @@ from minidrl.untrusted import brief
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 INDEX = "model.safetensors.index.json"
+CONSTANTS = "control_variate.json"
+NUMBERS = 57  # of (2.12): 20 of the surrogate, 30 of the law, from 0, and 7 of the centre
 FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
     "config.json",
     "generation_config.json",
@@ -451,6 +453,28 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint here, as ``load`` returns it; ValueError as there."""
     raw = _read_config(folder)
     return _read_tokenizer(folder, raw, FAMILIES[raw["model_type"]])
+
+
+def control_variate(source: str | Path, order: str) -> torch.Tensor | None:
+    """(2, 57): the constants of (2.12) for rollouts in this order, of unsolved and of solved
+    responses; None for a base without them. Raises: ValueError for a file that is no such one."""
+    path = Path(source) / CONSTANTS
+    found = untrusted.json_object(path, {order: _VERDICTS}) if path.exists() else {}
+    if found.get(order) is None:
+        return None
+    verdicts = [found[order][verdict] for verdict in ("unsolved", "solved")]
+    return torch.tensor(verdicts, dtype=torch.float64)
+
+
+def _are_constants(x: Any) -> bool:
+    good = isinstance(x, list) and len(x) == NUMBERS and all(map(untrusted.NUMBER.good, x))
+    return good and min(x[20:50]) >= 0
+
+
+_VERDICTS = untrusted.Kind(
+    lambda x: isinstance(x, dict) and all(map(_are_constants, map(x.get, ("unsolved", "solved")))),
+    f"unsolved and solved, each {NUMBERS} finite numbers, of which the 21st to 50th are from 0",
+)
 
 
 def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -323,7 +324,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     for key, value in overrides.items():
         if not isinstance(key, str):
             raise ValueError(f"settings: got the key {brief(key)}; allowed text")
-        _set(data, key, parsed(key, value) if isinstance(value, str) else value)
+        # A copy: a later key is written into a section that an earlier one gave.
+        _set(data, key, parsed(key, value) if isinstance(value, str) else copy.deepcopy(value))
     settings = from_dict(kind, data)
     for said in filter(None, notes):
         if launched_rank() == 0:

@@ -42,6 +42,7 @@ from minidrl.algorithms import (
     block_replay_plan,
     complementary_plan,
     confident_clip,
+    control_variate_plan,
     coupled_plan,
     dppo,
     dppo_released,
@@ -108,6 +109,7 @@ RECORDS = {
     "sampled": ("one_step_sampled",),
     "proposed": ("one_step_proposed",),
     "topk_logp": ("topk",),
+    "control_variate_plan": ("seen_logp",),
 }
 
 
@@ -173,7 +175,7 @@ class Method:
     @property
     def needs(self) -> tuple[str, ...]:
         """What the sampler must record for this row, beside the entropy."""
-        asked = (self.step_value, *self.features)
+        asked = (self.step_value, *self.features, self.plan.func.__name__)
         return tuple(name for word in asked for name in RECORDS.get(word, ()))
 
     @property
@@ -297,6 +299,12 @@ row("stabledrl-released", "StableDRL's code (JianyuanZhong/StableDRL)", "block-w
 row("stabledrl-elbo", "StableDRL (arXiv 2603.06743), by accounts", "stabledrl on the plain ELBO",
   differs="eps = 5 by accounts; score is the ELBO, not ELBO and EUBO; ratio of per-token means",
   plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
+  anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
+  credit=P(group_mean),
+  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
+row("stabledrl-cv", "this project, on accounts of arXiv 2603.06743", "weights from a quieter ELBO",
+  differs="stabledrl-elbo at three calls; control variate from the rollout's own states (2.12)",
+  plan=P(control_variate_plan, num_states=3, domain="keep", constants=None),
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
   credit=P(group_mean),
   objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
@@ -717,6 +725,7 @@ _PLANS = {
     "elbo_count_plan": {"num_states": 3, "strata": True},
     "quadrature_plan": {"num_nodes": 3, "masks_per_node": 1, "counts": "bernoulli"},
     "arc_plan": {"num_states": 3},
+    "control_variate_plan": {"num_states": 3, "constants": None},
 }
 _KL_WORDS = {
     "form": ("k1", "k2", "k3", "exact"),
@@ -738,11 +747,11 @@ def with_options(method: Method, options: dict[str, Any]) -> Method:
     name (reduction, normalizer, refresh, aggregation, and credit: group_mean, leave_one_out,
     group_z_score; where states have values of their own, step_value: greedy, sampled; where ratios
     are taken against the sampler's record, anchor: behaviour, or old to score it anew; where the
-    plan estimates an ELBO, plan: elbo_time_plan, elbo_count_plan, quadrature_plan, arc_plan, which
-    is how one estimator is compared with another in a row that stays as it is). ``kl.beta``
-    0 removes the KL term, and with it the reference model; ``kl.form`` and ``kl.beta`` together
-    give a row the term that it lacks. Raises ValueError for a key that the method does not have,
-    and for a value of another kind than the present.
+    plan estimates an ELBO, plan: elbo_time_plan, elbo_count_plan, quadrature_plan, arc_plan,
+    control_variate_plan, which is how estimators are compared in a row that stays as it is).
+    ``kl.beta`` 0 removes the KL term, and with it the reference model; ``kl.form`` and ``kl.beta``
+    together give a row the term that it lacks. Raises ValueError for a key that the method does not
+    have, and for a value of another kind than the present.
     """
     if wrong := [key for key in options if not isinstance(key, str)]:
         allowed = ", ".join(_options(method))
@@ -881,7 +890,7 @@ def numbers(method: Method) -> list[str]:
     parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
     words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
     given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]
-    return [key for key in given if key != "plan.progress"]
+    return [key for key in given if key not in ("plan.progress", "plan.constants")]
 
 
 def _options(method: Method) -> list[str]:

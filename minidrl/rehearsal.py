@@ -126,6 +126,7 @@ def blank_rollout(method: Method, settings: config.Train, prompts: int = 1) -> R
     known = {name: {name: every_step} for name in sampler.COMPLETIONS}
     known["entropy"] = {"entropy": logp}
     known["topk"] = {"topk_ids": ids[..., None], "topk_logp": logp[..., None]}
+    known["seen_logp"] = {"seen_logp": 0.0 * every_step, "solved": ids[:, 0] > 0}
     records = {k: v for need in ("entropy", *method.needs) for k, v in known[need].items()}
     steps = (torch.arange(s.length) // s.tokens_per_step).expand(rows, -1)
     prompt, n = ids[:, :1], settings.num_generations

@@ -44,11 +44,12 @@ ATTENTIONS = ("bidirectional", "block_causal")
 COLDEST, HOTTEST = 1e-6, 1e6  # beyond them logits or their noise leave float32
 TEMPERATURES = f"0 (greedy), and numbers from {COLDEST:g} to {HOTTEST:,.0f}"
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
-RECORDS = ("entropy", "one_step", "one_step_sampled", "one_step_proposed", "topk")
+RECORDS = ("entropy", "one_step", "one_step_sampled", "one_step_proposed", "topk", "seen_logp")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
+OF_REST = (*COMPLETIONS, "seen_logp")  # records that look at every hidden position
 APPROXIMATE = ("prefix", "dual")
 CACHES = {"bidirectional": ("none", *APPROXIMATE), "block_causal": ("none", "exact")}
-CHUNK = 2**26  # the most logits that a completion makes at a time, 256 MiB in float32
+CHUNK = 2**26  # the most logits that a record makes at a time, 256 MiB in float32
 TOP_K = 20  # what inference servers return at most: no method should need more
 LOOK_EVERY = 4  # steps between two looks at which rows of a block are done, with a threshold
 
@@ -236,6 +237,10 @@ def generate(
     topk          the keys topk_ids and topk_logp (B, L, M), the min(20, V - 1) likeliest tokens of
                   the distribution from which the token was drawn, likeliest first; 0 where nothing
                   was revealed. Not at temperature 0.
+    seen_logp     (B, T, L), nats: log p of the token that came to stand there, at temperature 1, in
+                  the state before each step; 0 where it is visible, and after a row's end. Until
+                  the response is known, B T L V numbers are kept: at most CHUNK. It looks at the
+                  rest of the response as completions do, and what they cannot do with it cannot.
 
     ``unmask_step`` counts the network calls that a row needed, its own: with a threshold, rows of a
     batch stand at different steps, and one whose block is full waits without counting.
@@ -252,6 +257,8 @@ def generate(
     trace = blank_trace(prompt, prompt_mask, settings, model.mask_token_id, records)
     if "topk" in records:  # [MASK], of probability 0, is not among them
         add_topk(trace, min(TOP_K, model.vocab_size - 1))
+    if "seen_logp" in records:
+        add_seen(trace, settings, model.vocab_size)
     noise = draw_noise(settings, len(prompt), generator, prompt.device, records)
     rows = torch.arange(len(prompt), device=prompt.device) if rows is None else rows
     stop_at = eos_token_id if early_stop else None
@@ -388,8 +395,8 @@ def check_records(records: Sequence[str], settings: Sampler) -> None:
     for name in records:
         if name not in RECORDS:
             raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-        if name in COMPLETIONS and settings.cache == "dual":
-            allowed = ", ".join(other for other in RECORDS if other not in COMPLETIONS)
+        if name in OF_REST and settings.cache == "dual":
+            allowed = ", ".join(other for other in RECORDS if other not in OF_REST)
             allowed += ", which need no later block"
             raise ValueError(f"records: got {name!r} with cache dual; allowed {allowed}")
     if "topk" in records and settings.temperature == 0:
@@ -433,6 +440,17 @@ def add_topk(trace: Trace, count: int) -> None:
     shape = (*trace.unmask_step.shape, count)
     trace.records["topk_ids"] = trace.unmask_step.new_zeros(shape)
     trace.records["topk_logp"] = trace.logp.new_zeros(shape)
+
+
+def add_seen(trace: Trace, settings: Sampler, vocab_size: int) -> None:
+    """Room for the log-probability of every token at every position in every state. Raises:
+    ValueError for more than CHUNK of them."""
+    rows, length = trace.unmask_step.shape
+    shape = (rows, settings.num_steps, length, vocab_size)
+    if (numbers := math.prod(shape)) > CHUNK:
+        got = f"'seen_logp' of {rows} responses, {numbers:,} numbers"
+        raise ValueError(f"records: got {got}; allowed up to {CHUNK:,} of them")
+    trace.records["seen_logp"] = trace.logp.new_zeros(shape)
 
 
 # -------------------------------------------------------------------------------------------- noise
@@ -504,8 +522,8 @@ def reveal(
     start = step // settings.steps_per_block * settings.block_length
     if settings.attention == "block_causal":
         h = encode_block(model, settings, trace, start, rows, cache)
-        completes = any(name in trace.records for name in COMPLETIONS)
-        rest = encode_rest(model, settings, trace, start, rows, None) if completes else h
+        looks = any(name in trace.records for name in OF_REST)
+        rest = encode_rest(model, settings, trace, start, rows, None) if looks else h
     else:
         rest = encode_rest(model, settings, trace, start, rows, cache)
         h = rest[:, : settings.block_length]
@@ -515,6 +533,10 @@ def reveal(
     u = None if noise.uniform is None else noise.uniform[step, rows]
     proposal = propose(logits, settings.temperature, u, chooses)
     record_completions(model, settings, trace, noise, step, rows, rest, positions, proposal.token)
+    if "seen_logp" in trace.records:
+        place = rows, own_step(trace, settings, step, rows), slice(-rest.shape[1], None)
+        seen = trace.records["seen_logp"]
+        seen[place] = model.head(rest).log_softmax(-1).to(seen)
     if chooses:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
         if settings.threshold is not None:
@@ -849,10 +871,17 @@ def finish(
     if not torch.isfinite(logp).all():
         raise FloatingPointError("logits: the model returned NaN or +inf")
     records = {}
-    ended = torch.arange(settings.num_steps, device=step.device) >= steps_run(step)[:, None]
+    every = torch.arange(settings.num_steps, device=step.device)
+    ended = every >= steps_run(step)[:, None]
+    hidden = (step[:, None] >= every[:, None]) | (step[:, None] < 0)
     for name, value in trace.records.items():
         if name in COMPLETIONS:
             records[name] = torch.where(ended[..., None], response[:, None], value)
+        elif name == "seen_logp":
+            token = response[:, None, :, None].expand(*value.shape[:3], 1)
+            blank = over[:, None] | ended[..., None] | ~hidden
+            chosen = value.gather(-1, token)[..., 0].masked_fill(blank, 0.0)
+            records[name] = chosen.to(trace.dtype)
         else:
             wiped = value.masked_fill(over if value.ndim == 2 else over[..., None], 0)
             records[name] = wiped.to(trace.dtype) if value.is_floating_point() else wiped

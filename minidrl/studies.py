@@ -312,6 +312,11 @@ def _check_alike(cells: Sequence[Cell]) -> None:
         if differing := [key for key, value in _shared(cell).items() if value != shared[key]]:
             got = f"{cell.label!r} with another {differing[0]} than {first!r}"
             raise ValueError(f"methods: got {got}; allowed one for all, or a study of its own")
+    labels: dict[str, str] = {}
+    for cell in cells:
+        if (twin := labels.setdefault(cell.key, cell.label)) != cell.label:
+            got = f"{twin!r} and {cell.label!r}, which have the same settings"
+            raise ValueError(f"methods: got {got}; allowed methods that differ")
 
 
 def _shared(cell: Cell) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,15 @@ from minidrl import features as feat
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network
 from minidrl.gradient import one_pass_backward, shared_features, two_pass_backward
-from minidrl.launch import Interrupted, RunError, obey_parent, stop_requests, tell_notes, unheard
+from minidrl.launch import (
+    Interrupted,
+    RunError,
+    note,
+    obey_parent,
+    stop_requests,
+    tell_notes,
+    unheard,
+)
 from minidrl.methods import Method
 from minidrl.rehearsal import completions, method_of
 from minidrl.runs import MetricsLog, keyed_generator, keyed_seed
@@ -318,6 +327,7 @@ class Learner:
         distributed.check_settings(settings)
         prepare(settings)
         self.model, self.tok, self.reference = load_policy(settings, self.method)
+        self.method = with_constants(self.method, settings)
         if self.task.prompt_format == "chat":  # what it refuses, it refuses here
             longest = self.task.prompt_length
             encode_prompts(self.tok, self.task.held_out(1), longest, prompt_format="chat")
@@ -400,6 +410,8 @@ class Learner:
         clock.count("rollout", sampler.network_calls(rollout))
         texts = decode(self.tok, rollout.response)
         reward, solved = self.judge(problems, texts)
+        if "seen_logp" in rollout.records:  # constants differ by verdict (2.12)
+            rollout.records["solved"] = solved
         experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved)
         if s.sampler.cache in sampler.APPROXIMATE:
             experience.kl = self.rollout_kl(step, rollout, clock)
@@ -700,6 +712,21 @@ def prepare(settings: config.Train | config.Pretrain) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     torch.set_float32_matmul_precision(settings.matmul_precision)
+
+
+def with_constants(method: Method, settings: config.Train) -> Method:
+    """The row; where its plan has a control variate (2.12), with the constants of the base's file.
+
+    A base without constants is no error: the plan is unbiased without them, and a note says so.
+    """
+    if "constants" not in method.plan.keywords:
+        return method
+    order = settings.sampler.order
+    found = checkpoints.control_variate(settings.model, order)
+    if found is None:
+        where = f"no control variate: {Path(settings.model) / checkpoints.CONSTANTS}"
+        note(f"{where} has none for {order} order (benchmarks/elbo_error.py --constants fits it)")
+    return dataclasses.replace(method, plan=partial(method.plan, constants=found))
 
 
 def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:

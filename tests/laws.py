@@ -1794,7 +1794,7 @@ def law_clips_of_the_rows(alg: ModuleType) -> None:
     two_sided |= {"gspo": (0.9997, 1.0004), "clip-higher": (0.8, 1.28)}
     two_sided |= dict.fromkeys(("spo", "espo", "ebpo-block", "unigrpo"), (0.8, 1.2))
     two_sided |= {"mask-aware": (0.9997, 1.0004)}
-    caps = dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "clip-only"), (0.0, 6.0))
+    caps = dict.fromkeys(("stabledrl", "stabledrl-block", "stabledrl-elbo", "stabledrl-cv", "clip-only"), (0.0, 6.0))
     caps |= {"cispo": (0.0, 5.0), "cispo-released": (0.8, 1.28), "tis": (0.0, 2.0), "stabledrl-released": (0.0, 5.0)}
     caps |= dict.fromkeys(("dppo-tv-released", "dppo-kl-released"), (0.0, 20.0))
     caps |= {"gdsd": (0.8, 1.28)}
@@ -1911,7 +1911,7 @@ def law_rows_are_what_their_parts_declare(alg: ModuleType) -> None:
 def law_needs_of_the_rows(alg: ModuleType) -> None:
     """What a row asks the sampler to record: completions for values of states, likeliest tokens for their divergence."""
     asked = dict.fromkeys(("egspo-sa", "egspo-sa-released"), ("one_step",)) | {"dppo-topk": ("topk",)}
-    asked |= {"mdpo": ("one_step_proposed",)}
+    asked |= {"mdpo": ("one_step_proposed",), "stabledrl-cv": ("seen_logp",)}
     for name, method in alg.METHODS.items():
         assert method.needs == asked.get(name, ()), f"{name}: {method.needs}"
     drawn = methods.with_options(alg.METHODS["egspo-sa"], {"step_value": "sampled"})

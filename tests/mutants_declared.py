@@ -99,14 +99,14 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "10.1",
-        "asked = (self.step_value, *self.features)",
+        "asked = (self.step_value, *self.features, self.plan.func.__name__)",
         "asked = self.features",
         "law_needs_of_the_rows",
         where="Method.needs",
     ),
     Mutant(
         "10.1",
-        "asked = (self.step_value, *self.features)",
+        "asked = (self.step_value, *self.features, self.plan.func.__name__)",
         "asked = (self.step_value,)",
         "law_needs_of_the_rows",
         where="Method.needs",

@@ -1,5 +1,6 @@
 """benchmarks/elbo_error.py: its errors against enumeration, its surrogate against loops, its page against its result."""
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -14,7 +15,7 @@ import torch
 import tiny
 from laws_arcs import positions_model
 from minidrl import algorithms as alg
-from minidrl import estimators, oracle
+from minidrl import checkpoints, estimators, oracle
 from minidrl.features import features
 
 ROOT = Path(__file__).parents[1]
@@ -232,6 +233,45 @@ def test_shares_are_those_of_a_known_decomposition(bench):
     alone = bench.Table(**{**vars(t), "logp": t.hidden * np.array([-1.0, -2.0, 0.5, 3.0])})
     assert bench.shares(alone)[2] == pytest.approx(0, abs=1e-9) and bench.shares(alone)[1] > 0.5
     assert bench.shares(t)[2] > 0.01 and bench.shares(t).sum() == pytest.approx(1)
+
+
+def test_the_constants_are_those_that_other_puzzles_would_get(bench):
+    """Pooled constants are what a response to a puzzle of its own gets from all of these; by order and verdict."""
+    responses = [(0, 2, 1, 1), (1, 1, 0, 2), (2, 0, 0, 1), (1, 2, 2, 0), (0, 0, 1, 2)]
+    found = [table(bench, r, puzzle=p) for r, p in zip(responses, "abcde", strict=True)]
+    new = table(bench, (2, 2, 1, 0), puzzle="new")
+    pooled = bench.constants_of(found)["random"]["solved"]
+    keys, more = ["key"] * 6, [*found, new]
+    residual = bench.fit_surrogate(more, keys)[-1]
+    by_pool = new.Z - (bench.terms(new) - bench.mean_terms(new)) @ np.array(pooled[:20])
+    np.testing.assert_allclose(residual, by_pool, rtol=1e-6)
+    first, at_reveal, pairs = bench.effects(new)
+    lowest = sum(new.seen[: s + 1, i].min() for i, s in enumerate(new.step))
+    facts = [1, N, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]
+    assert bench.fit_centre(more, keys)[-1] == pytest.approx(float(np.dot(facts, pooled[50:])), rel=1e-6)
+    assert len(pooled) == checkpoints.NUMBERS and min(pooled[20:50]) >= 0 and max(pooled[20:50]) > 0
+
+
+def test_the_shipped_plan_has_the_error_that_is_judged_here(bench):
+    """4,000 draws of (2.12): their mean is the ELBO, and their error that of `arcs` with the same constants."""
+    model, found = MODEL, table(bench)
+    constants = np.random.default_rng(3).normal(size=57) * 0.3
+    constants[20:50] = abs(constants[20:50])
+    residual = found.Z - (bench.terms(found) - bench.mean_terms(found)) @ constants[:20]
+    first, at_reveal, pairs = bench.effects(found)
+    lowest = sum(found.seen[: s + 1, i].min() for i, s in enumerate(found.step))
+    facts = [1, N, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]
+    c, q = float(np.dot(facts, constants[50:])), bench.law_of_counts(found, constants[20:50])
+    records = {"seen_logp": torch.tensor(found.seen), "solved": torch.tensor(True)}
+    records = {key: value.expand(4000, *value.shape) for key, value in records.items()}
+    step = torch.tensor(found.step).expand(4000, -1)
+    rollout = dataclasses.replace(estimators._copies(RESPONSE, 4000), unmask_step=step, records=records)
+    words = {"num_states": 2, "domain": "keep", "constants": torch.tensor(constants).expand(2, -1)}
+    plan = alg.control_variate_plan(rollout, torch.Generator().manual_seed(1), **words)
+    logp = features(model, rollout, plan, temperature=1.0)["logp"].detach()
+    ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None).flatten()
+    assert float(ll.mean()) == pytest.approx(elbo(), abs=5 * float(ll.std()) / 4000**0.5)
+    assert float(ll.std()) == pytest.approx(bench.arcs(found, residual - c, q, 2, c), rel=0.07)
 
 
 def test_a_rehearsal_goes_all_the_way(bench, tmp_path, capsys):

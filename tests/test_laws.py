@@ -75,6 +75,7 @@ def test_every_field_and_every_choice_has_a_law():
 
 
 # What the plans are given below, by the names of their keywords.
+CONSTANTS = laws.normal(2, 57).abs()  # of (2.12)
 WORDS = {
     "p_mask_prompt": 0.3,
     "num_states": 2,
@@ -94,6 +95,7 @@ WORDS = {
     "high": 0.8,
     "progress": 0.5,
     "schedule": None,
+    "constants": CONSTANTS,
 }
 WITHOUT_CHANCE = ("entropy_plan", "merged_plan", "prediction_plan", "block_replay_plan")
 PLANS = [name for _, name, _ in judged.equations() if name.endswith("_plan")]
@@ -110,6 +112,7 @@ def rollout():
     entropy = torch.full((3, 4), 0.5, dtype=torch.float64)
     responses = [laws.RESPONSE] * 3
     records = {"entropy": entropy, "one_step_proposed": torch.ones(3, 4, 4, dtype=torch.long)}
+    records |= {"seen_logp": -laws.normal(3, 4, 4).abs(), "solved": torch.tensor([True, False, True])}
     return laws.rollout_of(judged.SHIPPED, responses, laws.KEEPS, unmask_step=steps, records=records, sampler=settings)
 
 

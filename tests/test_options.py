@@ -31,14 +31,22 @@ def test_an_option_replaces_one_number_and_leaves_the_table_alone():
     assert sandwich.keywords == {"eubo_beta": 1.5, "omega": 0.25} and sandwich.func is alg.sandwich
 
 
+# By extra.form, by the trainer, and by a file beside the base.
+SAID_ELSEWHERE = {
+    "dppo-topk": ["objective.form"],
+    "unigrpo": ["plan.progress"],
+    "stabledrl-cv": ["plan.constants"],
+}
+
+
 @pytest.mark.parametrize("name", methods.METHODS)
 def test_every_number_of_every_row_can_be_replaced_by_itself(name):
     """And the row is then the row: an option changes what it names and nothing else."""
     row = methods.METHODS[name]
     parts = {part: getattr(row, part) for part in ("plan", "credit", "objective", "extra") if getattr(row, part)}
     options = {f"{part}.{key}": value for part, p in parts.items() for key, value in p.keywords.items()}
-    for elsewhere in {"dppo-topk": ["objective.form"], "unigrpo": ["plan.progress"]}.get(name, []):
-        del options[elsewhere]  # said by extra.form, and by the trainer
+    for elsewhere in SAID_ELSEWHERE.get(name, []):
+        del options[elsewhere]
     options |= {key: getattr(row, key) for key in SHARED} | (
         {f"kl.{k}": v for k, v in row.kl._asdict().items()} if row.kl else {}
     )

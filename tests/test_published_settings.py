@@ -68,6 +68,7 @@ PUBLISHED = {
     "stabledrl": masks(2) | {"objective.cap": 1 + 5.0} | SANDWICH,
     "stabledrl-released": BLOCKS | {"objective.cap": 5.0} | SANDWICH,
     "stabledrl-elbo": masks(2) | {"objective.cap": 1 + 5.0},
+    "stabledrl-cv": {"plan.num_states": 3, "plan.domain": "keep", "objective.cap": 1 + 5.0},  # ours, but for the cap
     "clip-only": masks(2) | {"objective.floor": 0.0, "objective.cap": 1 + 5.0} | SANDWICH,  # 1 - 5 bounds no ratio
     "self-norm-only": masks(2) | {"objective.cap": math.inf} | SANDWICH,
     "stabledrl-block": masks(2) | {"objective.cap": 1 + 5.0} | SANDWICH,

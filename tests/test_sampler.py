@@ -286,6 +286,24 @@ def law_topk_by_the_oracle(generate, order, temperature=0.7):
     assert (out.unmask_step < 0).any(), "a row that ended early"
 
 
+def law_seen_logp_by_the_oracle(generate, order):
+    """log p of the response's tokens, at temperature 1, in every state before a row's end; 0 where they are visible."""
+    model = TabularDenoiser.random(4, 3, seeded(5), scale=1.5)
+    settings = settings_of(order, 0.7, 4, 2, 1)
+    how = {"eos_token_id": 2, "num_generations": 90, "generator": seeded(), "records": ["seen_logp"]}
+    out = generate(model, *empty_prompt(), settings, **how)
+    seen, states, ends = out.records["seen_logp"], sampler.states(out, model.mask_token_id), steps_run(out.unmask_step)
+    over = sampler.after_end(out.response, 2, 2)
+    for b, t, i in product(range(90), range(4), range(4)):
+        row = tuple(states[t, b].tolist())
+        if t < ends[b] and row[i] == model.mask_token_id and not over[b, i]:
+            exact = model.logits_at(row)[i].log_softmax(-1)[out.response[b, i]].detach()
+            torch.testing.assert_close(seen[b, t, i], exact)
+        else:
+            assert seen[b, t, i] == 0
+    assert over.any() and seen.dtype == out.logp.dtype
+
+
 def law_topk_is_short(generate):
     """Of a large vocabulary, 20 tokens."""
     model = FixedDenoiser(torch.linspace(0, 3, 500))
@@ -531,6 +549,20 @@ def test_topk(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_seen_logp(order):
+    law_seen_logp_by_the_oracle(sampler.generate, order)
+
+
+def test_more_of_seen_logp_than_there_is_room_for_is_refused(monkeypatch):
+    monkeypatch.setattr(sampler, "CHUNK", 6 * 6 * 6 * ContextDenoiser().vocab_size - 1)
+    how = {"eos_token_id": None, "generator": seeded(), "records": ["seen_logp"]}
+    run = partial(sampler.generate, ContextDenoiser(), *prompts(), settings_of("random", 1.0, 6, 3, 1), **how)
+    assert run(num_generations=1).records["seen_logp"].shape == (3, 6, 6)
+    with pytest.raises(ValueError, match="^records: got 'seen_logp' of 6 responses, .* numbers; allowed up to"):
+        run(num_generations=2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_states_replay(order, early_stop):
     law_states_replay(sampler.generate, order, early_stop)
@@ -683,7 +715,7 @@ def test_settings_count_the_steps():
     [
         (
             {"records": ["entropies"]},
-            "records: got 'entropies'; allowed entropy, one_step, one_step_sampled, one_step_proposed, topk",
+            "records: got 'entropies'; allowed entropy, one_step, one_step_sampled, one_step_proposed, topk, seen_logp",
         ),
         (
             {"records": ["topk"], "settings": replace(VALID, temperature=0)},
@@ -906,6 +938,18 @@ def topk_of_what_was_over(trace, prompt, prompt_mask, settings, eos_token_id, nu
     return out
 
 
+def seen_of_the_next_token(trace, prompt, prompt_mask, settings, eos_token_id, num_generations):
+    wrong = trace.records["seen_logp"].roll(1, -1)
+    trace = replace(trace, records={"seen_logp": wrong})
+    return ORIGINAL["finish"](trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
+
+
+def seen_one_step_late(trace, prompt, prompt_mask, settings, eos_token_id, num_generations):
+    wrong = trace.records["seen_logp"].roll(1, 1)
+    trace = replace(trace, records={"seen_logp": wrong})
+    return ORIGINAL["finish"](trace, prompt, prompt_mask, settings, eos_token_id, num_generations)
+
+
 LOW, LEFT = "low_confidence", "left_to_right"
 exact, scores = law_exact_distribution, law_scores_replay
 MUTANTS = [
@@ -949,6 +993,8 @@ MUTANTS = [
     ("write", topk_least_likely, partial(law_topk_by_the_oracle, order="random")),
     ("write", topk_of_the_confidence, partial(law_topk_by_the_oracle, order=LOW)),
     ("add_topk", topk_without_limit, law_topk_is_short),
+    ("finish", seen_of_the_next_token, partial(law_seen_logp_by_the_oracle, order="random")),
+    ("finish", seen_one_step_late, partial(law_seen_logp_by_the_oracle, order=LOW)),
     ("finish", topk_of_what_was_over, partial(law_same_whatever_the_cost, order=LEFT, temperature=1.0)),
 ]
 

@@ -515,6 +515,9 @@ BAD = {
     "steps_of: got [1]; allowed a section": {"steps_of": [1], "equal": "calls"},
     "steps_of.drpo: got [0]; allowed different numbers, each whole, from 1": {"steps_of": {"drpo": 0}, "equal": "calls"},
     "steps_of: got steps with equal updates, updates [1]; allowed with equal calls": {"steps_of": {"drpo": 3}},
+    "methods: got 'near' and 'drpo', which have the same settings; allowed methods that differ": {
+        "methods": {"near": {"method": "drpo"}, "drpo": {}}
+    },
     "first_seed: got -1; allowed from 0": {"first_seed": -1},
     "first_seed: got seeds up to 1001; allowed below 1000, where those of the choice begin": {"first_seed": 1000},
 }
@@ -539,6 +542,15 @@ def test_overrides_are_the_studys_own_keys_or_settings(folder):
     assert found.rates == [1e-3, 2e-3] and found.choose.n == 7 and found.settings == {"steps": 5, "evaluate.n": 3}
     picked = studies.study_of(folder / "study.yaml", data, {}, ["near", "ppo"])
     assert picked.methods == {"near": {"method": "drpo"}, "ppo": {}}
+
+
+def test_an_option_of_one_method_is_not_left_to_the_next(folder):
+    """Also where the study gives all of them one section to begin with."""
+    methods = {"a": {"method_options.plan.num_states": 3}, "b": {"method_options.plan.min_entropy": 0.5}}
+    methods = {label: {"method": "replay-uniform"} | given for label, given in methods.items()}
+    grid = studies.Grid("trial", study(folder, methods=methods, settings=FEW | {"method_options": {}}))
+    found = {cell.label: cell.settings.method_options for cell in grid.choices()}
+    assert found == {"a": {"plan.num_states": 3}, "b": {"plan.min_entropy": 0.5}}
 
 
 def test_options_of_a_cell_are_in_the_ledger(folder):

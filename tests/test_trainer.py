@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -1062,7 +1063,7 @@ def test_the_choice_of_the_position_jumps_between_two_precisions_and_the_tokens_
 
 # With one update on a rollout, these read more off the score than its ratio to itself, or to what the sampler recorded.
 NEED_A_FIRST_PASS = {"diffu-grpo", "diffu-grpo-released", "egspo-released", "egspo-sa-released", "mdpo", "dppo-topk", "spg"}
-NEED_A_FIRST_PASS |= {"gdpo-released", "stabledrl", "stabledrl-released", "stabledrl-elbo", "stabledrl-block"}
+NEED_A_FIRST_PASS |= {"gdpo-released", "stabledrl", "stabledrl-released", "stabledrl-elbo", "stabledrl-cv", "stabledrl-block"}
 NEED_A_FIRST_PASS |= {"clip-only", "self-norm-only", "espo", "coupled-grpo", "unigrpo"}
 
 
@@ -1310,6 +1311,50 @@ def test_a_record_that_the_sampler_cannot_keep_is_refused_before_anything_is_loa
     settings = dataclasses.replace(settings, sampler=dataclasses.replace(settings.sampler, cache="dual"))
     with pytest.raises(ValueError, match="records: got 'one_step_proposed' with cache dual"):
         rehearsal.method_of(settings)
+
+
+ORDER = tiny.SAMPLER.order
+
+
+def with_constants(base: Path, folder: Path, **given) -> Path:
+    shutil.copytree(base, folder)
+    (folder / checkpoints.CONSTANTS).write_text(json.dumps(given))
+    return folder
+
+
+def test_constants_of_a_control_variate_lie_beside_the_base(base, tmp_path, capsys):
+    """Those of the run's order, unsolved first. Without the file the plan is arcs, and a note says so."""
+    unsolved, solved = ([x / 100 for x in range(first, first + 57)] for first in (1, 2))
+    own = with_constants(base, tmp_path / "base", **{ORDER: {"unsolved": unsolved, "solved": solved}})
+    learner = trainer.Learner(tiny.settings(own, method="stabledrl-cv"))
+    assert learner.method.plan.keywords["constants"].tolist() == [unsolved, solved]
+    made = whole_experience(learner)
+    assert set(made.rollout.records) == {"entropy", "seen_logp", "solved"}
+    assert torch.equal(made.rollout.records["solved"], made.solved)
+    (plan, _), _ = learner.plans(0, made)
+    assert bool(plan.shift.any()) and learner.step(0)["grad_norm"] > 0
+    assert not capsys.readouterr().err
+    learner = trainer.Learner(tiny.settings(base, method="stabledrl-cv"))
+    assert learner.method.plan.keywords["constants"] is None
+    said = f"no control variate: {base / checkpoints.CONSTANTS} has none for {ORDER} order ("
+    assert said in capsys.readouterr().err
+    assert learner.plans(0, whole_experience(learner))[0][0].shift is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({ORDER: {"solved": [0.0] * 57}}, f"has {ORDER} {{'solved': [0.0, "),
+        ({ORDER: {"solved": [0.0] * 57, "unsolved": [0.0] * 56}}, "each 57 finite numbers, of which the 21st to 50th"),
+        ({ORDER: {"solved": [0.0] * 57, "unsolved": [-1.0] * 57}}, "each 57 finite numbers, of which the 21st to 50th"),
+        ({ORDER: {"solved": [0.0] * 57, "unsolved": ["0"] * 57}}, "each 57 finite numbers, of which the 21st to 50th"),
+    ],
+)
+def test_a_file_that_holds_no_such_constants_is_one_line(given, said, base, tmp_path):
+    own = with_constants(base, tmp_path / "base", **given)
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        trainer.Learner(tiny.settings(own, method="stabledrl-cv"))
+    assert str(own / "control_variate.json") in str(error.value) and "\n" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------------------ the pieces

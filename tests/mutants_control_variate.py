@@ -1,0 +1,55 @@
+"""Wrong versions of what laws_control_variate.py judges."""
+
+from mutant import Mutant
+
+HAND, COUNTS, MEANS = "law_control_variate_by_hand", "law_of_the_law_of_counts", "law_means_of_the_terms"
+EXPECTATION, OFTEN = "law_control_variate_expectation", "law_control_variate_frequencies"
+BARE = "law_without_constants_it_is_arcs"
+
+MUTANTS: list[Mutant] = [
+    Mutant("2.12", 'record(rollout, "solved").long()', '1 - record(rollout, "solved").long()', HAND),
+    Mutant("2.12", "own.split([20, 30, 7], -1)", "own.flip(-1).split([20, 30, 7], -1)", HAND),
+    Mutant("2.12", "q = law_of_counts(known, inside, of_law)", "law_of_counts(known, inside, of_law)", HAND),
+    Mutant("", "(torch.arange(num_states", "(0 * torch.arange(num_states", OFTEN, where="_stratified"),
+    Mutant("", ".sum(-1) + 1", ".sum(-1).clamp(min=1)", EXPECTATION, where="_stratified"),
+    Mutant("", "_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])", OFTEN, where="_arcs"),
+    Mutant("2.12", "1 / (num_states * chance * count)", "1 / (num_states * chance)", EXPECTATION),
+    Mutant("2.12", "1 / (num_states * chance * count)", "n / (num_states * count)", EXPECTATION),
+    Mutant("2.12", "- surrogate_means(known, inside)", "", EXPECTATION),
+    Mutant("2.12", "(guess + centre)", "guess", EXPECTATION),
+    Mutant("2.12", "centre - ((guess", "centre + ((guess", EXPECTATION),
+    Mutant("2.12", "(num_states * n * chance)).sum(0)", "(num_states * chance)).sum(0)", EXPECTATION),
+    Mutant("2.12", "(num_states * n * chance)).sum(0)", "num_states).sum(0)", EXPECTATION),
+    Mutant("", "known.effects[:2]", "known.effects[1:3]", HAND, where="_centre_terms"),
+    Mutant("", "(known.at_reveal, known.first", "(known.first, known.first", HAND, where="_centre_terms"),
+    Mutant("2.12", "if constants is None", "if constants is not None", HAND),
+    Mutant("2.12", "if constants is not None", "if rollout.records is not None", BARE),
+    Mutant("2.12", '_check_count("plan.num_states", num_states)', "", BARE),
+    Mutant("2.13", "x**power for s", "x ** (power + 1) for s", HAND),
+    Mutant("2.13", "(~masked)", "masked", HAND),
+    Mutant("2.13", "n * x, n * x**2]", "x, x**2]", HAND),
+    Mutant("2.13", "kbi,sbij,kbj->skb", "kbj,sbij,kbi->skb", HAND),
+    Mutant("2.13", "s / x * x**power", "s * x**power", MEANS),
+    Mutant("", "(n - count) / (n - 1)", "(n - count) / n", MEANS, where="surrogate_means"),
+    Mutant("", "(v * exists).sum(-1)", "v.sum(-1)", MEANS, where="surrogate_means"),
+    Mutant("", "/ n[:, 0]", "/ inside.shape[1]", MEANS, where="surrogate_means"),
+    Mutant("", "(place + 1)", "place", HAND, where="visited"),
+    Mutant("", "& inside[..., None] & inside[:, None]", "", HAND, where="visited"),
+    Mutant("", "step[..., None] < step[:, None]", "step[..., None] <= step[:, None]", HAND, where="visited"),
+    Mutant("", "of_j.clamp(min=0)", "d.clamp(min=0)", HAND, where="visited"),
+    Mutant("", "masked_fill(later, torch.inf).", "", HAND, where="visited"),
+    Mutant("", "x * inside for x", "x for x", HAND, where="visited"),
+    Mutant("2.14", "0.03 * v.sum", "0.3 * v.sum", COUNTS),
+    Mutant("2.14", ".sqrt() * (count <= n)", "* (count <= n)", COUNTS),
+    Mutant("2.14", "both.clamp(max=0)", "both.clamp(min=0)", COUNTS),
+    Mutant("2.14", "known.effects[3]", "known.effects[2]", COUNTS),
+    Mutant("2.14", "(1 - x) ** 4", "(1 - x) ** 2", COUNTS),
+    Mutant("2.14", "total / x, total / x * x", "total, total * x", COUNTS),
+    Mutant("2.14", "inside * 0.01", "0 * known.first + 0.01", COUNTS),
+    Mutant("2.14", "last.sum(-1) ** 2 / n", "last.sum(-1) ** 2", COUNTS),
+    Mutant("10.1", '"kept_length"', '"none"', "law_methods", where="row.stabledrl-cv"),
+    Mutant("10.1", "num_states=3", "num_states=2", "law_methods", where="row.stabledrl-cv"),
+    Mutant("10.1", "cap=6.0", "cap=5.0", "law_clips_of_the_rows", where="row.stabledrl-cv"),
+    Mutant("5.1", 'and level == "sequence"', "", HAND),
+    Mutant("5.1", "ll + plan.shift[:, None]", "ll", HAND),
+]
