@@ -1027,9 +1027,9 @@ LEDGER: dict[str, list[Claim]] = {
             ("stabledrl", "grpo, shared masks"), "difference of rewards: > 0", reward_above),
         not_run("StableDRL beats other methods on mathematics, with full attention and with blocks.",
             "arXiv 2603.06743, ICML abstract", "needs 8B weights"),
-        in_study("Masks of their own with a control variate (2.12) make the ratio's noise less, and StableDRL solves more.",
+        in_study("A control variate (2.12), where old and new have masks of their own, makes StableDRL's row solve more.",
             "control_variate", ("stabledrl-cv", "arcs"), "points: > 0", after),
-        in_study("The same rows with masks that both sides share solve more than with masks of their own.",
+        in_study("The same row with masks that both sides share solves more than with masks of their own.",
             "control_variate", ("shared", "arcs"), "points: > 0", after),
     ],
     "SPG": [
