@@ -330,7 +330,7 @@ row("spg", "code of SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched p
 # Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans
 # whose blocks share a forward.
 row("stabledrl-block", "StableDRL (arXiv 2603.06743), by accounts", "stabledrl on a staircase",
-  differs="known from accounts, its code has none; clean stream block-causal as sampler's cache",
+  differs="by accounts, its code has none; clean stream as the cache has it; sandwich of SPG",
   plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
   anchor="old", refresh="independent", reduction="sequence",
   credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
