@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -253,50 +254,78 @@ def non_negative(gram: np.ndarray, target: np.ndarray) -> np.ndarray:
     return found / scale
 
 
-def fitted(
-    found: list[Table], keys: list, features: list, targets: list, weights: list, solve, pooled: dict | None = None
-) -> list[np.ndarray]:
-    """Constants for each response, from those of its key to other puzzles: weighted least squares of targets on features.
+Problem = tuple[list, list, list]  # of each response the features of its cases, their targets, their weights
 
-    ``pooled`` gets those from all responses of a key, appended to what it holds: for responses that are none of these.
-    """
-    parts = [((x * w[:, None]).T @ x, (x * w[:, None]).T @ y) for x, y, w in zip(features, targets, weights, strict=True)]
+
+def fitted(found: list[Table], keys: list, problem: Problem, solve) -> list[np.ndarray]:
+    """Constants for each response, from those of its key to other puzzles: weighted least squares of targets on features."""
+    parts = normal_equations(problem)
     result = []
     for table, key in zip(found, keys, strict=True):
         others = [p for p, t, k in zip(parts, found, keys, strict=True) if k == key and t.puzzle != table.puzzle]
-        result.append(solve(sum(gram for gram, _ in others), sum(target for _, target in others)))
-    for key in set(keys) if pooled is not None else ():
-        own = [p for p, k in zip(parts, keys, strict=True) if k == key]
-        pooled.setdefault(key, []).extend(solve(sum(gram for gram, _ in own), sum(target for _, target in own)).tolist())
+        result.append(solved_of(others, solve))
     return result
 
 
-def fit_centre(found: list[Table], keys: list, pooled: dict | None = None) -> list[float]:
-    """c of each response: a prediction of B without any call, by a regression on sums over the visited states."""
-    x = []
-    for t in found:
-        first, at_reveal, pairs = effects(t)
-        lowest = sum(t.seen[: s + 1, i].min() for i, s in enumerate(t.step))
-        x.append(np.array([[1, t.n, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]]))
-    of_size = [np.array([1 / t.size]) for t in found]
-    constants = fitted(found, keys, x, [np.array([t.B]) for t in found], of_size, ridge, pooled)
-    return [float((row @ c)[0]) for row, c in zip(x, constants, strict=True)]
+def pooled(keys: list, problem: Problem, solve) -> dict[Any, np.ndarray]:
+    """Constants of each key, from all its responses: for responses that are none of these."""
+    parts = normal_equations(problem)
+    return {key: solved_of([p for p, k in zip(parts, keys, strict=True) if k == key], solve) for key in set(keys)}
 
 
-def fit_surrogate(found: list[Table], keys: list, columns=slice(None), pooled: dict | None = None) -> list[np.ndarray]:
-    """Z - H + E H (M,) of each response. E H is the closed one where all masks are there, else that of the population."""
+def normal_equations(problem: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each response the matrix and the right side."""
+    return [((x * w[:, None]).T @ x, (x * w[:, None]).T @ y) for x, y, w in zip(*problem, strict=True)]
+
+
+def solved_of(parts: list[tuple[np.ndarray, np.ndarray]], solve) -> np.ndarray:
+    """The constants of the sum of normal equations."""
+    return solve(sum(gram for gram, _ in parts), sum(target for _, target in parts))
+
+
+def centre_terms(table: Table) -> np.ndarray:
+    """(1, 7): what c is linear in, sums over the visited states."""
+    first, at_reveal, pairs = effects(table)
+    lowest = sum(table.seen[: s + 1, i].min() for i, s in enumerate(table.step))
+    return np.array([[1, table.n, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]])
+
+
+def centre_problem(found: list[Table]) -> Problem:
+    """c: a prediction of B without any call."""
+    return [centre_terms(t) for t in found], [np.array([t.B]) for t in found], [np.array([1 / t.size]) for t in found]
+
+
+def surrogate_problem(found: list[Table], columns=slice(None)) -> Problem:
+    """H - E H against Z - B. E H is the closed one where all masks are there, else that of the population."""
     x = [terms(t)[:, columns] for t in found]
     means = [mean_terms(t)[columns] if t.complete else t.p @ every for t, every in zip(found, x, strict=True)]
     x = [every - mean for every, mean in zip(x, means, strict=True)]
-    constants = fitted(found, keys, x, [t.Z - t.B for t in found], [t.p / t.size for t in found], ridge, pooled)
-    return [t.Z - every @ c for t, every, c in zip(found, x, constants, strict=True)]
+    return x, [t.Z - t.B for t in found], [t.p / t.size for t in found]
 
 
-def fit_law(found: list[Table], keys: list, residuals: list[np.ndarray], pooled: dict | None = None) -> list[np.ndarray]:
-    """Constants of v, from the squares of the residuals; a mask counts (l/n)^2 p, for squares spread as (n/l)^2 does."""
+def law_problem(found: list[Table], residuals: list[np.ndarray]) -> Problem:
+    """v against the squares of the residuals; a mask counts (l/n)^2 p, for squares spread as (n/l)^2 does."""
     x = [law_terms(t, t.hidden) / t.size for t in found]
     squares = [r**2 / t.size for t, r in zip(found, residuals, strict=True)]
-    return fitted(found, keys, x, squares, [t.p * (t.l / t.n) ** 2 for t in found], non_negative, pooled)
+    return x, squares, [t.p * (t.l / t.n) ** 2 for t in found]
+
+
+def fit_centre(found: list[Table], keys: list) -> list[float]:
+    """c of each response."""
+    problem = centre_problem(found)
+    return [float((row @ c)[0]) for row, c in zip(problem[0], fitted(found, keys, problem, ridge), strict=True)]
+
+
+def fit_surrogate(found: list[Table], keys: list, columns=slice(None)) -> list[np.ndarray]:
+    """Z - H + E H (M,) of each response."""
+    problem = surrogate_problem(found, columns)
+    constants = fitted(found, keys, problem, ridge)
+    return [t.Z - every @ c for t, every, c in zip(found, problem[0], constants, strict=True)]
+
+
+def fit_law(found: list[Table], keys: list, residuals: list[np.ndarray]) -> list[np.ndarray]:
+    """Constants of v."""
+    return fitted(found, keys, law_problem(found, residuals), non_negative)
 
 
 def constants_of(found: list[Table]) -> dict[str, dict[str, list[float]]]:
@@ -304,14 +333,14 @@ def constants_of(found: list[Table]) -> dict[str, dict[str, list[float]]]:
 
     The squares that the law is fitted to are those of residuals whose constants come from other puzzles.
     """
-    keys, pooled = [(t.order, t.solved) for t in found], {}
-    rest, of_centre = fit_surrogate(found, keys, pooled=pooled), {}
-    centre = fit_centre(found, keys, of_centre)
-    fit_law(found, keys, [v - c for v, c in zip(rest, centre, strict=True)], pooled)
+    keys = [(t.order, t.solved) for t in found]
+    rest = [v - c for v, c in zip(fit_surrogate(found, keys), fit_centre(found, keys), strict=True)]
+    parts = [pooled(keys, surrogate_problem(found), ridge), pooled(keys, law_problem(found, rest), non_negative)]
+    parts.append(pooled(keys, centre_problem(found), ridge))
     result: dict[str, dict[str, list[float]]] = {}
-    for (order, solved), numbers in sorted(pooled.items()):
-        exact = numbers + of_centre[order, solved]
-        result.setdefault(order, {})["solved" if solved else "unsolved"] = [float(f"{v:.9g}") for v in exact]
+    for order, solved in sorted(set(keys)):
+        numbers = np.concatenate([part[order, solved] for part in parts])
+        result.setdefault(order, {})["solved" if solved else "unsolved"] = [float(f"{v:.9g}") for v in numbers]
     return result
 
 

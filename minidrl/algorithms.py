@@ -262,6 +262,12 @@ def _uniform(
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(device)
 
 
+def _in_strata(u: Float[Tensor, "K *s"]) -> Float[Tensor, "K *s"]:
+    # The k-th of K uniform numbers, moved into the k-th of K equal parts of [0, 1).
+    part = torch.arange(len(u), device=u.device).view(-1, *(1 for _ in u.shape[1:]))
+    return (part + u) / len(u)
+
+
 def _random_subset(
     noise: Float[Tensor, "*K L"],
     domain: Bool[Tensor, "*#K L"],
@@ -404,7 +410,7 @@ def elbo_count_plan(
     n = inside.sum(-1)
     u = _uniform((num_states, inside.shape[0]), generator, inside.device)
     if strata:
-        u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
+        u = _in_strata(u)
     count = torch.minimum((u * n).floor().long() + 1, n)
     noise = _uniform((num_states, *inside.shape), generator, inside.device)
     masked = _random_subset(noise, inside, count)
@@ -461,8 +467,7 @@ def arc_plan(
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
     n = inside.sum(-1)
-    u = _uniform((num_states, inside.shape[0]), generator, inside.device)
-    u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
+    u = _in_strata(_uniform((num_states, len(n)), generator, inside.device))
     count = torch.minimum((u * n).floor().long() + 1, n)
     masked = _arcs(generator, inside, count)
     return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
@@ -603,21 +608,19 @@ def control_variate_plan(
     is linear, too. What is read then is the records ``seen_logp`` and ``solved``. None:
     no control variate and uniform counts, which is ``arc_plan``.
     """
+    if constants is None:
+        return arc_plan(rollout, generator, num_states=num_states, domain=domain)
     _check_count("plan.num_states", num_states)
     inside = _domain(rollout, domain)
-    n = inside.sum(-1)
-    q = inside.double().sort(-1, descending=True).values / n[:, None]
-    if constants is not None:
-        known = visited(rollout, inside)
-        own = constants.to(n.device)[record(rollout, "solved").long()]
-        of_terms, of_law, of_centre = own.split([20, 30, 7], -1)
-        q = law_of_counts(known, inside, of_law)
-    count = _stratified(q, num_states, generator).clamp(max=n)
+    n, known = inside.sum(-1), visited(rollout, inside)
+    own = constants.to(n.device)[record(rollout, "solved").long()]
+    of_terms, of_law, of_centre = own.split([20, 30, 7], -1)
+    q = law_of_counts(known, inside, of_law)
+    u = _in_strata(_uniform((num_states, len(n)), generator, inside.device))
+    count = torch.minimum((q.cumsum(-1) <= u[..., None]).sum(-1) + 1, n)
     masked = _arcs(generator, inside, count)
     chance = q.expand(num_states, -1, -1).gather(2, count[..., None] - 1)[..., 0]
     plan = _response_plan(rollout, masked, inside, 1 / (num_states * chance * count))
-    if constants is None:
-        return plan
     guess = surrogate_terms(known, masked, inside) - surrogate_means(known, inside)
     guess = (guess * of_terms).sum(-1)
     centre = (_centre_terms(known, n) * of_centre).sum(-1)
@@ -630,15 +633,6 @@ def _centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
     above, below = known.effects[:2].sum((2, 3))
     sums = [x.sum(-1) for x in (known.at_reveal, known.first, known.lowest)]
     return torch.stack([torch.ones_like(above), n.double(), *sums, above, below], -1)
-
-
-def _stratified(
-    q: Float[Tensor, "B L"], num_states: int, generator: torch.Generator
-) -> Int[Tensor, "K B"]:
-    # Counts with the law q, each from its own of K equal strata of it.
-    u = _uniform((num_states, len(q)), generator, q.device)
-    u = (torch.arange(num_states, device=u.device)[:, None] + u) / num_states
-    return (q.cumsum(-1) <= u[..., None]).sum(-1) + 1
 
 
 def _arcs(
@@ -880,7 +874,7 @@ def block_elbo_plan(
     n = own.sum(-1)
     u = _uniform((num_states, *n.shape), generator, n.device)
     if strata:
-        u = (torch.arange(num_states, device=u.device)[:, None, None] + u) / num_states
+        u = _in_strata(u)
     count = torch.minimum((u * n).floor().long() + 1, n)
     noise = _uniform((num_states, *own.shape), generator, n.device)
     masked = _random_subset(noise, own, count).flatten(0, 1)

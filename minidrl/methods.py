@@ -890,7 +890,7 @@ def numbers(method: Method) -> list[str]:
     parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
     words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
     given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]
-    return [key for key in given if key not in ("plan.progress", "plan.constants")]
+    return [key for key in given if key != "plan.progress"]
 
 
 def _options(method: Method) -> list[str]:

@@ -534,9 +534,7 @@ def reveal(
     proposal = propose(logits, settings.temperature, u, chooses)
     record_completions(model, settings, trace, noise, step, rows, rest, positions, proposal.token)
     if "seen_logp" in trace.records:
-        place = rows, own_step(trace, settings, step, rows), slice(-rest.shape[1], None)
-        seen = trace.records["seen_logp"]
-        seen[place] = model.head(rest).log_softmax(-1).to(seen)
+        record_seen(model, settings, trace, step, rows, rest)
     if chooses:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0
         if settings.threshold is not None:
@@ -755,6 +753,33 @@ def record_completions(
         trace.records[name][rows, own_step(trace, settings, step, rows)] = guess
 
 
+def record_seen(
+    model: Network,
+    settings: Sampler,
+    trace: Trace,
+    step: int,
+    rows: Int[Tensor, " R"],
+    h: Float[Tensor, "R M D"],
+) -> None:
+    """log p of every token in the state before ``step``; ``h``: from the block to the end."""
+    seen, own = trace.records["seen_logp"], own_step(trace, settings, step, rows)
+    seen[rows, own, -h.shape[1] :] = model.head(h).log_softmax(-1).to(seen)
+
+
+def seen_of(
+    seen: Float[Tensor, "B T L V"],
+    response: Int[Tensor, "B L"],
+    unmask_step: Int[Tensor, "B L"],
+    over: Bool[Tensor, "B L"],
+) -> Float[Tensor, "B T L"]:
+    """Of the tokens of the response, where they were hidden; 0 elsewhere, and after the end."""
+    token = response[:, None, :, None].expand(*seen.shape[:3], 1)
+    every, own = torch.arange(seen.shape[1], device=seen.device)[:, None], unmask_step[:, None]
+    hidden = ((own >= every) | (own < 0)) & ~over[:, None]
+    ran = every < steps_run(unmask_step)[:, None, None]
+    return seen.gather(-1, token)[..., 0].masked_fill(~(hidden & ran), 0.0)
+
+
 def one_step_completion(
     model: Network,
     h: Float[Tensor, "R M D"],
@@ -871,17 +896,12 @@ def finish(
     if not torch.isfinite(logp).all():
         raise FloatingPointError("logits: the model returned NaN or +inf")
     records = {}
-    every = torch.arange(settings.num_steps, device=step.device)
-    ended = every >= steps_run(step)[:, None]
-    hidden = (step[:, None] >= every[:, None]) | (step[:, None] < 0)
+    ended = torch.arange(settings.num_steps, device=step.device) >= steps_run(step)[:, None]
     for name, value in trace.records.items():
         if name in COMPLETIONS:
             records[name] = torch.where(ended[..., None], response[:, None], value)
         elif name == "seen_logp":
-            token = response[:, None, :, None].expand(*value.shape[:3], 1)
-            blank = over[:, None] | ended[..., None] | ~hidden
-            chosen = value.gather(-1, token)[..., 0].masked_fill(blank, 0.0)
-            records[name] = chosen.to(trace.dtype)
+            records[name] = seen_of(value, response, step, over).to(trace.dtype)
         else:
             wiped = value.masked_fill(over if value.ndim == 2 else over[..., None], 0)
             records[name] = wiped.to(trace.dtype) if value.is_floating_point() else wiped

@@ -109,14 +109,11 @@ class ByHand:
     @property
     def centre(self) -> float:
         """c."""
-        first, reveal = (sum(float(self.seen[s, i]) for s, i in place) for place in self.places())
+        first = sum(float(self.seen[0, i]) for i in self.kept)
+        reveal = sum(float(self.seen[self.step[i], i]) for i in self.kept)
         lowest = sum(min(float(self.seen[t, i]) for t in range(self.step[i] + 1)) for i in self.kept)
         signs = [sum(self.four(i, j)[s] for i in self.kept for j in self.kept) for s in range(2)]
         return float(np.dot([1, self.n, reveal, first, lowest, *signs], self.of_centre))
-
-    def places(self) -> tuple[list, list]:
-        """Where first and at_reveal stand in the record."""
-        return [(0, i) for i in self.kept], [(self.step[i], i) for i in self.kept]
 
     def shift(self, masks: list[tuple]) -> float:
         """What the estimate of these states has beside log p."""
@@ -237,6 +234,6 @@ def law_without_constants_it_is_arcs(alg: ModuleType) -> None:
         close(plan.weight, arcs.weight, "weight")
     run = {"domain": "keep", "constants": CONSTANTS}
     refuses(lambda: alg.control_variate_plan(rollout, seeded(), num_states=2, **run), "seen_logp")
-    for wrong in (0, 1.5):
-        words = {"num_states": wrong, "domain": "keep", "constants": None}
+    for wrong, constants in itertools.product((0, 1.5), (None, CONSTANTS)):
+        words = {"num_states": wrong, "domain": "keep", "constants": constants}
         refuses(lambda words=words: alg.control_variate_plan(rollout, seeded(), **words), "num_states", str(wrong))

@@ -16,7 +16,7 @@ MUTANTS: list[Mutant] = [
         "", "noise.masked_fill(~inside, torch.inf).argsort(-1)", "noise.argsort(-1)", "law_arc_plan_expectation", where="_arcs"
     ),
     Mutant("", "count.cumsum(0) - count", "0 * count", "law_arcs_do_not_raise_the_variance_of_positions", where="_arcs"),
-    Mutant("2.11", "u = (torch.arange(num_states", "u = (0 * torch.arange(num_states", "law_arc_plan_frequencies"),
+    Mutant("", "(part + u)", "(0 * part + u)", "law_arc_plan_frequencies", where="_in_strata"),
     Mutant("", "_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])", "law_arc_plan_frequencies", where="_arcs"),
     Mutant("2.11", '_check_count("plan.num_states", num_states)', "", "law_arc_plan_states"),
     Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_methods", where="row.gdpo-arcs"),

@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 INSIDE = "own, later = inside & (block == number)"
-STRATA = "u = (torch.arange(num_states, device=u.device)[:, None, None] + u) / num_states"
+STRATA = "return (part + u) / len(u)"
 COUNT = "count = torch.minimum((u * n).floor().long() + 1, n)\n    noise = _uniform((num_states, *own.shape)"
 WEIGHT = "weight = n.double() / (num_states * count.clamp(min=1))"
 LATER = "block > number"
@@ -23,9 +23,9 @@ MUTANTS: list[Mutant] = [
     Mutant("2.8", INSIDE, INSIDE.replace("inside & ", ""), "law_block_elbo_states"),
     Mutant("2.8", INSIDE, INSIDE.replace("==", ">="), "law_block_elbo_states"),
     Mutant("2.8", INSIDE, INSIDE.replace("==", "<="), "law_block_elbo_noise"),
-    Mutant("2.8", STRATA, STRATA.replace(" + u) /", " + 0 * u) /"), "law_block_elbo_noise"),
-    Mutant("2.8", STRATA, STRATA.replace(" + u) /", " + u[:1]) /"), "law_block_elbo_noise"),
-    Mutant("2.8", STRATA, STRATA.replace(") / num_states", ") / (num_states + 1)"), "law_block_elbo_expectation"),
+    Mutant("", STRATA, STRATA.replace(" + u)", " + 0 * u)"), "law_block_elbo_noise", where="_in_strata"),
+    Mutant("", STRATA, STRATA.replace(" + u)", " + u[:1])"), "law_block_elbo_noise", where="_in_strata"),
+    Mutant("", STRATA, STRATA.replace("len(u)", "(len(u) + 1)"), "law_block_elbo_expectation", where="_in_strata"),
     Mutant(
         "2.8",
         "*n.shape), generator, n.device)\n    if strata:",

@@ -200,7 +200,7 @@ def test_constants_come_from_other_puzzles(bench):
 
     def constants(found):
         x = [bench.terms(t) for t in found]
-        return bench.fitted(found, [0] * 4, x, [t.Z for t in found], [t.p / t.size for t in found], bench.ridge)
+        return bench.fitted(found, [0] * 4, (x, [t.Z for t in found], [t.p / t.size for t in found]), bench.ridge)
 
     same = [np.array_equal(*pair) for pair in zip(constants(before), constants(after), strict=True)]
     assert same == [True, True, False, False]
@@ -245,10 +245,8 @@ def test_the_constants_are_those_that_other_puzzles_would_get(bench):
     residual = bench.fit_surrogate(more, keys)[-1]
     by_pool = new.Z - (bench.terms(new) - bench.mean_terms(new)) @ np.array(pooled[:20])
     np.testing.assert_allclose(residual, by_pool, rtol=1e-6)
-    first, at_reveal, pairs = bench.effects(new)
-    lowest = sum(new.seen[: s + 1, i].min() for i, s in enumerate(new.step))
-    facts = [1, N, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]
-    assert bench.fit_centre(more, keys)[-1] == pytest.approx(float(np.dot(facts, pooled[50:])), rel=1e-6)
+    by_pool = float((bench.centre_terms(new) @ pooled[50:])[0])
+    assert bench.fit_centre(more, keys)[-1] == pytest.approx(by_pool, rel=1e-6)
     assert len(pooled) == checkpoints.NUMBERS and min(pooled[20:50]) >= 0 and max(pooled[20:50]) > 0
 
 
@@ -258,10 +256,7 @@ def test_the_shipped_plan_has_the_error_that_is_judged_here(bench):
     constants = np.random.default_rng(3).normal(size=57) * 0.3
     constants[20:50] = abs(constants[20:50])
     residual = found.Z - (bench.terms(found) - bench.mean_terms(found)) @ constants[:20]
-    first, at_reveal, pairs = bench.effects(found)
-    lowest = sum(found.seen[: s + 1, i].min() for i, s in enumerate(found.step))
-    facts = [1, N, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]
-    c, q = float(np.dot(facts, constants[50:])), bench.law_of_counts(found, constants[20:50])
+    c, q = float((bench.centre_terms(found) @ constants[50:])[0]), bench.law_of_counts(found, constants[20:50])
     records = {"seen_logp": torch.tensor(found.seen), "solved": torch.tensor(True)}
     records = {key: value.expand(4000, *value.shape) for key, value in records.items()}
     step = torch.tensor(found.step).expand(4000, -1)

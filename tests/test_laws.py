@@ -75,7 +75,6 @@ def test_every_field_and_every_choice_has_a_law():
 
 
 # What the plans are given below, by the names of their keywords.
-CONSTANTS = laws.normal(2, 57).abs()  # of (2.12)
 WORDS = {
     "p_mask_prompt": 0.3,
     "num_states": 2,
@@ -95,7 +94,7 @@ WORDS = {
     "high": 0.8,
     "progress": 0.5,
     "schedule": None,
-    "constants": CONSTANTS,
+    "constants": laws.normal(2, 57).abs(),
 }
 WITHOUT_CHANCE = ("entropy_plan", "merged_plan", "prediction_plan", "block_replay_plan")
 PLANS = [name for _, name, _ in judged.equations() if name.endswith("_plan")]

@@ -107,8 +107,8 @@ MUTANTS = [
         "inside.device)\n    if not strata:",
         "law_strata_do_not_raise_the_variance",
     ),
-    Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + u[:1]) / num_states", "law_count_plan_frequencies"),
-    Mutant("2.3", "[:, None] + u) / num_states", "[:, None] + 0.5 + 0 * u) / num_states", "law_count_plan_frequencies"),
+    Mutant("", "(part + u)", "(part + u[:1])", "law_count_plan_frequencies", where="_in_strata"),
+    Mutant("", "(part + u)", "(part + 0.5 + 0 * u)", "law_count_plan_frequencies", where="_in_strata"),
     Mutant(
         "2.3", "_uniform((num_states, *inside.shape)", "_uniform((1, *inside.shape)", "law_strata_do_not_raise_the_variance"
     ),
