@@ -633,7 +633,9 @@ def settled(name: str, tokens: tuple[tuple[float, float], ...]) -> Found:
 
 
 COMMON = ((0.02, 1.0), (0.5, 1.0), (0.5, -1.0), (0.95, -1.0))  # one good and rarer, one good and likely, two bad and likely
+SPREAD = COMMON + ((0.1, 1.0), (0.8, 1.0), (0.2, -1.0), (0.99, -1.0))
 RARE = ((0.003, 1.0), (0.002, 1.0), (0.001, 1.0))
+NEARLY_CERTAIN = ((0.849, 1.0), (0.995, -1.0))
 
 
 def regression_on_policy() -> Found:
@@ -1110,12 +1112,15 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("DRPO turns back exactly the tokens that DPPO stops, at delta = 0.15.",
             "code of arXiv 2606.09821, quoting it", "`law_drpo_turns_back_where_dppo_stops`, notebook 09 (8.13)", GRID,
             "share that differs", boundaries_that_differ, "<= 0"),
-        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: probabilities from 0.02 on.",
-            "minidrl, on arXiv 2606.09821", "notebook 09 (90.15)", "exact, 4 tokens",
-            "distance after 400 steps", lambda: settled("drpo", COMMON), "<= 0.01"),
-        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: probabilities 0.001 to 0.003.",
+        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: good 0.02 to 0.8, bad 0.2 to 0.99.",
+            "minidrl, on arXiv 2606.09821", "notebook 09 (90.15), `benchmarks/claims.py`", "exact, 8 tokens",
+            "distance after 400 steps", lambda: settled("drpo", SPREAD), "<= 0.01"),
+        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: good 0.001 to 0.003.",
             "minidrl, on arXiv 2606.09821", "`benchmarks/claims.py`", "exact, 3 tokens",
             "distance after 400 steps", lambda: settled("drpo", RARE), "<= 0.01"),
+        Claim("At steps of 0.05 with momentum 0.9 DRPO's tokens settle on the boundary: a good 0.849, a bad 0.995.",
+            "minidrl, on arXiv 2606.09821", "`benchmarks/claims.py`", "exact, 2 tokens",
+            "distance after 400 steps", lambda: settled("drpo", NEARLY_CERTAIN), "<= 0.01"),
         Claim("At steps of 0.05 with momentum 0.9 DPPO's tokens stop at the boundary.",
             "minidrl, on arXiv 2602.04879", "notebook 09 (90.15)", "exact, 4 tokens",
             "distance after 400 steps", lambda: settled("dppo-tv", COMMON), "<= 0.01"),
