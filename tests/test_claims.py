@@ -150,6 +150,7 @@ def test_claims_md_is_what_the_generator_writes(results):
     assert (ROOT / "CLAIMS.md").read_text() == claims.document(results)
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_changes_nothing(results):
     torch.set_num_threads(2)
     try:

@@ -66,9 +66,9 @@ def test_a_fault_is_found(fault, name, monkeypatch):
 
 
 @pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
-def test_two_thousand_programs():
-    found = fuzz.fuzz_programs(2000)
-    assert min(found.values()) >= 500 and sum(found.values()) == 2000
+def test_five_hundred_programs():
+    found = fuzz.fuzz_programs(500)
+    assert min(found.values()) >= 125 and sum(found.values()) == 500
 
 
 @pytest.mark.parametrize("passed", [0, 2])

@@ -7,6 +7,7 @@ comparison off, or an equation without a check. These rules close the holes. Eac
 
 import ast
 import copy
+import functools
 import importlib.util
 import json
 import re
@@ -184,6 +185,7 @@ RULES: dict[str, Callable[[dict, set[str]], list[str]]] = {
 }
 
 
+@functools.cache
 def shipped_names() -> set[str]:
     """Public functions and classes at the top level of any module of minidrl."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
