@@ -39,3 +39,13 @@ install_import_hook(["minidrl.algorithms", "minidrl.features", "minidrl.methods"
 def generator() -> torch.Generator:
     """A CPU generator with a fixed seed, new for each test: the only randomness a test may use."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def blank_curve(monkeypatch) -> None:
+    """Runs write an empty picture: what is drawn has tests of its own, and takes longer than a tiny run."""
+    from matplotlib.figure import Figure
+
+    from minidrl import report
+
+    monkeypatch.setattr(report, "draw_curve", lambda rows: Figure(figsize=(1, 1)))

@@ -24,7 +24,7 @@ from torch import nn
 import memory_table
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, config, denoiser, files, gradient, methods, rehearsal, report, runs, sampler, trainer
+from minidrl import checkpoints, config, denoiser, files, gradient, methods, rehearsal, runs, sampler, trainer
 from minidrl import features as feat
 from minidrl.launch import RunError
 from minidrl.tasks import Verdict
@@ -35,7 +35,7 @@ METHODS = tuple(methods.METHODS)
 
 
 @pytest.fixture(autouse=True)
-def varied_rewards(monkeypatch):
+def varied_rewards(monkeypatch, blank_curve):
     monkeypatch.setattr(Countdown, "score", tiny.varied_score)
 
 
@@ -366,11 +366,6 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.fixture
-def no_curve(monkeypatch):
-    monkeypatch.setattr(report, "write_curve", lambda out: None)
-
-
 # -------------------------------------------------------------------------------------------------------- pre-training
 
 
@@ -515,7 +510,7 @@ def test_a_run_leaves_its_files_and_nothing_else(base, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_runs(name, base, tmp_path, no_curve):
+def test_every_method_runs(name, base, tmp_path):
     """Two rollouts with two updates each: it learns, and says all that there is to be said about it."""
     out = tmp_path / "run"
     summary = trainer.train(tiny.settings(base, method=name), out)
@@ -539,7 +534,7 @@ def test_no_method_is_named_in_the_trainer():
     assert len(words) > 50 and words.isdisjoint(METHODS)
 
 
-def test_a_config_written_by_a_run_is_that_run(base, tmp_path, no_curve):
+def test_a_config_written_by_a_run_is_that_run(base, tmp_path):
     settings = tiny.settings(base, steps=1, method_options={"plan.min_entropy": 0.01}, optimizer=config.Optimizer(beta2=0.95))
     trainer.train(settings, tmp_path / "run")
     assert config.load(config.Train, tmp_path / "run/config.yaml") == settings
@@ -568,7 +563,7 @@ def test_tensorboard_has_the_numbers_of_the_log_and_after_a_resume_no_step_twice
     assert [path.name for path in (tmp_path / "checkpoint-2").iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_has_all_steps_as_soon_as_a_run_has_ended(base, tmp_path, no_curve):
+def test_tensorboard_has_all_steps_as_soon_as_a_run_has_ended(base, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -580,7 +575,7 @@ def test_tensorboard_has_all_steps_as_soon_as_a_run_has_ended(base, tmp_path, no
     assert writing == [], "the end of the process would cut off what it has not written"
 
 
-def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path, no_curve):
+def test_a_small_learning_rate_is_not_rounded_away(base, tmp_path):
     trainer.train(tiny.settings(base, steps=1, optimizer=config.Optimizer(learning_rate=3e-8)), tmp_path / "run")
     assert updates(tmp_path / "run")[0]["learning_rate"] == pytest.approx(3e-8)
 
@@ -599,7 +594,7 @@ OFF_POLICY = {"rollout_dtype": "bfloat16", "filter_groups": True, "method": "egs
 
 
 @pytest.mark.parametrize("changes", [{"method": "grpo"}, OFF_POLICY], ids=["grpo", "bfloat16, filtered"])
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(changes, base, tmp_path, no_curve):
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(changes, base, tmp_path):
     optimizer = config.Optimizer(learning_rate=1e-3, schedule="cosine", warmup=5)
     evaluation = config.Evaluation(n=4, every=1)
     settings = tiny.settings(base, steps=4, save_every=2, optimizer=optimizer, evaluate=evaluation, **changes)
@@ -619,7 +614,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(changes, base, tm
     assert times == sorted(times)
 
 
-def test_the_optimizer_state_matters_for_that(base, tmp_path, no_curve, monkeypatch):
+def test_the_optimizer_state_matters_for_that(base, tmp_path, monkeypatch):
     settings = tiny.settings(base, steps=2, save_every=1)
     trainer.train(settings, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -647,7 +642,7 @@ def test_a_folder_that_holds_a_run_is_left_as_it_is(base, tmp_path):
     assert content(tmp_path) == before
 
 
-def test_a_run_is_not_resumed_as_another_one(base, tmp_path, no_curve):
+def test_a_run_is_not_resumed_as_another_one(base, tmp_path):
     out, settings = tmp_path / "run", tiny.settings(base)
     trainer.train(settings, out)
     before = content(out)
@@ -666,7 +661,7 @@ def test_a_run_is_not_resumed_as_another_one(base, tmp_path, no_curve):
     assert config.load(config.Train, out / "config.yaml").steps == 3
 
 
-def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, no_curve, monkeypatch):
+def test_interrupted_writing_leaves_no_half_checkpoint(base, tmp_path, monkeypatch):
     settings, out, save = tiny.settings(base, steps=3, save_every=1), tmp_path / "run", runs.save_file
     monkeypatch.setattr(runs, "save_file", lambda tensors, path: stop() if "checkpoint-2" in str(path) else save(tensors, path))
     with pytest.raises(KeyboardInterrupt):
@@ -908,7 +903,7 @@ def test_equal_rewards_change_no_weight(name, base, monkeypatch):
     assert row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0 and row["network_calls/update"] == 0
 
 
-def test_a_run_in_which_nothing_could_be_learned_can_be_resumed(base, tmp_path, no_curve, monkeypatch):
+def test_a_run_in_which_nothing_could_be_learned_can_be_resumed(base, tmp_path, monkeypatch):
     monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
     settings = tiny.settings(base, steps=1)
     trainer.train(settings, tmp_path / "run")
@@ -1372,7 +1367,7 @@ def test_without_a_warm_up_and_with_one_of_1_the_first_update_has_the_whole_rate
         assert trainer.learning_rate(config.Optimizer(learning_rate=2.0, warmup=warmup), 0, 100) == 2.0
 
 
-def test_the_schedule_counts_updates_from_the_first_one(base, tmp_path, no_curve):
+def test_the_schedule_counts_updates_from_the_first_one(base, tmp_path):
     """Two updates a step, of which a row logs the mean; the warm-up ends at the eighth update."""
     settings = tiny.settings(base, optimizer=config.Optimizer(learning_rate=8e-3, warmup=8))
     trainer.train(settings, tmp_path / "run")
@@ -1380,7 +1375,7 @@ def test_the_schedule_counts_updates_from_the_first_one(base, tmp_path, no_curve
     assert rates == pytest.approx([(1e-3 + 2e-3) / 2, (3e-3 + 4e-3) / 2])
 
 
-def test_a_run_is_evaluated_and_saved_once_at_each_milestone_and_at_its_end(base, tmp_path, no_curve, monkeypatch):
+def test_a_run_is_evaluated_and_saved_once_at_each_milestone_and_at_its_end(base, tmp_path, monkeypatch):
     saved, save = [], trainer.Learner.save
     monkeypatch.setattr(
         trainer.Learner, "save", lambda self, folder, state: saved.append(folder.name) or save(self, folder, state)
