@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -1014,13 +1015,25 @@ def demonstration_rollouts(
     )
     with unheard() if settings.workers else contextlib.nullcontext():
         made = iter(items)
-    for item in made:
-        if isinstance(item, ValueError):
-            raise item
-        problems, *tensors = item
-        prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
-        words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
-        yield problems, Rollout.of(response, **words)
+    try:
+        for item in made:
+            if isinstance(item, ValueError):
+                raise item
+            problems, *tensors = item
+            prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
+            words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
+            yield problems, Rollout.of(response, **words)
+    finally:
+        del made
+        _join_feeders()
+
+
+def _join_feeders() -> None:
+    """Wait for the threads that fed a DataLoader's queues. One that lets go of a semaphore while
+    the interpreter ends can die halfway, and a warning would follow a run's last line."""
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(timeout=5)
 
 
 def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:

@@ -8,10 +8,12 @@ import copy
 import dataclasses
 import json
 import math
+import multiprocessing.queues
 import random
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -443,7 +445,10 @@ def test_demonstrations_are_made_on_the_device_of_the_network():
     assert {x.device.type for x in tensors} == {"meta"} and len(tensors) == 6
 
 
-def test_worker_processes_make_the_demonstrations_that_the_run_would_make():
+def test_worker_processes_make_the_demonstrations_that_the_run_would_make(monkeypatch):
+    """And nothing of them is left, however slowly the threads end that fed their queues."""
+    feed = multiprocessing.queues.Queue._feed
+    monkeypatch.setattr(multiprocessing.queues.Queue, "_feed", staticmethod(lambda *a: (feed(*a), time.sleep(0.2))))
     settings, before = pretrain_settings(), torch.get_rng_state()
     alone, helped = (
         list(trainer.demonstration_rollouts(dataclasses.replace(settings, workers=n), tokenizer(), range(1, 4))) for n in (0, 2)
@@ -452,6 +457,7 @@ def test_worker_processes_make_the_demonstrations_that_the_run_would_make():
     for (_, one), (_, other) in zip(alone, helped, strict=True):
         assert torch.equal(one.prompt, other.prompt) and torch.equal(one.response, other.response)
     assert torch.equal(torch.get_rng_state(), before)
+    assert not [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
