@@ -40,6 +40,9 @@ RESULTS = Path(__file__).parent / "results"
 SETTINGS = sampler.Sampler(order="random", temperature=1.0, length=LENGTH, block_length=LENGTH, tokens_per_step=2)
 OPTIMIZER = config.Optimizer(learning_rate=3e-4, weight_decay=0.1, max_grad_norm=math.inf)
 CLIPPED = ", norm 0.2"  # lines of this name have the clip of the gradient norm of StableDRL's released code
+BOUND = 3.0  # of dual-clip PPO, as in verl: a bad answer whose ratio is larger has no gradient
+DUAL = ", dual clip"
+LATER = (CLIPPED, DUAL)  # lines with these were added after all others had run
 
 
 class Alphabet:
@@ -84,7 +87,9 @@ def rows(scale: str) -> dict[str, methods.Method]:
         look = partial(alg.mean_field_plan, p_mask_prompt=p)
         found |= {f"grpo, mean field{masked}": replace(centred, plan=look)}
         found |= {f"stabledrl, mean field{masked}": replace(stable, plan=look)}
-    found |= {name + CLIPPED: found[name] for name in ("grpo, fresh masks", "grpo, mean field, prompt masking")}
+    dual = partial(alg.dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=BOUND)
+    for name in ("grpo, fresh masks", "grpo, mean field, prompt masking"):
+        found |= {name + CLIPPED: found[name], name + DUAL: replace(found[name], objective=dual)}
     return found
 
 

@@ -174,8 +174,8 @@ Lines = dict[tuple[str, str], list[dict]]  # by scale and name, the runs
 
 
 def unclipped(results: list[dict]) -> Lines:
-    """The lines without a clip of the gradient norm."""
-    lines = [(scale, name) for scale in study.SCALES for name in study.rows(scale) if not name.endswith(study.CLIPPED)]
+    """The lines of the argument: without those with another clip, which were run after all others."""
+    lines = [(scale, name) for scale in study.SCALES for name in study.rows(scale) if not name.endswith(study.LATER)]
     return {(scale, name): study.of_line(results, scale, name) for scale, name in lines}
 
 
@@ -404,30 +404,59 @@ def ends(results: list[dict]) -> str:
         words |= {f"{key}_norms": " and ".join(f"{max(r['norm_max'] for r in runs):.3g}" for runs in both)}
         if other:
             words |= {f"{key}_lifts": " and ".join(lifted(results, scale, (name, other)) for scale in study.SCALES)}
-    words |= without_ratio(results) | {"norm_clip": norm_clip(results)}
+    words |= without_ratio(results)
     said = [item.format(**words) for item in ENDS.split("\n- ")[1:]]
     return ENDS.partition("- ")[0] + "\n".join(bullet(text) for text in said if text)
 
 
-NORM_CLIP = """`{name}` on the {scale} {verdict}. Its runs end at {ends}, {fallen} below their best hundred; without the
-clip at {others}; mean difference {gap}."""
+CASES = [(scale, name) for scale in study.SCALES for name in (FRESH, f"grpo, {MASKING}")]  # GRPO with a noisy ratio
+FURTHER = """## A further clip
+
+Two clips that users of GRPO have anyway, on its noisy lines; run after all others, so that Holm's correction is over the pairs
+of a table here alone.
+
+{clips}
+
+{tables}
+
+What follows from it is in [notebook 06](../notebooks/06_stabledrl.ipynb#What-ruins-it?-Two-clips-that-GRPO-could-have-anyway).
+
+"""
 
 
-def norm_clip(results: list[dict]) -> str:
-    """What a clip of the gradient norm makes of GRPO, line by line; "" where none has run."""
-    said = []
-    for scale, name in itertools.product(study.SCALES, (FRESH, f"grpo, {MASKING}")):
-        runs, others = (study.of_line(results, scale, line) for line in (name + study.CLIPPED, name))
-        if len(runs) > 1 and len(others) > 1:
-            ends, plain = (", ".join(f"{r['final_reward']:.2f}" for r in line) for line in (runs, others))
-            (pair,) = differences(results, scale, {(name + study.CLIPPED, name): ""})
-            low, high = (pick(map(study.fallen, runs)) for pick in (min, max))
-            words = {"name": name, "scale": scale, "verdict": verdict_of(runs), "ends": ends, "others": plain}
-            words |= {"fallen": f"{low:.2f} to {high:.2f}", "gap": pair["difference"]}
-            said.append(NORM_CLIP.format(**words))
-    head = """**Does an ordinary clip of the gradient norm save GRPO?** At 0.2, as in the released code, added to two lines at
-each scale after all others had run (no test is corrected for these). """
-    return head + " ".join(said) if said else ""
+FURTHER_CLIPS = {
+    study.CLIPPED: "the gradient's norm is clipped at 0.2, as in StableDRL's released code",
+    study.DUAL: f"PPO's repair of the bypass (8.6): bad answers of a ratio above {study.BOUND:g}, verl's bound, have no gradient",
+}
+
+
+def further(results: list[dict]) -> str:
+    """What a clip of the gradient norm makes of GRPO, and what the dual clip; "" where a line has not run."""
+    lines = {clip: [study.of_line(results, scale, name + clip) for scale, name in CASES] for clip in study.LATER}
+    if not all(len(runs) > 1 for each in lines.values() for runs in each):
+        return ""
+    columns = ("pair", "what differs", "difference", "p", "p, Holm")
+    rows = [differences(results, scale, further_pairs()) for scale in study.SCALES]
+    parts = [f"Ratio of the {s}:\n\n{tables.markdown_table(r, columns)}" for s, r in zip(study.SCALES, rows, strict=True)]
+    clips = "\n".join(bullet(f"**{clip[2:]}**: {FURTHER_CLIPS[clip]}. {collapsed(each)}") for clip, each in lines.items())
+    return FURTHER.format(clips=clips, tables="\n\n".join(parts))
+
+
+def further_pairs() -> dict[tuple[str, str], str]:
+    """Each further clip less none, and StableDRL less GRPO with the dual clip."""
+    pairs = {}
+    for name, stable in ((FRESH, "stabledrl"), (f"grpo, {MASKING}", f"stabledrl, {MASKING}")):
+        pairs[name + study.CLIPPED, name] = "a clip of the gradient's norm"
+        pairs[name + study.DUAL, name] = "the dual clip"
+        pairs[stable, name + study.DUAL] = "StableDRL's weights, or the dual clip"
+    return pairs
+
+
+def collapsed(lines: list[list[dict]]) -> str:
+    """How many runs of some lines collapse, and the largest norm among them."""
+    lost = sum(study.gained(r) < 0 for runs in lines for r in runs)
+    norm = max(r["norm_max"] for runs in lines for r in runs)
+    return f"Of {sum(map(len, lines))} runs {lost} collapse; the largest gradient norm is {norm:.2g}."
 
 
 def without_ratio(results: list[dict]) -> dict:
@@ -464,6 +493,8 @@ FOLLOWS = {  # of each line its reward at the end and its cost; of pairs the dif
     "both": ("stabledrl, shared masks", ""),
     "clip": ("clip-only", ""),
     "norm": ("self-norm-only", ""),
+    "dual": (FRESH + study.DUAL, ""),
+    "short": (FRESH + study.CLIPPED, ""),
 }
 ENDS = """## What follows
 
@@ -479,7 +510,8 @@ updates: fresh masks {fresh_calls}; `paired`, where the old weights score every 
 - **Both together**: StableDRL with shared masks (`refresh: paired`) ends at {both_ends}, with gradient norms of at most
 {both_norms}, where GRPO with shared masks has up to {paired_norms}. Sharing takes out the noise; what the weights have moved
 is still in the ratio, and a bound on the gradient is another thing.
-- {norm_clip}
+- **A further clip** ([table](#a-further-clip)): with fresh masks GRPO and PPO's dual clip end at {dual_ends}, GRPO and a clip of the
+gradient's norm at 0.2 at {short_ends}, GRPO with neither at {fresh_ends}.
 - **Or no ratio at all.** On the sequence `reinforce`, for {none_calls} forwards and without an old score, ends at {none_end}
 with norms of at most {none_norm:.2g}; `stabledrl` less it is {none_gap}, Holm p = {none_p:.2g}. Its price is a
 bias after the first of the {n} updates on a rollout; and this is one toy, at one learning rate, {rate:g}, that was not tuned
@@ -776,9 +808,11 @@ def rest_words(results: list[dict]) -> dict:
             f"{key}_end": interval([r["final_reward"] for r in runs]),
         }
         words |= {f"{key}_slow": f"{sum(study.fallen(r) > SLOW for r in runs)} of {len(runs)}"}
-    gaps = (differences(results, scale, {(FRESH + study.CLIPPED, FRESH): ""}) for scale in study.SCALES)
+    for key, clip in (("clip", study.CLIPPED), ("dual", study.DUAL)):
+        gaps = (differences(results, scale, {(FRESH + clip, FRESH): ""}) for scale in study.SCALES)
+        words |= {key: " and ".join(gap["difference"] for (gap,) in gaps)}
     more = (x for scale in study.SCALES for x in differences(results, scale, TWO_PAIRS) if x["pair"] == f"{ONE_MORE} - {FRESH}")
-    return words | {"clip": " and ".join(gap["difference"] for (gap,) in gaps), "second": " and ".join(map(judged, more))}
+    return words | {"bound": study.BOUND, "second": " and ".join(map(judged, more))}
 
 
 SHORT = """# Noise in the ratio
@@ -788,8 +822,8 @@ old. A masked diffusion model's likelihood is only estimated, from random masks:
 with its noise. **Why would noise collapse training, and what helps?**
 
 **In short**, from one toy of {seeds} seeds: let old and new weights share their masks, or take no ratio at all; where the
-noise must be borne, StableDRL's weights bear it, best with the two states that its row has. That a loop of noise and large
-gradients ruins the runs is not shown.
+noise must be borne, StableDRL's weights bear it, best with two states, and so does PPO's dual clip. That a
+loop of noise and large gradients ruins the runs is not shown.
 
 StableDRL (arXiv 2603.06743) answers with such a loop:
 
@@ -869,19 +903,19 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
   2nK = {fixed_calls} with one draw (`fixed`, line `grpo, one plan`); fresh ones (2n + 1)K = {fresh_calls}.
 - **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; biased from the second
   update on.
-- **Or bear the noise**: cut and sum.
-- **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best
-  hundred updates. StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
-- **A clip of the norm**, 0.2, changes GRPO's reward by {clip} (token means, sequences; not corrected).
+- **Or bear it**: cut and sum.
+- **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best. StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
+- **PPO's dual clip** drops bad answers whose ratio is above {bound:g}: GRPO gains {dual}; by **a clip of the norm**, 0.2, {clip}
+  (token means, sequences; [corrected](instability_measured.md#a-further-clip)).
 - **A second state**, for twice the calls: by {second}, of four pairs.
 
 ## What was not shown
 
-- How often GRPO fails: the setting was searched for until it did; the trials were not recorded.
+- How often GRPO fails: the setting was searched for; the trials were not recorded.
 - StableDRL's own setting: two updates a rollout, two states of blocks, a third part (the sandwich, idle with one state),
-  norms clipped at 0.2. No line has all. By accounts each half alone collapses, and so does SPG, which has no ratio; not here,
+  norms clipped at 0.2. By accounts each half alone collapses, and so does SPG, which has no ratio; not here,
   which refutes nothing.
-- Another learning rate, which could change the order: this one was tuned for none.
+- Another learning rate, which could change the order.
 - The noise of a full-size network.
 - That undecided pairs are equal.
 """
@@ -931,8 +965,8 @@ the deviation, so that no line differs from another in its advantages.
 - **two states**: of StableDRL the row `stabledrl` as it is but for the scale of the ratio, with twice the network calls of
   the line `stabledrl`; **no sandwich**: the same with the ELBO as its score. `grpo, two states` is `grpo, fresh masks` with
   two.
-- **norm 0.2**: the same line with the gradient norm clipped at 0.2. Its largest norm is that before the clip. These lines were
-  run after all others; no pair and no count of the argument below has them.
+- **norm 0.2**, **dual clip**: the same line with a [further clip](#a-further-clip), run after all others: no pair and no count of the
+  argument below has them. The largest norm is that before the clip.
 - **spread of the log-ratio**: its standard deviation over the responses of an update, at the scale of the table: noise of
   the estimate, and what the weights have moved. Lines without a ratio have one for this purpose, too.
 - **bypass** (in the figure): the share of responses with a negative advantage and a ratio above 1.2, which GRPO's clip lets
@@ -950,7 +984,7 @@ the deviation, so that no line differs from another in its advantages.
 
 {chain}
 
-{two_states}## How much a weight says
+{two_states}{further}## How much a weight says
 
 `python benchmarks/weight_signal.py`. A response has the true log-ratio delta. A method sees delta + noise and makes
 it a weight: the ratio, cut at {cap:g}, over the sum of its group of {group}, the others with delta = 0. The noise is
@@ -1011,6 +1045,7 @@ def measured_page(results: list[dict], lines: list[dict]) -> str:
         not_run=not_run(results),
         chain=chain(results),
         two_states=two_states(results),
+        further=further(results),
         ends=ends(results),
         sections="\n\n".join(section(results, scale) for scale in study.SCALES),
         by_seed="\n\n".join(by_seed(results, scale) for scale in study.SCALES),

@@ -25,7 +25,7 @@ confidence-ordered sampler, whose response distribution is only given by `trajec
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -779,12 +779,19 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
     Raises:
         ValueError: the probabilities do not sum to 1 within 1e-6: the enumeration is not complete.
     """
-    pairs = [(_double(prob), _double(value)) for prob, value in draws]
-    total = sum(prob.item() for prob, _ in pairs)
-    if not abs(total - 1) <= 1e-6:
+    pairs = list(draws)
+    prob, value = (_stacked([pair[i] for pair in pairs]) for i in range(2))
+    if not abs((total := prob.sum().item()) - 1) <= 1e-6:
         raise ValueError(f"draws: got probabilities that sum to {total}; allowed 1")
-    mean = sum(prob * value for prob, value in pairs)
-    return mean, sum(prob * (value - mean) ** 2 for prob, value in pairs)
+    mean = torch.tensordot(prob, value, 1)
+    return mean, torch.tensordot(prob, (value - mean) ** 2, 1)
+
+
+def _stacked(numbers: Sequence[float | Tensor]) -> Tensor:
+    """Float64 (n, ...): numbers or tensors of one shape, on their graphs."""
+    if not any(isinstance(x, Tensor) for x in numbers):
+        return torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack([_double(x) for x in numbers])
 
 
 def _double(x: float | Tensor) -> Tensor:

@@ -188,6 +188,40 @@ answer(
     (4 * 2.0**4, "That takes the factor of the calls for a deviation: it gives a quarter of the deviation, and half is asked."),
 )
 
+# ------------------------------------------------------------------------- 02a: estimators, measured
+
+# With the best a the variance left is 1 - correlation^2 of what it was.
+answer(
+    "02a", "1", sqrt(1 - 1 / 4),
+    "Put the best a = cov(Z, C) / var(C) into the variance of Z - a C: which power of the correlation is left?",
+    (1 / 2, "That leaves three quarters of the variance: the correlation enters squared, as what is removed."),
+    (3 / 4, "That is the square of the correlation."),
+    (1 / 4, "That is the share of the variance that is left."),
+)
+# Uniform: (9 + 1) / (4 / 2) = 5. The law of (2.14): ((3 + 1) / 2)^2 = 4.
+answer(
+    "02a", "2, q", 3 / 4,
+    "(2.14): the probability of a count is proportional to the square root of v.",
+    (9 / 10, "That is proportional to v; (2.14) has its square root."),
+    (1 / 4, "That is q(2): the noisier count is asked, and drawn more often."),
+)
+answer(
+    "02a", "2, factor", 4 / 5,
+    "Put both laws into the sum above (2.14), with L = 2: uniform q = 1/2, and your q.",
+    (5 / 4, "That is the other way round."),
+    (1.0, "So it is with v equal at all counts."),
+    (sqrt(4 / 5), "That is the factor of the deviation."),
+)
+# d is log P(i, j) / (P(i) P(j)).
+answer(
+    "02a", "3", log(0.4 / 0.25),
+    "What is the log-probability of the first token when both are hidden, and what with the second one visible?",
+    (log(0.4), "That is the log of the joint probability."),
+    (log(0.8), "That is the log-probability once the other token is visible; the change is asked."),
+    (-log(0.4 / 0.25), "The other way round: after, less before."),
+    (0.4 / 0.25, "That is the ratio of the probabilities; an effect is a difference of their logs."),
+)
+
 # ------------------------------------------------------------------------------------ 03: policy gradients
 
 N = 8

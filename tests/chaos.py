@@ -186,7 +186,7 @@ def crashes(run: Run, begin: Callable[[Run, Path], None], every: int = 1) -> Ite
 
         forked(counted)
         done = Path(told.name).read_text().splitlines()
-    for number in range(0, len(done), every):
+    for number in range(every // 2, len(done), every):
         out = run.work / f"crash-{number}"
         begin(run, out)
 
@@ -385,17 +385,17 @@ def enlarge(folder: Path) -> None:
 def campaign(work: Path, quick: bool) -> Iterator[tuple[str, Iterator[Outcome]]]:
     """(name, outcomes) of each kind of fault; ``quick``: a sample of each."""
     rl, base, lora = train(work / "rl"), pretrain(work / "base"), train(work / "lora", lora=config.Lora(rank=2, alpha=4.0))
-    some, few = (37, 2) if quick else (1, 12)
+    some, last, few = (61, 12, 1) if quick else (1, 1, 12)
     yield "crash in a fresh run", crashes(rl, fresh, some)
     yield "crash in a resumed run", crashes(rl, after_step_3, some)
-    yield "crash while a finished run is completed", crashes(rl, without_summary, min(some, 5))
+    yield "crash while a finished run is completed", crashes(rl, without_summary, last)
     yield "crash while a damaged checkpoint is replaced", crashes(rl, without_newest, some)
     yield "crash in pre-training", crashes(base, fresh, some)
     yield "crash in pre-training, resumed", crashes(base, after_step_3, some)
     if not quick:
         yield "crash with adapters", crashes(lora, fresh, 4)
-    yield "SIGKILL at random", kills(rl, 2 if quick else 50)
-    yield "files damaged", damages(rl, 59 if quick else 1)
+    yield "SIGKILL at random", kills(rl, 1 if quick else 50)
+    yield "files damaged", damages(rl, 90 if quick else 1)
     yield "disk full", full_disks(rl, few)
     yield "read-only folder", read_only(rl)
     yield "two writers", two_writers(rl, few)

@@ -227,6 +227,44 @@ def _():
     return float(next(calls for calls in range(4, 100, 4) if (1 / calls) ** 0.5 <= 0.5 * (1 / 4) ** 0.5))
 
 
+@way("02a", "1")
+def _():  # Z = C + s noise, uncorrelated: by bisection on s
+    C, noise = torch.tensor([[1.0, 1.0, -1.0, -1.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+
+    def left(s: float) -> tuple[float, float]:
+        Z = C + s * noise
+        rest = Z - (Z @ C) / (C @ C) * C
+        return (rest.var() / Z.var()).item(), torch.corrcoef(torch.stack([Z, C]))[0, 1].item()
+
+    low, high = 0.0, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if left(middle)[0] < 0.25 else (low, middle)
+    return left(low)[1]
+
+
+def of_a_law(q: float) -> float:
+    """The second moment of one call whose count is 1, with v = 9, by q, and else 2, with v = 1."""
+    return oracle.moments([(q, 3 / (2 * q)), (1 - q, 1 / (2 * (1 - q)))])[1].item() + (3 / 2 + 1 / 2) ** 2
+
+
+@way("02a", "2, q")
+def _():
+    return min((of_a_law(q / 1000), q / 1000) for q in range(1, 1000))[1]
+
+
+@way("02a", "2, factor")
+def _():
+    return min(of_a_law(q / 1000) for q in range(1, 1000)) / of_a_law(0.5)
+
+
+@way("02a", "3")
+def _():
+    joint = oracle.consistent_denoiser(torch.tensor([[0.4, 0.1], [0.1, 0.4]], dtype=torch.float64))
+    seen = (oracle.token_logp(joint, (0, 0), M)[0] for M in (frozenset({0}), frozenset({0, 1})))
+    return (next(seen) - next(seen)).item()
+
+
 @way("03", "1")
 def _():
     R = double(1, 0, 0, 1, 0, 1, 0, 0)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -371,14 +372,40 @@ def test_lines_with_a_clip_of_the_norm_differ_in_it_alone(page, weak_base):
         assert moved[name][1][0] == moved[plain][1][0] > 0.2 and not torch.equal(moved[name][0], moved[plain][0])
 
 
-def test_the_clip_of_the_norm_has_its_sentence_and_no_pair(page):
-    name, ends = "grpo, fresh masks", {"": [0.4, 0.6, 0.5], study.CLIPPED: [0.4, 0.6, 0.3]}
-    results = [a_run(name + what, seed, ends[what]) for seed in (0, 1) for what in ends]
-    said = page.norm_clip(results)
-    assert f"`{name}` on the token mean collapses: every run ends below its start. Its runs end at 0.30, 0.30" in said
-    assert "0.30 to 0.30 below" in said and "-0.200" in said and page.norm_clip(results[::2]) == ""
-    assert not any(study.CLIPPED in line for pair in (*page.PAIRS, *page.TWO_PAIRS) for line in pair)
-    assert study.CLIPPED not in page.chain(study.stored(study.RESULTS / "instability.json"))
+def test_a_dual_clip_drops_bad_answers_with_large_ratios_and_no_others(page):
+    """The weight of an answer in the update: as with GRPO's clip but for those whose ratio is above 3."""
+    rows, logs = study.rows("sequence"), torch.tensor([-2.0, 0.0, 1.0, 1.2, 5.0], dtype=torch.float64)
+    assert math.exp(1.0) < study.BOUND < math.exp(1.2)
+    for name in ("grpo, fresh masks", "grpo, mean field, prompt masking"):
+        weights = {}
+        for line, sign in itertools.product((name, name + study.DUAL), (1.0, -1.0)):
+            ll = logs.clone().requires_grad_()
+            rows[line].objective(ll, torch.zeros(5).double(), torch.full((5,), sign).double(), 5).loss.sum().backward()
+            weights[line, sign] = ll.grad
+        assert torch.equal(weights[name, 1.0], weights[name + study.DUAL, 1.0])
+        plain, dual = weights[name, -1.0], weights[name + study.DUAL, -1.0]
+        assert torch.equal(plain[:3], dual[:3]) and (plain[3:] > 3).all() and (dual[3:] == 0).all()
+        assert replace(rows[name + study.DUAL], objective=rows[name].objective) == rows[name]
+
+
+def test_further_clips_have_a_table_of_their_own_and_no_pair_elsewhere(page):
+    ends = {"": [0.4, 0.6, 0.5], study.CLIPPED: [0.4, 0.6, 0.3], study.DUAL: [0.4, 0.6, 0.9]}
+    lines = {name + what: ends[what] for name in ("grpo, fresh masks", "grpo, mean field, prompt masking") for what in ends}
+    lines |= {"stabledrl": [0.4, 0.5, 0.7], "stabledrl, mean field, prompt masking": [0.4, 0.5, 0.8]}
+    results = [a_run(name, seed, end, scale) for scale in study.SCALES for name, end in lines.items() for seed in (0, 1)]
+    said = " ".join(page.further(results).split())
+    assert said.count("Of 8 runs 8 collapse") == said.count("Of 8 runs 0 collapse") == 1
+    for pair, gap in {
+        "grpo, fresh masks, norm 0.2 - grpo, fresh masks": "-0.200",
+        "grpo, fresh masks, dual clip - grpo, fresh masks": "0.400",
+        "stabledrl - grpo, fresh masks, dual clip": "-0.200",
+        "stabledrl, mean field, prompt masking - grpo, mean field, prompt masking, dual clip": "-0.100",
+    }.items():
+        assert len(re.findall(rf"\| {pair} +\| [^|]+\| +{gap} \[", said)) == 2
+    assert page.further([r for r in results if not r["method"].endswith(study.DUAL)]) == ""
+    assert not any(line.endswith(study.LATER) for pair in (*page.PAIRS, *page.TWO_PAIRS) for line in pair)
+    argument = page.chain(study.stored(study.RESULTS / "instability.json"))
+    assert not any(clip in argument for clip in study.LATER)
 
 
 def test_what_is_not_run_is_said(page):
@@ -461,7 +488,8 @@ def test_the_measured_page_has_every_run(page):
     for scale, rows in zip(study.SCALES, tables_of(text)[-2:], strict=True):
         lines = [name for name in study.rows(scale) if study.of_line(results, scale, name)]
         assert [row[0] for row in rows] == lines and all(len(row) == 6 and all(row) for row in rows)
-    words = ("What was run", "What follows", "The argument, link by link", "Two masked states", "How much a weight says")
+    words = ("What was run", "What follows", "The argument, link by link", "Two masked states")
+    words += ("A further clip", "How much a weight says")
     heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert heads == [*words, *(f"Ratio of the {scale}" for scale in study.SCALES), "Run by run"]
 

@@ -201,7 +201,7 @@ CHOSEN_BEFORE = {"likelihoods_again", "anchor_bfloat16", "steps_by_lot"}  # each
 STUDIES = sorted((Path(__file__).parents[1] / "studies").glob("*.yaml"))
 
 
-QUICK = {"main_job", "arcs", "reuse_confidence", "nodes"}  # of few cells; the other rehearsals take up to half a minute
+QUICK = {"main_job", "arcs"}  # of few cells; the other rehearsals take up to half a minute
 
 
 @pytest.mark.parametrize(
