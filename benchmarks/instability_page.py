@@ -426,7 +426,7 @@ What follows from it is in [notebook 06](../notebooks/06_stabledrl.ipynb#What-ru
 
 FURTHER_CLIPS = {
     study.CLIPPED: "the gradient's norm is clipped at 0.2, as in StableDRL's released code",
-    study.DUAL: f"PPO's repair of the bypass (8.6): bad answers of a ratio above {study.BOUND:g}, verl's bound, have no gradient",
+    study.DUAL: f"PPO's repair of the bypass (8.6): bad answers of ratios above {study.BOUND:g}, verl's, have no gradient",
 }
 
 

@@ -16,15 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "notebooks"))  # a notebook's kernel starts in its folder
 
 import nbtools  # noqa: E402
+import train_00a  # noqa: E402
 from minidrl import algorithms as alg  # noqa: E402
 from minidrl import index  # noqa: E402
 
@@ -859,3 +862,17 @@ def test_docstrings_of_methods_go_and_comments_stay():
     assert nbtools.without_docstrings(text) == 'class A:\n    # why\n    def f(self):\n        return "a"'
     only = 'def f():\n    """Doc."""'
     assert nbtools.without_docstrings(only) == only
+
+
+@pytest.mark.slow
+def test_the_stored_model_of_00a_is_the_one_that_its_lines_train():
+    """On another processor the sums have another order: not the same weights, as good ones."""
+    found = train_00a.notebook()
+    models = train_00a.trained(found), found["Transformer"]()
+    models[1].load_state_dict(load_file(train_00a.STORED))
+    rng, masks = np.random.default_rng(1), torch.Generator().manual_seed(1)
+    tokens = found["to_ids"](*found["demonstrations"](2000, rng))
+    hidden = found["hide"](2000, masks)
+    with torch.no_grad():
+        new, stored = (found["minus_elbo"](model, tokens, *hidden).mean().item() for model in models)
+    assert stored == pytest.approx(new, abs=0.15)
