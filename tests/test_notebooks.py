@@ -804,7 +804,7 @@ def test_claims_are_those_of_the_ledger(monkeypatch):
     nbtools.claims("GDPO")
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in shown[0].data.splitlines()]
     assert rows[0] == ["claim", "stated in", "seeds", "result", "holds if", "verdict", "decided by"]
-    assert len(rows) == 33 and {len(row) for row in rows} == {7}
+    assert len(rows) == 37 and {len(row) for row in rows} == {7}
     found = {row[0]: row for row in rows[2:]}
     bias = found["Quadrature has no bias from half as many nodes as positions on."]
     assert bias[2] == "exact, 20 tables" and bias[4:6] == ["<= 1e-8", "holds"]
