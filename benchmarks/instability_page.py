@@ -510,8 +510,8 @@ updates: fresh masks {fresh_calls}; `paired`, where the old weights score every 
 - **Both together**: StableDRL with shared masks (`refresh: paired`) ends at {both_ends}, with gradient norms of at most
 {both_norms}, where GRPO with shared masks has up to {paired_norms}. Sharing takes out the noise; what the weights have moved
 is still in the ratio, and a bound on the gradient is another thing.
-- **A further clip** ([table](#a-further-clip)): with fresh masks GRPO and PPO's dual clip end at {dual_ends}, GRPO and a clip of the
-gradient's norm at 0.2 at {short_ends}, GRPO with neither at {fresh_ends}.
+- **A further clip** ([table](#a-further-clip)): with fresh masks GRPO and PPO's dual clip end at {dual_ends}, GRPO and a clip
+of the gradient's norm at 0.2 at {short_ends}, GRPO with neither at {fresh_ends}.
 - **Or no ratio at all.** On the sequence `reinforce`, for {none_calls} forwards and without an old score, ends at {none_end}
 with norms of at most {none_norm:.2g}; `stabledrl` less it is {none_gap}, Holm p = {none_p:.2g}. Its price is a
 bias after the first of the {n} updates on a rollout; and this is one toy, at one learning rate, {rate:g}, that was not tuned
@@ -904,9 +904,10 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 - **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; biased from the second
   update on.
 - **Or bear it**: cut and sum.
-- **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best. StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
-- **PPO's dual clip** drops bad answers whose ratio is above {bound:g}: GRPO gains {dual}; by **a clip of the norm**, 0.2, {clip}
-  (token means, sequences; [corrected](instability_measured.md#a-further-clip)).
+- **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best.
+  StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
+- **PPO's dual clip** drops bad answers whose ratio is above {bound:g}: GRPO gains {dual}; by **a clip of the norm**, 0.2,
+  {clip} (token means, sequences; [corrected](instability_measured.md#a-further-clip)).
 - **A second state**, for twice the calls: by {second}, of four pairs.
 
 ## What was not shown
@@ -965,8 +966,8 @@ the deviation, so that no line differs from another in its advantages.
 - **two states**: of StableDRL the row `stabledrl` as it is but for the scale of the ratio, with twice the network calls of
   the line `stabledrl`; **no sandwich**: the same with the ELBO as its score. `grpo, two states` is `grpo, fresh masks` with
   two.
-- **norm 0.2**, **dual clip**: the same line with a [further clip](#a-further-clip), run after all others: no pair and no count of the
-  argument below has them. The largest norm is that before the clip.
+- **norm 0.2**, **dual clip**: the same line with a [further clip](#a-further-clip), run after all others: no pair and no count
+  of the argument below has them. The largest norm is that before the clip.
 - **spread of the log-ratio**: its standard deviation over the responses of an update, at the scale of the table: noise of
   the estimate, and what the weights have moved. Lines without a ratio have one for this purpose, too.
 - **bypass** (in the figure): the share of responses with a negative advantage and a ratio above 1.2, which GRPO's clip lets
