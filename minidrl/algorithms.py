@@ -1933,8 +1933,8 @@ def dual_clip(
 ) -> Surrogate:
     """(8.6) PPO's loss (8.2), where adv < 0 at most -bound adv.
 
-    Gradient 0 there beyond ratio = bound > 1: it closes the bypass of the conditional
-    clip. Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
+    Gradient 0 there beyond ratio = bound > 1: the bypass of the conditional clip ends
+    at bound. Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
     """
     _check_above("bound", bound, 1)
     clips = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
