@@ -373,7 +373,6 @@ def two_states(results: list[dict]) -> str:
         return ""
     rows = [differences(results, scale, TWO_PAIRS) for scale in study.SCALES]
     columns = ("pair", "what differs", "seeds", "difference", "p", "p, Holm")
-    parts = [f"Ratio of the {s}:\n\n{tables.markdown_table(r, columns)}" for s, r in zip(study.SCALES, rows, strict=True)]
     told = {pair: " and ".join(map(judged, lines)) for pair, lines in zip(TWO_PAIRS, zip(*rows, strict=True), strict=True)}
     end = {name: " and ".join(interval([r["final_reward"] for r in runs]) for runs in lines) for name, lines in there.items()}
     words = {"grpo": end[ONE_MORE], "grpo_one": end[FRESH], "plain": end[PLAIN], "plain_one": end["stabledrl"]}
@@ -384,7 +383,13 @@ def two_states(results: list[dict]) -> str:
     words["grpo_lost"] = " and ".join(f"{sum(study.gained(r) < 0 for r in runs)} of {len(runs)}" for runs in there[ONE_MORE])
     head, *items = TWO.split("\n- ")
     said = "\n".join(bullet(item.format(both=end[SANDWICHED], **words)) for item in items)
-    return head.format(tables="\n\n".join(parts)) + "\n" + said + "\n\n"
+    return head.format(tables=by_scale(rows, columns)) + "\n" + said + "\n\n"
+
+
+def by_scale(rows: list[list[dict]], columns: tuple[str, ...]) -> str:
+    """A table of pairs a scale."""
+    parts = zip(study.SCALES, rows, strict=True)
+    return "\n\n".join(f"Ratio of the {scale}:\n\n{tables.markdown_table(pairs, columns)}" for scale, pairs in parts)
 
 
 def judged(row: dict) -> str:
@@ -437,9 +442,8 @@ def further(results: list[dict]) -> str:
         return ""
     columns = ("pair", "what differs", "difference", "p", "p, Holm")
     rows = [differences(results, scale, further_pairs()) for scale in study.SCALES]
-    parts = [f"Ratio of the {s}:\n\n{tables.markdown_table(r, columns)}" for s, r in zip(study.SCALES, rows, strict=True)]
     clips = "\n".join(bullet(f"**{clip[2:]}**: {FURTHER_CLIPS[clip]}. {collapsed(each)}") for clip, each in lines.items())
-    return FURTHER.format(clips=clips, tables="\n\n".join(parts))
+    return FURTHER.format(clips=clips, tables=by_scale(rows, columns))
 
 
 def further_pairs() -> dict[tuple[str, str], str]:

@@ -788,12 +788,7 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
 
 
 def _stacked(numbers: Sequence[float | Tensor]) -> Tensor:
-    """Float64 (n, ...): numbers or tensors of one shape, on their graphs."""
+    """Float64 (n, ...): numbers, past no float32, or tensors of one shape, on their graphs."""
     if not any(isinstance(x, Tensor) for x in numbers):
         return torch.tensor(numbers, dtype=torch.float64)
-    return torch.stack([_double(x) for x in numbers])
-
-
-def _double(x: float | Tensor) -> Tensor:
-    """A float64 tensor on the graph of ``x``; a float must not pass through float32."""
-    return torch.as_tensor(x, dtype=torch.float64)
+    return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in numbers])

@@ -372,7 +372,7 @@ def test_lines_with_a_clip_of_the_norm_differ_in_it_alone(page, weak_base):
         assert moved[name][1][0] == moved[plain][1][0] > 0.2 and not torch.equal(moved[name][0], moved[plain][0])
 
 
-def test_a_dual_clip_drops_bad_answers_with_large_ratios_and_no_others(page):
+def test_a_dual_clip_drops_bad_answers_with_large_ratios_and_no_others():
     """The weight of an answer in the update: as with GRPO's clip but for those whose ratio is above 3."""
     rows, logs = study.rows("sequence"), torch.tensor([-2.0, 0.0, 1.0, 1.2, 5.0], dtype=torch.float64)
     assert math.exp(1.0) < study.BOUND < math.exp(1.2)
