@@ -57,7 +57,7 @@ if [ -n "$tiny" ]; then
   pretrain="--steps 2 --batch_size 4 --evaluate.n 2 --compile false $small" short=$pretrain
   train="--steps 1 --num_prompts 2 --num_generations 2 --evaluate.n 2 --compile false"
   speed="--quick --threads 1 --steps 2 --config tiny_configs/countdown_cpu.yaml" compile=
-  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1 --puzzles 1" rows=reinforce,gdpo
+  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1 --puzzles 1" rows=reinforce,gdpo,justgrpo
 fi
 base_config=tiny_configs/countdown_gpu_base.yaml run_config=tiny_configs/countdown_gpu.yaml
 

@@ -112,13 +112,14 @@ def _train_on(
     """The steps that are left; Interrupted where one was ``asked`` to stop."""
     settings, first = learner.settings, state["step"]
     started = time.perf_counter() - state["seconds"]
+    quiet = {} if distributed.is_main() else {"disable": True}  # else as TQDM_DISABLE says
     bar = tqdm(
         range(first, settings.steps),
         desc=learner.method.name,
         initial=first,
         total=settings.steps,
         mininterval=1,
-        disable=not distributed.is_main(),
+        **quiet,
     )
     for step in bar:
         if signal := distributed.on_main(asked):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import tiny
+from minidrl import config, methods, rehearsal
+
 ROOT = Path(__file__).parents[1]
 STAGES = ["tests", "base", "run", "sampler", "llada", "shapes", "caches", "memory"]
 SLOW = [("tests",), ("base", "run"), ("llada", "shapes"), ("caches",), ("memory",)]
@@ -20,7 +23,7 @@ SAYS = {  # what only a stage that did its work prints
     "llada": rf"\| update +\| +\d+ \| +{NUMBER} \| +{NUMBER} \|",
     "caches": rf"\| low_confidence +\| dual +\| +{NUMBER} \|",
     "shapes": r"peak resident .*: predicted [\d.]+ GB, measured [\d.]+ GB",
-    "memory": rf"\| RL step, gdpo +\| +{NUMBER} \|",
+    "memory": rf"\| RL step, gdpo +\| +{NUMBER} \|.*\n\| RL step, justgrpo +\| +{NUMBER} \|",
 }
 
 
@@ -41,6 +44,15 @@ def test_a_stage_runs_and_writes_what_it_found(stages, tmp_path):
         assert "\ndevice   CPU, 1 threads\nversions Python 3." in text and "-m minidrl" in text or "benchmarks/" in text
         assert re.search(SAYS[stage], text), text
         assert re.search(r"\nexit status 0 after \d+ s\n$", text)
+
+
+def test_the_stage_of_all_rows_refuses_none():
+    """The orders that rows are about, and blocks: one row that is refused would end the stage."""
+    speed = tiny.script("speed")
+    for name in methods.METHODS:
+        blocks = {"sampler.attention": "block_causal", "sampler.block_length": 6} if speed.block_wise(name) else {}
+        settings = config.load(config.Train, "tiny_configs/countdown_gpu.yaml", speed.changes_of(name) | blocks)
+        assert rehearsal.method_of(settings).name == name
 
 
 def test_a_stage_that_fails_is_reported_and_the_next_goes_on(tmp_path):
