@@ -16,7 +16,7 @@
 # PIP_FLAGS="..."          passed to pip, e.g. torch without CUDA:
 #   make train PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # ARGS="..."               added to the train command, e.g. make train ARGS="--steps 20"
-# FUZZ="--programs 100000" hostile programs in `make chaos`, for its 2,000 (`make test` has 500): an hour of two cores
+# FUZZ="--programs 100000" hostile programs in `make chaos`, for its 2,000 (`make test` has 200): an hour of two cores
 # JOBS=4                   processes of `make test`, of one thread each (default: one a core, at most 8)
 
 SHELL     := /bin/sh

@@ -385,7 +385,7 @@ def enlarge(folder: Path) -> None:
 def campaign(work: Path, quick: bool) -> Iterator[tuple[str, Iterator[Outcome]]]:
     """(name, outcomes) of each kind of fault; ``quick``: a sample of each."""
     rl, base, lora = train(work / "rl"), pretrain(work / "base"), train(work / "lora", lora=config.Lora(rank=2, alpha=4.0))
-    some, last, few = (61, 12, 1) if quick else (1, 1, 12)
+    some, last, few = (91, 12, 1) if quick else (1, 1, 12)
     yield "crash in a fresh run", crashes(rl, fresh, some)
     yield "crash in a resumed run", crashes(rl, after_step_3, some)
     yield "crash while a finished run is completed", crashes(rl, without_summary, last)
@@ -395,7 +395,7 @@ def campaign(work: Path, quick: bool) -> Iterator[tuple[str, Iterator[Outcome]]]
     if not quick:
         yield "crash with adapters", crashes(lora, fresh, 4)
     yield "SIGKILL at random", kills(rl, 1 if quick else 50)
-    yield "files damaged", damages(rl, 90 if quick else 1)
+    yield "files damaged", damages(rl, 120 if quick else 1)
     yield "disk full", full_disks(rl, few)
     yield "read-only folder", read_only(rl)
     yield "two writers", two_writers(rl, few)

@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print a line a task; 1 if a verdict was wrong or slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000, help="outputs for each task")
-    parser.add_argument("--programs", type=int, default=2000, help="outputs for the task code (`make test` has 500)")
+    parser.add_argument("--programs", type=int, default=2000, help="outputs for the task code (`make test` has 200)")
     parser.add_argument("--seed", type=int, default=0, help="other outputs with each")
     arguments = parser.parse_args(argv)
     count, failed = arguments.count, 0

@@ -25,8 +25,10 @@ def bench():
     return tiny.script("llada_8b")
 
 
-@pytest.mark.parametrize("in_parts", [False, True], ids=["whole head", "head in parts"])
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(
+    ("again", "in_parts"),
+    [(True, True), (False, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, False), (False, True)))],
+)
 def test_the_products_of_a_step_are_those_that_are_multiplied(again, in_parts, bench, tmp_path, monkeypatch):
     """torch's counter sees every product; what attention multiplies it sees in the plain implementation.
 

@@ -13,7 +13,7 @@ from minidrl import config, methods, rehearsal
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["tests", "base", "run", "sampler", "llada", "shapes", "caches", "memory"]
-SLOW = [("tests",), ("base", "run"), ("llada", "shapes"), ("caches",), ("memory",)]
+STAGED = [("tests",), ("base", "run"), ("sampler",), ("llada", "shapes"), ("caches",), ("memory",)]
 NUMBER = r"-?\d[\d.e+-]*"
 SAYS = {  # what only a stage that did its work prints
     "tests": r"\d+ passed, 3 skipped",
@@ -33,7 +33,8 @@ def gpu(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("stages", [("sampler",), *(pytest.param(some, marks=pytest.mark.slow) for some in SLOW)], ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", STAGED, ids=" ".join)
 def test_a_stage_runs_and_writes_what_it_found(stages, tmp_path):
     done = gpu("--device", "cpu", "--tiny", "--out", tmp_path, *stages)
     written = {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}

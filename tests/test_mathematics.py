@@ -192,10 +192,10 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, tm
         rows.of_hub("gsm8k", "openai/gsm8k", "main", "0" * 40, "test")
 
 
-def test_two_thousand_hostile_answers():
+def test_eight_hundred_hostile_answers():
     """A sample of `make chaos`; each kind is met often."""
-    found = fuzz_mathematics.fuzz(2000)
-    assert min(found["solved"], found["refused"], found["noise"]) > 250
+    found = fuzz_mathematics.fuzz(800)
+    assert min(found["solved"], found["refused"], found["noise"]) > 100
 
 
 def generous(gold, answer):

@@ -314,7 +314,7 @@ def test_the_peak_of_a_step_is_within_15_percent_of_the_prediction(case, request
     assert (parts["earlier"] == 0) == case.endswith("at once") and parts["gradients"] > 0
 
 
-@pytest.mark.parametrize("once", [False, True], ids=["several micro-batches", "one"])
+@pytest.mark.parametrize("once", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["several micro-batches", "one"])
 @pytest.mark.parametrize("case", PARTS_OF_A_HEAD)
 def test_the_peak_of_a_step_whose_head_is_applied_in_parts(case, once, request, monkeypatch):
     """A few rows at a time: it needs less than all of them at once, as was predicted, and no more than that."""
