@@ -15,8 +15,8 @@
 #
 # A stage writes DIR/STAGE.txt: date, device, versions, commands, what they printed, exit status. DIR, seen from the repository,
 # is benchmarks/results/gpu, to be committed; weights and logs of runs go to runs/gpu. A stage that fails does not stop the
-# others; the exit status is then 1. --tiny --device cpu rehearses all of it at sizes that mean nothing. PYTHON: the
-# interpreter (default: that of .venv, else python).
+# others; the exit status is then 1. SIGTERM ends the stage that runs, which says so in its file, and begins no other. --tiny
+# --device cpu rehearses all of it at sizes that mean nothing. PYTHON: the interpreter (default: that of .venv, else python).
 set -eu
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -107,17 +107,22 @@ END
   exit 2
 fi
 
-failed=
+failed= child= stopped=
+trap 'stopped=1; [ -z "$child" ] || kill "$child"' TERM INT # timeout hands it to all that it started
 for stage in ${chosen:-$stages}; do
   file=$out/$stage.txt commands=$(commands_of "$stage") status=0
   echo "$stage -> $file"
   printf 'stage    %s\ndate     %s\ncommand  benchmarks/gpu.sh --device %s%s %s\n%s\n\n%s\n\n' "$stage" \
     "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$device" "${tiny:+ --tiny}" "$stage" "$machine" "$commands" >"$file"
   started=$(date +%s)
-  timeout "$limit" bash -euo pipefail -c "$commands" >>"$file" 2>&1 || status=$?
+  timeout "$limit" bash -euo pipefail -c "$commands" >>"$file" 2>&1 & child=$!
+  wait "$child" || status=$?
+  [ -z "$stopped" ] || wait "$child" || true
   said="exit status $status after $(($(date +%s) - started)) s"
   [ "$status" -ne 124 ] || said="$said: stopped at the limit of $limit s"
+  [ -z "$stopped" ] || said="$said: stopped by a signal"
   printf '\n%s\n' "$said" >>"$file"
   [ "$status" -eq 0 ] || { failed="$failed $stage"; echo "$stage: $said" >&2; }
+  [ -z "$stopped" ] || exit 143
 done
 [ -z "$failed" ] || { echo "gpu.sh: failed:$failed" >&2; exit 1; }

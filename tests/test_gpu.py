@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,25 @@ def test_a_stage_that_fails_is_reported_and_the_next_goes_on(tmp_path):
     assert "exit status 7 after" in written["sampler"] and "--compile" in written["sampler"].split("\n\n")[1]
     assert written["sampler"].count("asked for benchmarks/speed.py") == 1, "what follows a failure is not run"
     assert "exit status 0 after" in written["caches"] and "asked for benchmarks/llada_8b.py --predict" in written["llada"]
+
+
+def test_a_signal_ends_the_stage_and_what_it_started(tmp_path):
+    """What it started would go on beside the next stage, and nobody would write down how it ended."""
+    interpreter, alive = tmp_path / "python", tmp_path / "alive"
+    interpreter.write_text(f'#!/bin/sh\n[ "$1" != - ] || exit 0\ntouch {alive}\nsleep 60 &\necho $! >{alive}\nwait\n')
+    interpreter.chmod(0o755)
+    command = ["bash", "benchmarks/gpu.sh", "--device", "cpu", "--out", str(tmp_path), "caches", "memory"]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHON": str(interpreter)}, stderr=subprocess.PIPE) as running:
+        deadline = time.monotonic() + 60
+        while not (alive.exists() and alive.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.terminate()
+        said = running.communicate(timeout=60)[1].decode()
+    assert running.returncode == 143 and re.fullmatch(r"caches: exit status 143 after \d+ s: stopped by a signal\n", said)
+    assert (tmp_path / "caches.txt").read_text().endswith(said.removeprefix("caches: "))
+    assert not (tmp_path / "memory.txt").exists()
+    status = Path(f"/proc/{int(alive.read_text())}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"  # ended, though not yet reaped
 
 
 def test_all_stages_are_run_where_none_is_named(tmp_path):
