@@ -225,6 +225,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     """Print the table."""
     torch.set_num_threads(arguments.threads)
+    torch.set_float32_matmul_precision(config.load(config.Train, arguments.config).matmul_precision)
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{arguments.threads} threads"
     count, repeats, steps = (8, 1, 2) if arguments.quick else (256, 5, arguments.steps)
