@@ -175,6 +175,11 @@ def block_wise(name: str) -> bool:
     return methods.METHODS[name].plan.func in (alg.block_elbo_plan, alg.block_replay_plan)
 
 
+def blocks_of(name: str, length: int) -> dict[str, Any]:
+    """The sampler's settings of a row that asks for a block-causal network: three blocks."""
+    return {"sampler.attention": "block_causal", "sampler.block_length": length // 3} if block_wise(name) else {}
+
+
 def changes_of(name: str) -> dict[str, Any]:
     """What a row changes in the config: the method, and the order that it is about."""
     order = methods.METHODS[name].order
@@ -187,12 +192,12 @@ def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
     overrides |= {"num_prompts": 1} if arguments.quick else {}
     if arguments.random:
         network, task = config.load(config.Pretrain, arguments.random), config.load(config.Train, arguments.config)
-        size = network.sampler.length // 3 if block_wise(changes.get("method", task.method)) else None
+        blocks = blocks_of(changes.get("method", task.method), network.sampler.length)
+        size = blocks.get("sampler.block_length")
         model = denoiser.build(dataclasses.asdict(network.network), tokenizer(), 0, block_length=size)
         checkpoints.save(model, tokenizer(), arguments.folder)
-        overrides |= {"model": arguments.folder}
+        overrides |= {"model": arguments.folder, **blocks}
         overrides |= {"num_prompts": 2, "micro_batch": 64} if arguments.device == "cpu" else {}
-        overrides |= {"sampler.attention": "block_causal", "sampler.block_length": size} if size else {}
     learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
     if arguments.random:  # which solves nothing: without rewards there is no update
         object.__setattr__(learner.task, "score", made_up_score)

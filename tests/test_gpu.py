@@ -52,8 +52,8 @@ def test_the_stage_of_all_rows_refuses_none():
     """The orders that rows are about, and blocks: one row that is refused would end the stage."""
     speed = tiny.script("speed")
     for name in methods.METHODS:
-        blocks = {"sampler.attention": "block_causal", "sampler.block_length": 6} if speed.block_wise(name) else {}
-        settings = config.load(config.Train, "tiny_configs/countdown_gpu.yaml", speed.changes_of(name) | blocks)
+        changes = speed.changes_of(name) | speed.blocks_of(name, 18)
+        settings = config.load(config.Train, "tiny_configs/countdown_gpu.yaml", changes)
         assert rehearsal.method_of(settings).name == name
 
 
