@@ -57,7 +57,7 @@ chaos: $(STAMP)
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py $(FUZZ)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
-	$(NBVAL) notebooks/0[1-9]a_*.ipynb notebooks/10a_*.ipynb
+	$(NBVAL) notebooks/0[1-9]a_*.ipynb notebooks/1[01]a_*.ipynb
 
 # From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)

@@ -598,7 +598,7 @@ answer(
     (adapters(16) / 1e9, "That counts weights; how many bytes has each, and what else is kept of it?"),
 )
 answer(
-    "11", "2", rollout(200 + 1024, 512) / rollout(200 + 256, 128),
+    "11a", "1", rollout(200 + 1024, 512) / rollout(200 + 256, 128),
     "Four times the steps, and each step is a forward over prompt and response: how much does (110.12) grow from 456 tokens?",
     (4 * 1224 / 456, "That grows each step with its tokens; attention grows with their square, and the head not at all."),
     (4 * (1224 / 456) ** 2, "That lets everything grow with the square of the tokens; only attention does."),

@@ -506,7 +506,7 @@ def _():  # AdamW itself says how many numbers it keeps
     return sum(p.nbytes for _, p in denoiser.trained(llada(16))) * (2 + moments) / 1e9
 
 
-@way("11", "2")
+@way("11a", "1")
 def _():  # torch's own count
     network = llada(128)
 
