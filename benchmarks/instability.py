@@ -42,7 +42,8 @@ OPTIMIZER = config.Optimizer(learning_rate=3e-4, weight_decay=0.1, max_grad_norm
 CLIPPED = ", norm 0.2"  # lines of this name have the clip of the gradient norm of StableDRL's released code
 BOUND = 3.0  # of dual-clip PPO, as in verl: a bad answer whose ratio is larger has no gradient
 DUAL = ", dual clip"
-LATER = (CLIPPED, DUAL)  # lines with these were added after all others had run
+FREE = ", no clip"  # the ratio as it is, of good and bad answers alike: no clip, so no bypass either
+LATER = (CLIPPED, DUAL, FREE)  # lines with these were added after all others had run
 
 
 class Alphabet:
@@ -88,8 +89,10 @@ def rows(scale: str) -> dict[str, methods.Method]:
         found |= {f"grpo, mean field{masked}": replace(centred, plan=look)}
         found |= {f"stabledrl, mean field{masked}": replace(stable, plan=look)}
     dual = partial(alg.dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=BOUND)
+    free = partial(alg.ppo_clip, epsilon_low=math.inf, epsilon_high=math.inf)
     for name in ("grpo, fresh masks", "grpo, mean field, prompt masking"):
         found |= {name + CLIPPED: found[name], name + DUAL: replace(found[name], objective=dual)}
+        found |= {name + FREE: replace(found[name], objective=free)}
     return found
 
 

@@ -417,8 +417,8 @@ def ends(results: list[dict]) -> str:
 CASES = [(scale, name) for scale in study.SCALES for name in (FRESH, f"grpo, {MASKING}")]  # GRPO with a noisy ratio
 FURTHER = """## A further clip
 
-Two clips that users of GRPO have anyway, on its noisy lines; run after all others, so that Holm's correction is over the pairs
-of a table here alone.
+Two clips that users of GRPO have anyway, and no clip at all, on its noisy lines; run after all others, so that Holm's
+correction is over the pairs of a table here alone.
 
 {clips}
 
@@ -432,11 +432,12 @@ What follows from it is in [notebook 06](../notebooks/06_stabledrl.ipynb#What-ru
 FURTHER_CLIPS = {
     study.CLIPPED: "the gradient's norm is clipped at 0.2, as in StableDRL's released code",
     study.DUAL: f"PPO's repair of the bypass (8.6): bad answers of ratios above {study.BOUND:g}, verl's, have no gradient",
+    study.FREE: "every answer counts by its ratio, good ones, too: the same noise, and no bypass for the bad ones alone",
 }
 
 
 def further(results: list[dict]) -> str:
-    """What a clip of the gradient norm makes of GRPO, and what the dual clip; "" where a line has not run."""
+    """What a clip of the gradient norm, the dual clip and no clip make of GRPO; "" where a line has not run."""
     lines = {clip: [study.of_line(results, scale, name + clip) for scale, name in CASES] for clip in study.LATER}
     if not all(len(runs) > 1 for each in lines.values() for runs in each):
         return ""
@@ -447,11 +448,12 @@ def further(results: list[dict]) -> str:
 
 
 def further_pairs() -> dict[tuple[str, str], str]:
-    """Each further clip less none, and StableDRL less GRPO with the dual clip."""
+    """Each further change of the clip less GRPO's own, and StableDRL less GRPO with the dual clip."""
     pairs = {}
     for name, stable in ((FRESH, "stabledrl"), (f"grpo, {MASKING}", f"stabledrl, {MASKING}")):
         pairs[name + study.CLIPPED, name] = "a clip of the gradient's norm"
         pairs[name + study.DUAL, name] = "the dual clip"
+        pairs[name + study.FREE, name] = "no clip"
         pairs[stable, name + study.DUAL] = "StableDRL's weights, or the dual clip"
     return pairs
 

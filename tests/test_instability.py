@@ -388,16 +388,27 @@ def test_a_dual_clip_drops_bad_answers_with_large_ratios_and_no_others():
         assert replace(rows[name + study.DUAL], objective=rows[name].objective) == rows[name]
 
 
+def test_without_a_clip_every_answer_counts_by_its_ratio():
+    rows, logs = study.rows("sequence"), torch.tensor([-2.0, 0.0, 1.0, 5.0], dtype=torch.float64)
+    for name in ("grpo, fresh masks", "grpo, mean field, prompt masking"):
+        for sign in (1.0, -1.0):
+            ll, adv = logs.clone().requires_grad_(), torch.full((4,), sign, dtype=torch.float64)
+            rows[name + study.FREE].objective(ll, torch.zeros(4).double(), adv, 4).loss.sum().backward()
+            assert torch.allclose(ll.grad, -sign * logs.exp(), rtol=1e-12)
+        assert replace(rows[name + study.FREE], objective=rows[name].objective) == rows[name]
+
+
 def test_further_clips_have_a_table_of_their_own_and_no_pair_elsewhere(page):
-    ends = {"": [0.4, 0.6, 0.5], study.CLIPPED: [0.4, 0.6, 0.3], study.DUAL: [0.4, 0.6, 0.9]}
+    ends = {"": [0.4, 0.6, 0.5], study.CLIPPED: [0.4, 0.6, 0.3], study.DUAL: [0.4, 0.6, 0.9], study.FREE: [0.4, 0.4, 0.45]}
     lines = {name + what: ends[what] for name in ("grpo, fresh masks", "grpo, mean field, prompt masking") for what in ends}
     lines |= {"stabledrl": [0.4, 0.5, 0.7], "stabledrl, mean field, prompt masking": [0.4, 0.5, 0.8]}
     results = [a_run(name, seed, end, scale) for scale in study.SCALES for name, end in lines.items() for seed in (0, 1)]
     said = " ".join(page.further(results).split())
-    assert said.count("Of 8 runs 8 collapse") == said.count("Of 8 runs 0 collapse") == 1
+    assert (said.count("Of 8 runs 8 collapse"), said.count("Of 8 runs 0 collapse")) == (1, 2)
     for pair, gap in {
         "grpo, fresh masks, norm 0.2 - grpo, fresh masks": "-0.200",
         "grpo, fresh masks, dual clip - grpo, fresh masks": "0.400",
+        "grpo, fresh masks, no clip - grpo, fresh masks": "-0.050",
         "stabledrl - grpo, fresh masks, dual clip": "-0.200",
         "stabledrl, mean field, prompt masking - grpo, mean field, prompt masking, dual clip": "-0.100",
     }.items():
