@@ -814,7 +814,7 @@ def rest_words(results: list[dict]) -> dict:
             f"{key}_end": interval([r["final_reward"] for r in runs]),
         }
         words |= {f"{key}_slow": f"{sum(study.fallen(r) > SLOW for r in runs)} of {len(runs)}"}
-    for key, clip in (("clip", study.CLIPPED), ("dual", study.DUAL)):
+    for key, clip in (("clip", study.CLIPPED), ("dual", study.DUAL), ("free", study.FREE)):
         gaps = (differences(results, scale, {(FRESH + clip, FRESH): ""}) for scale in study.SCALES)
         words |= {key: " and ".join(gap["difference"] for (gap,) in gaps)}
     more = (x for scale in study.SCALES for x in differences(results, scale, TWO_PAIRS) if x["pair"] == f"{ONE_MORE} - {FRESH}")
@@ -905,7 +905,7 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 ## What follows here
 
 - **Share the masks**. K states and n updates cost a response (3n - 1)K forwards, backwards not counted, if each update has new
-  masks (`refresh: paired`; old value, first pass, second pass, but the first update needs no old value): {paired_calls} here;
+  masks (`refresh: paired`; the first update needs no old value): {paired_calls} here;
   2nK = {fixed_calls} with one draw (`fixed`, line `grpo, one plan`); fresh ones (2n + 1)K = {fresh_calls}.
 - **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; biased from the second
   update on.
@@ -913,7 +913,8 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 - **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best.
   StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
 - **PPO's dual clip** drops bad answers whose ratio is above {bound:g}: GRPO gains {dual}; by **a clip of the norm**, 0.2,
-  {clip} (token means, sequences; [corrected](instability_measured.md#a-further-clip)).
+  {clip}; by **no clip**
+  {free} (token means, sequences; [corrected](instability_measured.md#a-further-clip)).
 - **A second state**, for twice the calls: by {second}, of four pairs.
 
 ## What was not shown
@@ -922,7 +923,7 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 - StableDRL's own setting: two updates a rollout, two states of blocks, a third part (the sandwich, idle with one state),
   norms clipped at 0.2. By accounts each half alone collapses, and so does SPG, which has no ratio; not here,
   which refutes nothing.
-- Another learning rate, which could change the order.
+- Another learning rate.
 - The noise of a full-size network.
 - That undecided pairs are equal.
 """
