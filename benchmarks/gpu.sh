@@ -6,7 +6,7 @@
 #
 #   tests     parity, replay of a rollout, bit-equal resume, compile, CUDA graphs: tests/test_device.py
 #   base      countdown_gpu_base.yaml, 4,000 of its 40,000 steps; called again it goes on where it was stopped
-#   run       countdown_gpu.yaml, 150 of its 1,000 steps, on that base, or on one of 1,000 steps if there is none yet
+#   run       countdown_gpu.yaml, 400 of its 1,000 steps, on that base, or on one of 1,000 steps if there is none yet
 #   sampler   forwards, rollouts and an RL step of the 11 M network against their floors: as they are, and compiled
 #   llada     an RL step at the shape of LLaDA-8B with random weights: predicted, and measured
 #   shapes    a reduced step of the other models at full size, from files: predicted, and measured
@@ -48,7 +48,7 @@ mkdir -p "$out"
 # Sizes: those of the configs but for the steps, or the smallest that there are.
 runs=runs/gpu
 pretrain="--steps 4000 --optimizer.warmup 50 --save_every 500" short="--steps 1000 --optimizer.warmup 50"
-train="--steps 150 --evaluate.every 50"
+train="--steps 400 --evaluate.every 50"
 speed="--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml" compile=--compile
 shape=8b shapes="a2d-0.6b sdar-1.7b sdar-4b sdar-8b dream-7b" blocks= rows=all
 if [ -n "$tiny" ]; then

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import os
 import sys
 import threading
 import time
@@ -995,6 +996,12 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
+def _begin_worker(number: int) -> None:
+    """Each worker is one thread: a tokenizer takes as many as there are cores, unless told."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    obey_parent(number)
+
+
 def demonstration_rollouts(
     settings: config.Pretrain, tok: Any, steps: Sequence[int]
 ) -> Iterator[tuple[Sequence[Problem], Rollout]]:
@@ -1011,7 +1018,7 @@ def demonstration_rollouts(
         num_workers=settings.workers,
         # A forked process would hold the run's lock after the run's death.
         multiprocessing_context="spawn" if settings.workers else None,
-        worker_init_fn=obey_parent,
+        worker_init_fn=_begin_worker,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
     with unheard() if settings.workers else contextlib.nullcontext():
