@@ -7,7 +7,7 @@
 #   tests     parity, replay of a rollout, bit-equal resume, compile, CUDA graphs: tests/test_device.py
 #   base      countdown_gpu_base.yaml, 4,000 of its 40,000 steps; called again it goes on where it was stopped
 #   run       countdown_gpu.yaml, 400 of its 1,000 steps, on that base, or on one of 1,000 steps if there is none yet
-#   sampler   forwards, rollouts and an RL step of the 11 M network against their floors: as they are, and compiled
+#   sampler   forwards, rollouts and an RL step of the 12 M network against their floors: as they are, and compiled
 #   llada     an RL step at the shape of LLaDA-8B with random weights: predicted, and measured
 #   shapes    a reduced step of the other models at full size, from files: predicted, and measured
 #   caches    sampler.cache prefix and dual: seconds, and KL to the network's own policy

@@ -1,6 +1,6 @@
 """Seconds against the arithmetic floor: `python benchmarks/speed.py [--threads 2] [--compile] [--methods all] [--device cpu]`.
 
-With `--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml` the same for the network of 11 M
+With `--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml` the same for the network of 12 M
 parameters that is meant for a GPU: with random weights, since none ship, and made-up rewards; on a CPU 16 responses a step.
 
 The floor of a phase is its matrix products divided by the rate at which this machine multiplies large matrices. It counts

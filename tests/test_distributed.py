@@ -428,6 +428,7 @@ MUTANTS = {
 # ------------------------------------------------------------------------------------------------------------ processes
 
 RUNS = ("stabledrl", "adapters")
+QUICK_ROWS = ("reinforce", "stabledrl", "trace-block", "spg", "adapters", "adapters, in parts")
 BEFORE = {f"run {row}": (whole_run, row) for row in RUNS}  # in one process first: their checkpoints are continued by two
 # Adapters are float32 whatever their base is.
 GIVEN = [(row, "float64") for row in ROWS if "adapters" not in row and row != "layers recomputed"]
@@ -444,6 +445,9 @@ PAIRED |= {"half run": (half_run,), "half checkpoint": (half_checkpoint,)}
 NEEDED = [(shape, dtype) for shape in SHAPES for dtype in ("weights", "bfloat16")]
 PAIRED |= {f"memory {shape} {dtype}": (needed_memory, shape, dtype) for shape, dtype in NEEDED}
 PAIRED |= {f"mutant {name}": (*SCENARIOS[scenario], spoil) for name, (scenario, spoil) in MUTANTS.items()}
+SLOW = {f"{kind} adapters" for kind in ("run", "resumed")}
+SLOW |= {name for name in SCENARIOS | PAIRED if name.startswith(("bfloat16", "small", "half", "memory", "mutant"))}
+SLOW |= {f"given {row} {dtype}" for row, dtype in GIVEN if row not in QUICK_ROWS}
 COMMANDS = {
     "groups": ("train", "FOLDER/config.yaml", "--num_prompts", "3", "--out", "FOLDER/refused"),
     "twice": ("train", "FOLDER/config.yaml", "--out", "FOLDER/stabledrl-1"),
@@ -453,7 +457,18 @@ COMMANDS = {
 }
 
 
-def work(rank: int, ports: list[int], folder: Path) -> None:
+def looked_at(scenarios: dict, quick: bool) -> dict:
+    """Without slow tests, without what only they look at."""
+    return {name: how for name, how in scenarios.items() if not (quick and name in SLOW)}
+
+
+def marked(cases: tuple | list, name_of: Callable[..., str]) -> list:
+    """The parameters of a test, slow where it looks at a slow scenario."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=pytest.mark.slow if name_of(*row) in SLOW else ()) for row in rows]
+
+
+def work(rank: int, ports: list[int], folder: Path, quick: bool) -> None:
     """Everything that a process of two has to do, and what it found, in a file."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
@@ -463,7 +478,7 @@ def work(rank: int, ports: list[int], folder: Path) -> None:
         found[name] = refused(folder, *arguments)
     os.environ["MASTER_PORT"] = str(ports.pop())
     with distributed.process_group("cpu"):
-        for name, (scenario, *given) in (BEFORE | SCENARIOS | PAIRED).items():
+        for name, (scenario, *given) in looked_at(BEFORE | SCENARIOS | PAIRED, quick).items():
             started = time.perf_counter()
             try:
                 found[name] = scenario(folder, *given)
@@ -489,15 +504,21 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def alone(folder: Path, scenarios: dict) -> dict:
-    return {name: scenario(folder, *given) for name, (scenario, *given) in scenarios.items()}
+@pytest.fixture(scope="module")
+def quick(request) -> bool:
+    """Whether slow tests are left out, as `make test` does."""
+    return request.config.getoption("markexpr") == "not slow"
+
+
+def alone(folder: Path, scenarios: dict, quick: bool) -> dict:
+    return {name: scenario(folder, *given) for name, (scenario, *given) in looked_at(scenarios, quick).items()}
 
 
 @pytest.fixture(scope="module")
-def processes(folder):
+def processes(folder, quick):
     """Two of them at work, and what a single one has found before they began. One that waits for ever is ended."""
-    found, context, ports = alone(folder, BEFORE), multiprocessing.get_context("spawn"), free_ports(len(COMMANDS) + 1)
-    workers = [context.Process(target=work, args=(rank, ports, folder)) for rank in range(WORLD)]
+    found, context, ports = alone(folder, BEFORE, quick), multiprocessing.get_context("spawn"), free_ports(len(COMMANDS) + 1)
+    workers = [context.Process(target=work, args=(rank, ports, folder, quick)) for rank in range(WORLD)]
     for worker in workers:
         worker.start()
     yield workers, found
@@ -507,9 +528,9 @@ def processes(folder):
 
 
 @pytest.fixture(scope="module")
-def single(folder, processes) -> dict:
+def single(folder, processes, quick) -> dict:
     """Each scenario in this process alone."""
-    return processes[1] | alone(folder, SCENARIOS)
+    return processes[1] | alone(folder, SCENARIOS, quick)
 
 
 @pytest.fixture(scope="module")
@@ -550,14 +571,14 @@ def assert_same(pair: list[dict], single: dict, name: str, tolerance: float) -> 
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("row, dtype", GIVEN)
+@pytest.mark.parametrize("row, dtype", marked(GIVEN, "given {} {}".format))
 def test_given_rollouts_loss_and_gradients_are_those_of_one_process(row, dtype, pair, single):
     name = f"given {row} {dtype}"
     assert_same(pair, single, name, DTYPES[dtype][1])
     assert all(g.abs().max() > 1e-3 for g in single[name]["gradients"])
 
 
-@pytest.mark.parametrize("row, dtype", GIVEN)
+@pytest.mark.parametrize("row, dtype", marked(GIVEN, "given {} {}".format))
 def test_every_process_runs_the_same_number_of_forwards_of_the_same_size(row, dtype, pair, single):
     name = f"given {row} {dtype}"
     first, second = (found[name]["calls"] for found in pair)
@@ -595,7 +616,7 @@ def test_a_row_that_fills_up_a_share_does_not_come_to_life_again():
     assert left == [[1, 2], [2], [2]]
 
 
-@pytest.mark.parametrize("row", RUNS)
+@pytest.mark.parametrize("row", marked(RUNS, "run {}".format))
 def test_a_run_of_two_processes_is_the_run_of_one(row, pair, single, folder):
     assert_same(pair, single, f"run {row}", 1e-5)
     same_checkpoints(folder / f"{row}-2", folder / f"{row}-1")
@@ -609,13 +630,13 @@ def same_checkpoints(found: Path, expected: Path) -> None:
         assert differences(ours, theirs, 1e-5) == []
 
 
-@pytest.mark.parametrize("row", RUNS)
+@pytest.mark.parametrize("row", marked(RUNS, "run {}".format))
 def test_a_run_of_one_process_is_continued_by_two(row, pair, single, folder):
     assert_same(pair, {f"resumed {row}": single[f"run {row}"]}, f"resumed {row}", 1e-5)
     same_checkpoints(folder / f"{row}-resumed-2" / "checkpoint-2", folder / f"{row}-1" / "checkpoint-2")
 
 
-@pytest.mark.parametrize("row", RUNS)
+@pytest.mark.parametrize("row", marked(RUNS, "run {}".format))
 def test_a_run_of_two_processes_is_continued_by_one(row, pair, single, folder, tmp_path):
     out = halfway(folder / f"{row}-2", tmp_path / "run")
     assert differences(run(out, settings_of(folder, row), resume=True), single[f"run {row}"], 1e-5) == []
@@ -626,6 +647,7 @@ def test_the_sampler_of_another_dtype_gets_the_present_weights(pair, single):
     assert single["rounded"]["same"] and all(found["rounded"]["same"] for found in pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HALVES)
 def test_bfloat16_in_two_processes_is_a_rounded_copy_in_one_whose_gradients_are_added_up_in_float32(row, pair, single):
     name = f"bfloat16 {row}"
@@ -636,6 +658,7 @@ def test_bfloat16_in_two_processes_is_a_rounded_copy_in_one_whose_gradients_are_
         assert found["gradients"].abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_as_bfloat16_is(pair, folder):
     """2**-9 is the error of one rounding; the bound is 16 of them, of the largest number of a tensor."""
     exact, found = in_bfloat16(folder, "grpo", half=False), pair[0]["bfloat16 grpo"]
@@ -644,18 +667,21 @@ def test_bfloat16_is_as_near_to_float32_as_bfloat16_is(pair, folder):
         assert differences(found[name], exact[name], 2**-14), "and no nearer"
 
 
+@pytest.mark.slow
 def test_a_rollout_in_bfloat16_records_what_is_scored_in_bfloat16(pair, single):
     assert_same(pair, single, "bfloat16 rollout", 1e-6)
     found = pair[0]["bfloat16 rollout"]
     assert found["updates"] == 0 and differences(found["again"], found["logp"].float(), 1e-6) == []
 
 
+@pytest.mark.slow
 def test_an_update_that_bfloat16_would_round_away_changes_the_weights(pair, single):
     assert_same(pair, single, "small updates", 1e-7)
     found = pair[0]["small updates"]
     assert found["share"] > 0.99 and found["coarse"] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, compute_dtype", NEEDED)
 def test_a_process_of_two_needs_what_was_predicted(shape, compute_dtype, pair):
     found = pair[0][f"memory {shape} {compute_dtype}"]
@@ -663,12 +689,14 @@ def test_a_process_of_two_needs_what_was_predicted(shape, compute_dtype, pair):
     assert found["counted"] > 1.5 * found["resident"], "gathered weights and gradients are much of it"
 
 
+@pytest.mark.slow
 def test_bfloat16_halves_what_is_gathered_and_nothing_that_is_kept(pair):
     for shape in SHAPES:
         single, half = (pair[0][f"memory {shape} {dtype}"] for dtype in ("weights", "bfloat16"))
         assert single["resident"] == half["resident"] and half["counted"] < 0.9 * single["counted"]
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_that_is_resumed_is_the_uninterrupted_one(pair, folder):
     for found in (found["half run"] for found in pair):
         assert found["resumed"] == found["whole"]
@@ -677,6 +705,7 @@ def test_a_run_in_bfloat16_that_is_resumed_is_the_uninterrupted_one(pair, folder
         assert differences(ours, theirs, 0) == [] and {value.dtype for value in theirs.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_in_bfloat16_is_float32_and_loads_in_one_process(pair, folder):
     expected = half_checkpoint(folder)
     for found in pair:
@@ -719,6 +748,7 @@ def test_what_all_have_to_say_is_said_once_and_what_one_has_to_say_by_that_one(m
     assert capsys.readouterr().err == "minidrl: out of memory\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_version_is_noticed(mutant, pair, single):
     expected = single[MUTANTS[mutant][0]]
