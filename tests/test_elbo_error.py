@@ -301,6 +301,7 @@ def test_a_rehearsal_with_long_responses_goes_all_the_way(tmp_path, capsys):
     assert not [name for name in names if "verdict" in name or "arcs" in name]
 
 
+@pytest.mark.slow
 def test_the_passages_of_the_two_splits_share_no_docstring():
     long, rng = tiny.script("long_text"), np.random.default_rng(0)
     task, every = long.Docstrings(64), long.docstrings(long.PROMPT + 64)

@@ -465,7 +465,7 @@ def test_attention_that_may_ignore_a_mask_is_refused(folders, family):
         model.encode(torch.zeros(1, 4, dtype=torch.long), None)
 
 
-@pytest.mark.parametrize("family", ["Dream", "sdar", "a2d-qwen3"])
+@pytest.mark.parametrize("family", ["sdar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Dream", "a2d-qwen3"))])
 def test_the_body_compiles_in_one_piece(folders, family, monkeypatch):
     """As it is outside of the tests, where no function asks for the shapes of its arguments."""
     for name in ("block_causal", "staircase_mask", "staircase_positions"):

@@ -11,6 +11,8 @@ import pytest
 
 import random_mutants
 
+pytestmark = pytest.mark.slow  # nothing else runs this engine but a campaign by hand
+
 SCRIPT = Path(__file__).with_name("random_mutants.py")
 MODULE = """LIMIT = 3
 

@@ -455,6 +455,7 @@ def test_demonstrations_are_made_on_the_device_of_the_network():
     assert {x.device.type for x in tensors} == {"meta"} and len(tensors) == 6
 
 
+@pytest.mark.slow
 def test_worker_processes_make_the_demonstrations_that_the_run_would_make(monkeypatch):
     """And nothing of them is left, however slowly the threads end that fed their queues."""
     feed = multiprocessing.queues.Queue._feed
