@@ -245,6 +245,13 @@ def lines_of(notebook: str, *names: str) -> str:
     return "\n".join(parts)
 
 
+def borrow(notebook: str, into: dict, names: str) -> None:
+    """Print these definitions of another notebook, names apart by spaces, and execute them in the namespace ``into``."""
+    taken = lines_of(notebook, *names.split())
+    print(taken)
+    exec(taken, into)
+
+
 def _defined(node: ast.stmt) -> set[str]:
     """The names that a definition or an assignment binds."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):

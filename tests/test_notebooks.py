@@ -841,7 +841,7 @@ def test_show_leaves_out_docstrings_and_nothing_else(monkeypatch):
     )
 
 
-def test_lines_of_another_notebook_run_as_they_stand_there(monkeypatch, tmp_path):
+def test_lines_of_another_notebook_run_as_they_stand_there(monkeypatch, tmp_path, capsys):
     cells = [
         code("import math\n\nA, B = 1, 2  # two names\nrow = [0, 0]\nrow[A] = 5\nprint(A)", 1),
         markdown("twice = 7"),
@@ -852,6 +852,9 @@ def test_lines_of_another_notebook_run_as_they_stand_there(monkeypatch, tmp_path
     monkeypatch.setattr(nbtools, "__file__", str(tmp_path / "nbtools.py"))
     expected = "A, B = 1, 2  # two names\n@functools.cache\ndef twice(x):\n    # why\n    return 2 * x"
     assert nbtools.lines_of("other.ipynb", "twice", "B") == expected
+    into = {"functools": functools}
+    nbtools.borrow("other.ipynb", into, "twice B")
+    assert capsys.readouterr().out == expected + "\n" and into["twice"](into["B"]) == 4
     for name in ("row2", "math", "x"):
         with pytest.raises(ValueError, match=f"names: got {name}; allowed what other.ipynb defines"):
             nbtools.lines_of("other.ipynb", "A", name)
