@@ -25,7 +25,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -650,95 +650,126 @@ def span(values: dict[str, float | None], digits: int = 2) -> str:
     return f"{known[low]:.{digits}f} (`{low}`) to {known[high]:.{digits}f} (`{high}`)"
 
 
-def reading(results: Results) -> list[str]:
-    """What the table shows, each sentence with its numbers."""
-    kinds, sure = groups(), "low_confidence"
+SURE = "low_confidence"
 
-    def cosines(kind: str, order: str, which: str) -> str:
-        found = {name: results.interval(name, order, which) for name in kinds[kind]}
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What the table shows: each method a few sentences, with the numbers of the table in them."""
+
+    results: Results
+    kinds: dict[str, list[str]]
+
+    def cosines(self, kind: str, order: str, which: str) -> str:
+        """From the lowest to the highest mean of a kind of rows."""
+        found = {name: self.results.interval(name, order, which) for name in self.kinds[kind]}
         return span({name: x and x.mean for name, x in found.items()})
 
-    def gains(kind: str, order: str) -> str:
-        return span({name: 100 * results.mean(name, order, "gain") for name in kinds[kind]}, digits=1)
+    def gains(self, kind: str, order: str) -> str:
+        """In points, likewise."""
+        return span({name: 100 * self.results.mean(name, order, "gain") for name in self.kinds[kind]}, digits=1)
 
-    def c(name: str, order: str = "random", which: str = "first") -> str:
-        return results.cosine(name, order, which)
+    def cosine(self, name: str, order: str = "random", which: str = "first") -> str:
+        """With its interval."""
+        return self.results.cosine(name, order, which)
 
-    def noise(name: str) -> str:
-        return f"{results.noise(name, 'random', 'first')} (`{name}`, {results.mean(name, 'random', 'calls'):.1f} calls)"
+    def noise(self, name: str) -> str:
+        """With the row and its calls."""
+        return (
+            f"{self.results.noise(name, 'random', 'first')} (`{name}`, {self.results.mean(name, 'random', 'calls'):.1f} calls)"
+        )
 
-    def named(order: str, *rows: str) -> str:
-        return ", ".join(f"`{name}` {c(name, order, 'last')}" for name in rows)
+    def last_of(self, order: str, *rows: str) -> str:
+        """Rows with their cosines at the eighth update."""
+        return ", ".join(f"`{name}` {self.cosine(name, order, 'last')}" for name in rows)
 
-    def biases(order: str, *rows: str) -> str:
-        return ", ".join(f"`{name}` {results.bias(name, order, 'first')}" for name in rows)
+    def biases(self, order: str, *rows: str) -> str:
+        """Rows with their biases at the first update."""
+        return ", ".join(f"`{name}` {self.results.bias(name, order, 'first')}" for name in rows)
 
-    def gained(name: str) -> str:
-        return f"{100 * results.mean(name, sure, 'gain'):.1f}"
+    def gained(self, name: str) -> str:
+        """Points in low-confidence order."""
+        return f"{100 * self.results.mean(name, SURE, 'gain'):.1f}"
 
-    blocks = [row.name for row in map(method_of, methods.METHODS) if row.plan.func is alg.block_elbo_plan]
-    block_masks = span({name: results.interval(name, "random", "first").mean for name in blocks})
-    pairs = zip(results.values("egspo", sure, "gain"), results.values("egspo-exact", sure, "gain"), strict=True)
-    less = "{:.1f} [{:.1f}, {:.1f}]".format(*intervals.mean_interval([100 * (a - b) for a, b in pairs]))
-    start = {order: 100 * results.mean("reinforce", order, "start") for order in ORDERS}
-    clip = method_of("gspo").objective.keywords["epsilon_low"]
-    errors = [
-        error
-        for name in methods.METHODS
-        for order in orders_of(name)
-        for which in ("first", "last")
-        for error in results.values(name, order, which, "error")
-        if error is not None and error < SETTLED
-    ]
-    sentences = [
-        f"""**First update, random order.** The {len(kinds["trajectory"])} rows that score every step of the trajectory, and do
-        not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}: their score is exact
+    def first_update(self) -> Iterator[str]:
+        c, cosines = self.cosine, self.cosines
+        blocks = [row.name for row in map(method_of, methods.METHODS) if row.plan.func is alg.block_elbo_plan]
+        block_masks = span({name: self.results.interval(name, "random", "first").mean for name in blocks})
+        yield f"""**First update, random order.** The {len(self.kinds["trajectory"])} rows that score every step of the
+        trajectory, and do not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}: their score is exact
         there. Rows that look at random masks have {cosines("masks", "random", "first")}, those of blocks, by a sampler of two
-        blocks, {block_masks}; rows that look once, at a response all hidden, {cosines("mean field", "random", "first")}.""",
-        f"""**First update, low-confidence order.** Which positions are revealed depends on the weights, and the score of the
-        tokens leaves that out: `reinforce` has {c("reinforce", sure)}. On two of the four steps `egspo-exact`, which scores
-        positions too, has {c("egspo-exact", sure)}; `egspo`, which does not, {c("egspo", sure)}. Random masks:
-        {cosines("masks", sure, "first")}. All hidden: {cosines("mean field", sure, "first")}.""",
-        f"""**Length.** `gspo` divides the log-likelihood of a text by its length: {c("gspo")} in random order, where `ppo` has
-        {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so, too, and `gdpo`,
+        blocks, {block_masks}; rows that look once, at a response all hidden, {cosines("mean field", "random", "first")}."""
+        yield f"""**First update, low-confidence order.** Which positions are revealed depends on the weights, and the
+        score of the tokens leaves that out: `reinforce` has {c("reinforce", SURE)}. On two of the four steps `egspo-exact`, which scores
+        positions too, has {c("egspo-exact", SURE)}; `egspo`, which does not, {c("egspo", SURE)}. Random masks:
+        {cosines("masks", SURE, "first")}. All hidden: {cosines("mean field", SURE, "first")}."""
+        yield f"""**Length.** `gspo` divides the log-likelihood of a text by its length: {c("gspo")} in random order,
+        where `ppo` has {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so, too, and `gdpo`,
         {c("gdpo")}, divides the loss, which at its first update is the same; `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do
         not, but differ in more. One word at a time, on these models
         ([notebook 10](../notebooks/10_the_map.ipynb)): without the division `grpo` has 0.67, and with masks beyond the end of
-        a text, too, 0.77; its z-score changes nothing.""",
-        f"""**Which steps.** Two of the four steps drawn uniformly (`replay-uniform`): {c("replay-uniform")}. The two most
+        a text, too, 0.77; its z-score changes nothing."""
+        yield f"""**Which steps.** Two of the four steps drawn uniformly (`replay-uniform`): {c("replay-uniform")}. The two most
         uncertain (`egspo`): {c("egspo")}. Steps merged by two (`tracerl`): {c("tracerl")}. All that a step drew, of
-        which it reveals one token, with advantages of its own (`mdpo`): {c("mdpo")}.""",
-        f"""**Eighth update, random order.** No ratio: {named("random", "reinforce")}. Truncated weights:
-        {named("random", "cispo", "tis")}. Clips and masks: {named("random", "ppo", "dppo-tv")}. Quadratic penalties:
-        {named("random", "spo", "drpo")}. Random masks: {cosines("masks", "random", "last")}.""",
-        f"""**Eighth update, low-confidence order.** {named(sure, "reinforce", "cispo", "tis", "ppo", "spo", "egspo-exact")}.
-        Random masks: {cosines("masks", sure, "last")}.""",
-        f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
+        which it reveals one token, with advantages of its own (`mdpo`): {c("mdpo")}."""
+
+    def eighth_update(self) -> Iterator[str]:
+        c, cosines, results = self.cosine, self.cosines, self.results
+        clip = method_of("gspo").objective.keywords["epsilon_low"]
+        yield f"""**Eighth update, random order.** No ratio: {self.last_of("random", "reinforce")}. Truncated weights:
+        {self.last_of("random", "cispo", "tis")}. Clips and masks: {self.last_of("random", "ppo", "dppo-tv")}.
+        Quadratic penalties: {self.last_of("random", "spo", "drpo")}. Random masks: {cosines("masks", "random", "last")}."""
+        yield f"""**Eighth update, low-confidence order.**
+        {self.last_of(SURE, "reinforce", "cispo", "tis", "ppo", "spo", "egspo-exact")}.
+        Random masks: {cosines("masks", SURE, "last")}."""
+        yield f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
         {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random
-        order: {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}.""",
-        f"""**Bias** of the first update, in random order: {biases("random", "reinforce", "egspo", "stabledrl", "grpo")}. In
-        low-confidence order: {biases(sure, "reinforce", "egspo-exact", "egspo", "grpo")}.""",
-        f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the mean's
-        length, at the first update in random order:
-        {", ".join(map(noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
-        accuracy: `grpo` has a cosine of {c("grpo")}, `reinforce` of {c("reinforce")}.""",
-        f"""**Gain.** Expected reward starts at {start["random"]:.1f} points in random and {start[sure]:.1f} in low-confidence
-        order. Seven updates of a row that scores every step and does not divide by an answer's own length add
-        {gains("trajectory", "random")}, and {gains("trajectory", sure)}; of one that does, whose clip is {clip:g},
-        {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", sure)}; of one with random masks
-        {gains("masks", "random")}, and {gains("masks", sure)}.
-        The rate is set by the length of the
-        update, its noise included, so that with the same length a row with noise r moves by 1 / (1 + r^2)^(1/2) of it along
+        order: {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}."""
+
+    def bias_noise_gain(self) -> Iterator[str]:
+        c, gains, results = self.cosine, self.gains, self.results
+        clip = method_of("gspo").objective.keywords["epsilon_low"]
+        start = {order: 100 * results.mean("reinforce", order, "start") for order in ORDERS}
+        pairs = zip(results.values("egspo", SURE, "gain"), results.values("egspo-exact", SURE, "gain"), strict=True)
+        less = "{:.1f} [{:.1f}, {:.1f}]".format(*intervals.mean_interval([100 * (a - b) for a, b in pairs]))
+        yield f"""**Bias** of the first update, in random order: {self.biases("random", "reinforce", "egspo", "stabledrl", "grpo")}.
+        In low-confidence order: {self.biases(SURE, "reinforce", "egspo-exact", "egspo", "grpo")}."""
+        yield f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the
+        mean's length, at the first update in random order:
+        {", ".join(map(self.noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
+        accuracy: `grpo` has a cosine of {c("grpo")}, `reinforce` of {c("reinforce")}."""
+        yield f"""**Gain.** Expected reward starts at {start["random"]:.1f} points in random and {start[SURE]:.1f} in
+        low-confidence order. Seven updates of a row that scores every step and does not divide by an answer's own length add
+        {gains("trajectory", "random")}, and {gains("trajectory", SURE)}; of one that does, whose clip is {clip:g},
+        {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", SURE)}; of one with random masks
+        {gains("masks", "random")}, and {gains("masks", SURE)}.
+        The rate is set by the length of the update, its noise included, so that with the same length a row with noise r moves by 1 / (1 + r^2)^(1/2) of it along
         its mean: noisy rows gain less at the same cosine. A better cosine of the first update is not a larger gain: in
-        low-confidence order `egspo` gains {gained("egspo")} points and `egspo-exact` {gained("egspo-exact")}, a difference of
-        {less}.""",
-        f"""**Control.** `{CONTROL}` is `reinforce` with the gradient written to other weights: {c(CONTROL)} and
-        {c(CONTROL, sure)}, with a noise of {results.noise(CONTROL, "random", "first")} and
-        {results.noise(CONTROL, sure, "first")}.""",
-        f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
+        low-confidence order `egspo` gains {self.gained("egspo")} points and `egspo-exact` {self.gained("egspo-exact")}, a
+        difference of {less}."""
+
+    def what_it_rests_on(self) -> Iterator[str]:
+        c, results = self.cosine, self.results
+        errors = [
+            error
+            for name in methods.METHODS
+            for order in orders_of(name)
+            for which in ("first", "last")
+            for error in results.values(name, order, which, "error")
+            if error is not None and error < SETTLED
+        ]
+        yield f"""**Control.** `{CONTROL}` is `reinforce` with the gradient written to other weights: {c(CONTROL)} and
+        {c(CONTROL, SURE)}, with a noise of {results.noise(CONTROL, "random", "first")} and
+        {results.noise(CONTROL, SURE, "first")}."""
+        yield f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
         {statistics.median(errors):.3f} in the median of all rows, tables, orders and both updates, and at most
-        {max(errors):.2f} where a cosine is given. The intervals are over tables, and contain it.""",
-    ]
+        {max(errors):.2f} where a cosine is given. The intervals are over tables, and contain it."""
+
+
+def reading(results: Results) -> list[str]:
+    """The sentences below the table."""
+    of = Reading(results, groups())
+    sentences = [*of.first_update(), *of.eighth_update(), *of.bias_noise_gain(), *of.what_it_rests_on()]
     return [" ".join(sentence.split()) for sentence in sentences]
 
 

@@ -998,8 +998,8 @@ def _unchanged(item: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     """Each worker is one thread: a tokenizer takes as many as there are cores, unless told."""
+    obey_parent(number)  # first: a worker that then fails must still be one that can be ended
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    obey_parent(number)
 
 
 def demonstration_rollouts(
