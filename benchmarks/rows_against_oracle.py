@@ -696,17 +696,18 @@ class Reading:
         blocks = [row.name for row in map(method_of, methods.METHODS) if row.plan.func is alg.block_elbo_plan]
         block_masks = span({name: self.results.interval(name, "random", "first").mean for name in blocks})
         yield f"""**First update, random order.** The {len(self.kinds["trajectory"])} rows that score every step of the
-        trajectory, and do not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}: their score is exact
-        there. Rows that look at random masks have {cosines("masks", "random", "first")}, those of blocks, by a sampler of two
-        blocks, {block_masks}; rows that look once, at a response all hidden, {cosines("mean field", "random", "first")}."""
+        trajectory, and do not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}:
+        their score is exact there. Rows that look at random masks have {cosines("masks", "random", "first")}, those of blocks,
+        by a sampler of two blocks, {block_masks}; rows that look once, at a response all hidden,
+        {cosines("mean field", "random", "first")}."""
         yield f"""**First update, low-confidence order.** Which positions are revealed depends on the weights, and the
-        score of the tokens leaves that out: `reinforce` has {c("reinforce", SURE)}. On two of the four steps `egspo-exact`, which scores
-        positions too, has {c("egspo-exact", SURE)}; `egspo`, which does not, {c("egspo", SURE)}. Random masks:
-        {cosines("masks", SURE, "first")}. All hidden: {cosines("mean field", SURE, "first")}."""
+        score of the tokens leaves that out: `reinforce` has {c("reinforce", SURE)}. On two of the four steps
+        `egspo-exact`, which scores positions too, has {c("egspo-exact", SURE)}; `egspo`, which does not, {c("egspo", SURE)}.
+        Random masks: {cosines("masks", SURE, "first")}. All hidden: {cosines("mean field", SURE, "first")}."""
         yield f"""**Length.** `gspo` divides the log-likelihood of a text by its length: {c("gspo")} in random order,
-        where `ppo` has {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so, too, and `gdpo`,
-        {c("gdpo")}, divides the loss, which at its first update is the same; `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do
-        not, but differ in more. One word at a time, on these models
+        where `ppo` has {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so,
+        too, and `gdpo`, {c("gdpo")}, divides the loss, which at its first update is the same;
+        `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do not, but differ in more. One word at a time, on these models
         ([notebook 10](../notebooks/10_the_map.ipynb)): without the division `grpo` has 0.67, and with masks beyond the end of
         a text, too, 0.77; its z-score changes nothing."""
         yield f"""**Which steps.** Two of the four steps drawn uniformly (`replay-uniform`): {c("replay-uniform")}. The two most
@@ -732,7 +733,8 @@ class Reading:
         start = {order: 100 * results.mean("reinforce", order, "start") for order in ORDERS}
         pairs = zip(results.values("egspo", SURE, "gain"), results.values("egspo-exact", SURE, "gain"), strict=True)
         less = "{:.1f} [{:.1f}, {:.1f}]".format(*intervals.mean_interval([100 * (a - b) for a, b in pairs]))
-        yield f"""**Bias** of the first update, in random order: {self.biases("random", "reinforce", "egspo", "stabledrl", "grpo")}.
+        yield f"""**Bias** of the first update, in random order:
+        {self.biases("random", "reinforce", "egspo", "stabledrl", "grpo")}.
         In low-confidence order: {self.biases(SURE, "reinforce", "egspo-exact", "egspo", "grpo")}."""
         yield f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the
         mean's length, at the first update in random order:
@@ -743,10 +745,10 @@ class Reading:
         {gains("trajectory", "random")}, and {gains("trajectory", SURE)}; of one that does, whose clip is {clip:g},
         {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", SURE)}; of one with random masks
         {gains("masks", "random")}, and {gains("masks", SURE)}.
-        The rate is set by the length of the update, its noise included, so that with the same length a row with noise r moves by 1 / (1 + r^2)^(1/2) of it along
-        its mean: noisy rows gain less at the same cosine. A better cosine of the first update is not a larger gain: in
-        low-confidence order `egspo` gains {self.gained("egspo")} points and `egspo-exact` {self.gained("egspo-exact")}, a
-        difference of {less}."""
+        The rate is set by the length of the update, its noise included, so that with the same length a row with noise r
+        moves by 1 / (1 + r^2)^(1/2) of it along its mean: noisy rows gain less at the same cosine.
+        A better cosine of the first update is not a larger gain: in low-confidence order `egspo` gains
+        {self.gained("egspo")} points and `egspo-exact` {self.gained("egspo-exact")}, a difference of {less}."""
 
     def what_it_rests_on(self) -> Iterator[str]:
         c, results = self.cosine, self.results
