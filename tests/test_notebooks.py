@@ -855,6 +855,11 @@ def test_lines_of_another_notebook_run_as_they_stand_there(monkeypatch, tmp_path
     into = {"functools": functools}
     nbtools.borrow("other.ipynb", into, "twice B")
     assert capsys.readouterr().out == expected + "\n" and into["twice"](into["B"]) == 4
+    monkeypatch.setattr(nbtools, "display", lambda shown: print(shown.data))
+    nbtools.borrow("other.ipynb", into, "A", folded="Two numbers")
+    head = "<details><summary>Two numbers (<code>A</code>)</summary>"
+    assert capsys.readouterr().out == f"{head}\n\n```python\nA, B = 1, 2  # two names\n```\n\n</details>\n"
+    assert into["A"] == 1
     for name in ("row2", "math", "x"):
         with pytest.raises(ValueError, match=f"names: got {name}; allowed what other.ipynb defines"):
             nbtools.lines_of("other.ipynb", "A", name)
