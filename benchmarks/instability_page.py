@@ -1001,7 +1001,7 @@ that of the ELBO in its count form, one state in each of K strata, on the model 
 chosen, not fitted to a network: its token costs {cost:.2f} nats on average, and no network's noise was measured at {published}
 tokens. By accounts of the paper single ratios reach about 1e5, 11.5 nats; of which scale, they do not say. As the largest of
 a thousand to a million ratios of sequences, noise of 3.7 to 2.4 nats would do; a trained model has 12 at a twentieth of this
-length (**Measured**, below). [Notebook 06a](../notebooks/06a_stabledrl_measured.ipynb) has the weights at such noise, too.
+length (**Measured**, below). [Notebook 06a](../notebooks/06a_stabledrl_measured.ipynb) has what such noise leaves of a weight.
 
 - **fresh**: old and new value have masks of their own. **shared**: they have the same. For these it is *assumed* that
   the update scales the log-probability of every token in every state by one factor; the noise of a real update was
