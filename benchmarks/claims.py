@@ -1157,7 +1157,7 @@ LEDGER: dict[str, list[Claim]] = {
             "minidrl, on the code of arXiv 2606.09821", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.13)", GRID,
             "smallest weight", lambda: smallest_weight("drpo-released"), "< 0"),
         Claim("On the first update GDSD's regression is REINFORCE, times 2 psi / L.",
-            "minidrl, on the code of arXiv 2605.29398", "`law_regression`, notebook 10a (100.4)", "exact, 4 advantages",
+            "minidrl, on the code of arXiv 2605.29398", "`law_regression`, notebook 10a (100.16)", "exact, 4 advantages",
             "relative error", regression_on_policy, "<= 1e-8"),
         in_study("With one update a rollout DRPO (delta 0.15) solves more Countdown puzzles than REINFORCE: low confidence.",
             "reuse_confidence", ("drpo", "reinforce"), "points: > 0", after, "minidrl, on arXiv 2606.09821"),
