@@ -406,7 +406,7 @@ answer(
     (float(slow), "That is how many tokens the slow path sends; how many for one of the staircase?"),
     ((P + 2 * L) / slow, "That is the other way round."),
 )
-# Seen pairs (70.8): a clean or noisy row of block m sees the prompt and, together, m + m blocks; a prompt row the prompt.
+# Seen pairs (70.9): a clean or noisy row of block m sees the prompt and, together, m + m blocks; a prompt row the prompt.
 seen = P * P + 2 * L * P + sum(W * W * (m + m) for m in range(1, blocks + 1))
 every = (P + 2 * L) ** 2
 answer(
