@@ -519,8 +519,8 @@ is still in the ratio, and a bound on the gradient is another thing.
 - **A further clip** ([table](#a-further-clip)): with fresh masks GRPO and PPO's dual clip end at {dual_ends}, GRPO and a clip
 of the gradient's norm at 0.2 at {short_ends}, GRPO with neither at {fresh_ends}.
 - **Or no ratio at all.** On the sequence `reinforce`, for {none_calls} forwards and without an old score, ends at {none_end}
-with norms of at most {none_norm:.2g}; `stabledrl` less it is {none_gap}, Holm p = {none_p:.2g}. Its price is a
-bias after the first of the {n} updates on a rollout; and this is one toy, at one learning rate, {rate:g}, that was not tuned
+with norms of at most {none_norm:.2g}; `stabledrl` less it is {none_gap}, Holm p = {none_p:.2g}. Its price is that
+of the {n} updates on a rollout all but the first are off policy; and this is one toy, at one learning rate, {rate:g}, that was not tuned
 for any line: another rate could change who is ahead.
 - **Each half alone.** By accounts of the paper both collapse: the cap alone in a "boundary-hitting regime", in which the
 scale of the gradient swings between the bounds of the clip and spoils the moments of AdamW; self-normalisation alone
@@ -907,8 +907,8 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 - **Share the masks**. K states and n updates cost a response (3n - 1)K forwards, backwards not counted, if each update has new
   masks (`refresh: paired`; the first update needs no old value): {paired_calls} here;
   2nK = {fixed_calls} with one draw (`fixed`, line `grpo, one plan`); fresh ones (2n + 1)K = {fresh_calls}.
-- **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; biased from the second
-  update on.
+- **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; off policy from the
+  second update on.
 - **Or bear it**: cut and sum.
 - **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best.
   StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
