@@ -796,7 +796,7 @@ def coupled_plan(
     Each token is scored twice, weights 1/2 with everything hidden and 1/(2r) in S, or
     1/(2 (1-r)) in the complement; S holds each position with probability r ~ U(low,
     high), one r for the batch. To be reduced at the level "position". Source: coupled
-    sampling of coupled-GRPO (DiffuCoder, arXiv 2506.20639), read in its code: 0.2 to
+    sampling of coupled-GRPO (DiffuCoder, arXiv 2506.20639), paper and code: 0.2 to
     0.8. Bias: the weights of a token add up to more than 1 (9/8 or more), so its ll is
     an estimate on a larger scale, and a ratio of it a power of one.
     """

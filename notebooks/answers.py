@@ -190,10 +190,10 @@ answer(
 
 # ------------------------------------------------------------------------- 02a: estimators, measured
 
-# With the best a the variance left is 1 - correlation^2 of what it was.
+# With the best alpha the variance left is 1 - correlation^2 of what it was.
 answer(
     "02a", "1", sqrt(1 - 1 / 4),
-    "Put the best a = cov(Z, C) / var(C) into the variance of Z - a C: which power of the correlation is left?",
+    "Put the best alpha = cov(Z, C) / var(C) into the variance of Z - alpha C: which power of the correlation is left?",
     (1 / 2, "That leaves three quarters of the variance: the correlation enters squared, as what is removed."),
     (3 / 4, "That is the square of the correlation."),
     (1 / 4, "That is the share of the variance that is left."),
