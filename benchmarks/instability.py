@@ -43,7 +43,9 @@ CLIPPED = ", norm 0.2"  # lines of this name have the clip of the gradient norm 
 BOUND = 3.0  # of dual-clip PPO, as in verl: a bad answer whose ratio is larger has no gradient
 DUAL = ", dual clip"
 FREE = ", no clip"  # the ratio as it is, of good and bad answers alike: no clip, so no bypass either
-LATER = (CLIPPED, DUAL, FREE)  # lines with these were added after all others had run
+GOOD = ", good clipped"  # of no clip the good answers above 1.2, as GRPO's clip, and nothing of the bad ones
+BAD = ", bad clipped"  # of no clip the bad answers above the bound, as the dual clip, and nothing of the good ones
+LATER = (CLIPPED, DUAL, FREE, GOOD, BAD)  # lines with these were added after all others had run
 
 
 class Alphabet:
@@ -90,9 +92,12 @@ def rows(scale: str) -> dict[str, methods.Method]:
         found |= {f"stabledrl, mean field{masked}": replace(stable, plan=look)}
     dual = partial(alg.dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=BOUND)
     free = partial(alg.ppo_clip, epsilon_low=math.inf, epsilon_high=math.inf)
+    good = partial(alg.ppo_clip, epsilon_low=math.inf, epsilon_high=0.2)
+    bad = partial(alg.dual_clip, epsilon_low=math.inf, epsilon_high=math.inf, bound=BOUND)
     for name in ("grpo, fresh masks", "grpo, mean field, prompt masking"):
         found |= {name + CLIPPED: found[name], name + DUAL: replace(found[name], objective=dual)}
-        found |= {name + FREE: replace(found[name], objective=free)}
+        for what, objective in ((FREE, free), (GOOD, good), (BAD, bad)):
+            found |= {name + what: replace(found[name], objective=objective)}
     return found
 
 

@@ -427,6 +427,15 @@ correction is over the pairs of a table here alone.
 What follows from it is in [notebook 06](../notebooks/06_stabledrl.ipynb#What-ruins-it?-Two-clips-that-GRPO-could-have-anyway).
 
 """
+WHOSE = """## Whose large ratios?
+
+Each half of the dual clip by itself, in GRPO without any other clip; run after the lines above, with a correction of its own.
+
+{clips}
+
+{tables}
+
+"""
 
 
 FURTHER_CLIPS = {
@@ -436,15 +445,36 @@ FURTHER_CLIPS = {
 }
 
 
-def further(results: list[dict]) -> str:
-    """What a clip of the gradient norm, the dual clip and no clip make of GRPO; "" where a line has not run."""
-    lines = {clip: [study.of_line(results, scale, name + clip) for scale, name in CASES] for clip in study.LATER}
+HALVES = {
+    study.GOOD: "good answers of ratios above 1.2 have no gradient, as in GRPO; every bad one counts by its ratio",
+    study.BAD: f"bad answers of ratios above {study.BOUND:g} have no gradient; every good one counts by its ratio",
+}
+
+
+def further(results: list[dict], template: str, clips: dict[str, str], pairs: dict[tuple[str, str], str]) -> str:
+    """What further clips make of GRPO; "" where a line has not run."""
+    lines = {clip: [study.of_line(results, scale, name + clip) for scale, name in CASES] for clip in clips}
     if not all(len(runs) > 1 for each in lines.values() for runs in each):
         return ""
     columns = ("pair", "what differs", "difference", "p", "p, Holm")
-    rows = [differences(results, scale, further_pairs()) for scale in study.SCALES]
-    clips = "\n".join(bullet(f"**{clip[2:]}**: {FURTHER_CLIPS[clip]}. {collapsed(each)}") for clip, each in lines.items())
-    return FURTHER.format(clips=clips, tables=by_scale(rows, columns))
+    rows = [differences(results, scale, pairs) for scale in study.SCALES]
+    said = "\n".join(bullet(f"**{clip[2:]}**: {clips[clip]}. {collapsed(each)}") for clip, each in lines.items())
+    return template.format(clips=said, tables=by_scale(rows, columns))
+
+
+def further_clips(results: list[dict]) -> str:
+    """What a clip of the gradient norm, the dual clip and no clip make of GRPO, and each half of the dual clip."""
+    return further(results, FURTHER, FURTHER_CLIPS, further_pairs()) + further(results, WHOSE, HALVES, half_pairs())
+
+
+def half_pairs() -> dict[tuple[str, str], str]:
+    """Each half of the dual clip less no clip, and the dual clip less the half that drops bad answers."""
+    pairs = {}
+    for name in (FRESH, f"grpo, {MASKING}"):
+        pairs[name + study.GOOD, name + study.FREE] = "large ratios of good answers dropped"
+        pairs[name + study.BAD, name + study.FREE] = "large ratios of bad answers dropped"
+        pairs[name + study.DUAL, name + study.BAD] = "those of good answers as well"
+    return pairs
 
 
 def further_pairs() -> dict[tuple[str, str], str]:
@@ -520,8 +550,8 @@ is still in the ratio, and a bound on the gradient is another thing.
 of the gradient's norm at 0.2 at {short_ends}, GRPO with neither at {fresh_ends}.
 - **Or no ratio at all.** On the sequence `reinforce`, for {none_calls} forwards and without an old score, ends at {none_end}
 with norms of at most {none_norm:.2g}; `stabledrl` less it is {none_gap}, Holm p = {none_p:.2g}. Its price is that
-of the {n} updates on a rollout all but the first are off policy; and this is one toy, at one learning rate, {rate:g}, that was not tuned
-for any line: another rate could change who is ahead.
+of the {n} updates on a rollout all but the first are off policy; and this is one toy, at one learning rate, {rate:g},
+that was not tuned for any line: another rate could change who is ahead.
 - **Each half alone.** By accounts of the paper both collapse: the cap alone in a "boundary-hitting regime", in which the
 scale of the gradient swings between the bounds of the clip and spoils the moments of AdamW; self-normalisation alone
 because one outlier takes nearly all the weight. Here `clip-only` ends at {clip_ends}, `self-norm-only` at {norm_ends}; of
@@ -1053,7 +1083,7 @@ def measured_page(results: list[dict], lines: list[dict]) -> str:
         not_run=not_run(results),
         chain=chain(results),
         two_states=two_states(results),
-        further=further(results),
+        further=further_clips(results),
         ends=ends(results),
         sections="\n\n".join(section(results, scale) for scale in study.SCALES),
         by_seed="\n\n".join(by_seed(results, scale) for scale in study.SCALES),

@@ -398,12 +398,41 @@ def test_without_a_clip_every_answer_counts_by_its_ratio():
         assert replace(rows[name + study.FREE], objective=rows[name].objective) == rows[name]
 
 
+def test_each_half_of_the_dual_clip_drops_large_ratios_of_one_sign_alone():
+    """Good answers above 1.2, bad ones above 3; all others count by their ratio."""
+    rows, logs = study.rows("sequence"), torch.tensor([-2.0, 0.0, 1.0, 1.2, 5.0], dtype=torch.float64)
+    for name in ("grpo, fresh masks", "grpo, mean field, prompt masking"):
+        for half, side, kept in ((study.GOOD, 1.0, 2), (study.BAD, -1.0, 3)):
+            for sign in (1.0, -1.0):
+                ll, adv = logs.clone().requires_grad_(), torch.full((5,), sign, dtype=torch.float64)
+                rows[name + half].objective(ll, torch.zeros(5).double(), adv, 5).loss.sum().backward()
+                expected = logs.exp() * (torch.arange(5) < kept) if sign == side else logs.exp()
+                assert torch.allclose(-sign * ll.grad, expected, rtol=1e-12)
+            assert replace(rows[name + half], objective=rows[name].objective) == rows[name]
+
+
+def test_halves_of_the_dual_clip_have_a_table_of_their_own(page):
+    ends = {study.FREE: [0.4, 0.4], study.GOOD: [0.3, 0.2], study.BAD: [0.6, 0.9], study.DUAL: [0.7, 0.9]}
+    lines = {name + what: ends[what] for name in ("grpo, fresh masks", "grpo, mean field, prompt masking") for what in ends}
+    results = [
+        a_run(n, seed, [0.5, 0.5, e[seed]], scale) for scale in study.SCALES for n, e in lines.items() for seed in (0, 1)
+    ]
+    said = " ".join(page.further_clips(results).split())
+    assert said.startswith("## Whose large ratios?")
+    for pair, gap in {
+        "grpo, fresh masks, good clipped - grpo, fresh masks, no clip": "-0.150",
+        "grpo, fresh masks, bad clipped - grpo, fresh masks, no clip": "0.350",
+        "grpo, fresh masks, dual clip - grpo, fresh masks, bad clipped": "0.050",
+    }.items():
+        assert len(re.findall(rf"\| {pair} +\| [^|]+\| +{gap} \[", said)) == 2
+
+
 def test_further_clips_have_a_table_of_their_own_and_no_pair_elsewhere(page):
     ends = {"": [0.4, 0.6, 0.5], study.CLIPPED: [0.4, 0.6, 0.3], study.DUAL: [0.4, 0.6, 0.9], study.FREE: [0.4, 0.4, 0.45]}
     lines = {name + what: ends[what] for name in ("grpo, fresh masks", "grpo, mean field, prompt masking") for what in ends}
     lines |= {"stabledrl": [0.4, 0.5, 0.7], "stabledrl, mean field, prompt masking": [0.4, 0.5, 0.8]}
     results = [a_run(name, seed, end, scale) for scale in study.SCALES for name, end in lines.items() for seed in (0, 1)]
-    said = " ".join(page.further(results).split())
+    said = " ".join(page.further_clips(results).split())
     assert (said.count("Of 8 runs 8 collapse"), said.count("Of 8 runs 0 collapse")) == (1, 2)
     for pair, gap in {
         "grpo, fresh masks, norm 0.2 - grpo, fresh masks": "-0.200",
@@ -413,7 +442,7 @@ def test_further_clips_have_a_table_of_their_own_and_no_pair_elsewhere(page):
         "stabledrl, mean field, prompt masking - grpo, mean field, prompt masking, dual clip": "-0.100",
     }.items():
         assert len(re.findall(rf"\| {pair} +\| [^|]+\| +{gap} \[", said)) == 2
-    assert page.further([r for r in results if not r["method"].endswith(study.DUAL)]) == ""
+    assert page.further_clips([r for r in results if not r["method"].endswith(study.DUAL)]) == ""
     assert not any(line.endswith(study.LATER) for pair in (*page.PAIRS, *page.TWO_PAIRS) for line in pair)
     argument = page.chain(study.stored(study.RESULTS / "instability.json"))
     assert not any(clip in argument for clip in study.LATER)
@@ -500,7 +529,7 @@ def test_the_measured_page_has_every_run(page):
         lines = [name for name in study.rows(scale) if study.of_line(results, scale, name)]
         assert [row[0] for row in rows] == lines and all(len(row) == 6 and all(row) for row in rows)
     words = ("What was run", "What follows", "The argument, link by link", "Two masked states")
-    words += ("A further clip", "How much a weight says")
+    words += ("A further clip", "Whose large ratios?", "How much a weight says")
     heads = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert heads == [*words, *(f"Ratio of the {scale}" for scale in study.SCALES), "Run by run"]
 
