@@ -46,7 +46,8 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(SUITE) -m "not slow" tests
-	$(NBVAL) notebooks/00[ab]_*.ipynb notebooks/0[4-9]_*.ipynb notebooks/1[0-9]_*.ipynb notebooks/0[0-3]_*.ipynb
+	$(NBVAL) notebooks/00[ab]_*.ipynb notebooks/0[4-9]_*.ipynb notebooks/07a_*.ipynb notebooks/1[0-9]_*.ipynb notebooks/10b_*.ipynb \
+		notebooks/0[0-3]_*.ipynb
 
 # What one example needs, and its test, which is skipped without it.
 extras: $(STAMP)
@@ -57,7 +58,7 @@ chaos: $(STAMP)
 	$(PY) tests/chaos.py
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py $(FUZZ)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
-	$(NBVAL) notebooks/0[1-9]a_*.ipynb notebooks/1[01]a_*.ipynb
+	$(NBVAL) notebooks/0[1-9]a_*_measured.ipynb notebooks/1[01]a_*.ipynb
 
 # From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)
@@ -76,7 +77,7 @@ lint: $(STAMP)
 pages: $(STAMP)
 	$(PY) benchmarks/readme.py
 	$(PY) -m minidrl.index
-	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb notebooks/10a_more_rows.ipynb
+	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb notebooks/10[ab]_*.ipynb
 
 leaderboard: $(STAMP)
 	$(PY) benchmarks/leaderboard.py $(if $(STUDY),--study $(STUDY)) $(if $(METHODS),--methods $(METHODS))

@@ -424,7 +424,7 @@ correction is over the pairs of a table here alone.
 
 {tables}
 
-What follows from it is in [notebook 06](../notebooks/06_stabledrl.ipynb#What-ruins-it?-Two-clips-that-GRPO-could-have-anyway).
+What follows from it is in [notebook 06](../notebooks/06_stabledrl.ipynb#Whose-large-ratios?-Two-by-two).
 
 """
 WHOSE = """## Whose large ratios?
@@ -882,30 +882,31 @@ Written by `python benchmarks/instability_page.py`.
 - **Masks**: *fresh*, if old and new likelihood have their own; *shared*, if the same: then the noise of equal weights
   cancels.
 - **Ratio** of the *sequence*, or of the *token mean*: its log divided by the length. The released code has token means.
-- **Spread**: standard deviation of the log-ratio over responses, in nats; one nat is a factor of 2.7.
+- **Spread**: standard deviation of the log-ratio over responses, in nats.
 - **Cut and sum**, StableDRL's weights: the ratio is cut at {cap:g} (released code: 5), then divided by the sum over
   the prompt's responses. The line `clip-only` has the cut alone, `self-norm-only` the sum alone.
 - **Effective size**: how many responses of a group count, 1 over the sum of squared weights.
-- **Collapse**, here: a run ends below its start.
+- **Collapse**, here: a run ends below its first ten updates.
 
 ## What noise leaves of a weight
 
 Computed by `python benchmarks/weight_signal.py` for {published} tokens, two states, groups of {group}, cut and sum. Of two
-responses whose true log-ratios are +1 and -1 nat, how often does the better weigh more? Ties count half, a coin has 0.5.
+responses whose true log-ratios are +1 and -1 nat, how often does the better weigh more? Ties count half.
 
 {computed}
 
 With fresh masks token means keep most of the group, and hardly the signal; shared masks keep both. If they lie 0.1 nat a token,
 25.6 nats, to either side, fresh masks have {far[0]:.3f} (sequence) and {far[1]:.3f} (token mean). These integrals
-have no interval; the last column is over {groups:,} groups, seed 0. It is *assumed* that the noise is that of a [solved
+have no interval; the last column is over {groups:,} groups. It is *assumed* that the noise is that of a [solved
 model](instability_measured.md#how-much-a-weight-says), and, for shared masks, that an update scales all log-probabilities
 alike. At 10 to 12 tokens, two states and the sequence that model has {model:.2f} nats, a trained network {trained}
-(notebook 06: 16 puzzles, jackknife, answers from right to left; in low-confidence order 6.62 [4.50, 8.74]).
+(notebook 06: 16 puzzles, jackknife, from right to left; in low-confidence order 6.62 [4.50, 8.74]; medians 8.0 and 3.0).
 
 ## What was tried
 
 `python benchmarks/instability.py`: a network of 50,000 weights learns to write {length} letters. Reward: the share that is
-right, 0.125 by chance and {start:.2f} before training. {updates} updates, {reuse} a rollout of {batch} responses; one state,
+right, 0.125 by chance and {start:.2f} before training, one network for all.
+{updates} updates, {reuse} a rollout of {batch} responses; one state,
 fresh masks, AdamW at {rate:g}, no clip of the gradient norm, unless the second column says otherwise. All advantages are
 rewards less the group's mean. Rewards of the last hundred updates, Student's 95 % intervals over {seeds} seeds, and the runs
 that collapse (token mean, sequence):
@@ -924,9 +925,9 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
 
 - **The tail passes the clip**: {passed} of the responses in the first hundred updates of the {noisy_lines} lines that the
   [measured page](instability_measured.md#the-argument-link-by-link) names, {passed_shared} with shared masks.
-- **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks from the start, although AdamW rescales.
+- **One large gradient**: on sequences GRPO's norms reach {worst}; its reward sinks at once.
   In the noisy mean field, on token means, it learns, to {best}, then ends at {field_end}, {field_lost} runs below the start;
-  spikes come before, {spikes} times the first hundred's largest norm (dated at 0.05 below: {near}; StableDRL, unfallen:
+  spikes come before, {spikes} times the first hundred's largest norm (fall of 0.05: {near}; StableDRL, unfallen at 0.1:
   {unfallen}). That they cause it is not shown: GRPO with shared masks, on sequences, has {shared_times} times, and
   {shared_lost} runs collapse.
 - **Noisier ratios**: of {noisy} lines of GRPO with a noisy ratio the spread grows in {grown}, of which {grown_lost} has a run
@@ -939,7 +940,7 @@ On sequences GRPO with fresh masks {verdict}. On token means, the released scale
   2nK = {fixed_calls} with one draw (`fixed`, line `grpo, one plan`); fresh ones (2n + 1)K = {fresh_calls}.
 - **Or take no ratio**: nK = 4K, {none_calls} as run, with a first pass for a sandwich that is idle; off policy from the
   second update on.
-- **Or bear it**: cut and sum.
+- **Or bear it**: cut and sum; on token means either is not told from both.
 - **Sharing bounds no gradient**: on sequences norms reach {shared_norm}; {shared_slow} runs end over {slow} below their best.
   StableDRL with shared masks has at most {both_norm}, and ends at {both_end}.
 - **PPO's dual clip** drops bad answers whose ratio is above {bound:g}: GRPO gains {dual}; by **a clip of the norm**, 0.2,
@@ -1030,8 +1031,9 @@ that of the ELBO in its count form, one state in each of K strata, on the model 
 02](../notebooks/02_estimators.ipynb) solves, hidden tokens drawn without replacement. It is taken as normal. The model is
 chosen, not fitted to a network: its token costs {cost:.2f} nats on average, and no network's noise was measured at {published}
 tokens. By accounts of the paper single ratios reach about 1e5, 11.5 nats; of which scale, they do not say. As the largest of
-a thousand to a million ratios of sequences, noise of 3.7 to 2.4 nats would do; a trained model has 12 at a twentieth of this
-length (**Measured**, below). [Notebook 06a](../notebooks/06a_stabledrl_measured.ipynb) has what such noise leaves of a weight.
+a thousand to a million ratios of sequences, noise of 3.7 to 2.4 nats would do; a trained model has 12, from right to left, at a
+twentieth of this length (**Measured**, below). [Notebook 06a](../notebooks/06a_stabledrl_measured.ipynb) has what such noise
+leaves of a weight.
 
 - **fresh**: old and new value have masks of their own. **shared**: they have the same. For these it is *assumed* that
   the update scales the log-probability of every token in every state by one factor; the noise of a real update was

@@ -1885,7 +1885,7 @@ def self_normalized_clip(
     Bounds magnitude, not concentration: one weight may still go to 1. Fresh masks at
     256 positions can make the log-ratios of sequences noise of dozens of nats: half of
     the weights are then capped, the others nothing, and what the policy changed hardly
-    shows in them (notebook 06). Those of token means spread less.
+    shows in them (notebook 06a). Those of token means spread less.
     """
     _check_above("cap", cap, 0)
     log_ratios, log_cap = log_ratio(ll.detach(), anchor), math.log(cap)

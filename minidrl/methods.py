@@ -282,7 +282,7 @@ row("gdpo-arcs", "this project; GDPO (arXiv 2510.08554) by accounts", "ELBO from
 # Weights instead of ratios. The published code draws new masks for every update and keeps the
 # old value of its own masks (``refresh`` independent), so that the weights are noise on the
 # first update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a
-# sequence's ratio may be dozens of nats (notebook 06), and the weights then say almost nothing
+# sequence's ratio may be dozens of nats (notebook 06a), and the weights then say almost nothing
 # about the ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
 row("stabledrl", "StableDRL (arXiv 2603.06743), by accounts", "weights clipped and self-normalised",
   differs="eps = 5, ratio of sequences: by accounts; sandwich of SPG (2510.09541); ELBO by count",

@@ -343,8 +343,8 @@ def test_what_is_at_a_limit_is_allowed():
 # its companion, which has the same form and leads back to the lesson.
 
 LESSONS = [name for name in CASES if re.match(r"0[1-9]_", name)]
-COMPANIONS = [name for name in CASES if re.match(r"0[1-9]a_[a-z_]*_measured\.ipynb", name)]
-AFTER = ["10_the_map.ipynb", "10a_more_rows.ipynb"]
+COMPANIONS = [name for name in CASES if re.match(r"0[1-9]a_", name)]
+AFTER = ["10_the_map.ipynb", "10a_more_rows.ipynb", "10b_which_rows_are_one.ipynb"]
 WITH_SYMBOLS = [*LESSONS, *COMPANIONS, *AFTER]
 MOST_NEEDS, MOST_SENTENCE = 40, 50  # words
 Symbols = dict[str, str]  # {"L": "positions of a response"}
@@ -374,8 +374,11 @@ def ends_with_three_sentences(name: str, notebook: dict) -> list[str]:
 
 
 def lesson_of(companion: str) -> str:
-    """05a_gdpo_measured.ipynb belongs to 05_gdpo.ipynb."""
-    return re.sub(r"^(0[1-9])a_([a-z_]*)_measured", r"\1_\2", companion)
+    """05a_gdpo_measured.ipynb belongs to 05_gdpo.ipynb; one with a name of its own, as 07a, to the lesson of its number."""
+    measured = re.fullmatch(r"(0[1-9])a_([a-z_]*)_measured\.ipynb", companion)
+    if measured:
+        return f"{measured[1]}_{measured[2]}.ipynb"
+    return next((name for name in LESSONS if companion.startswith(f"{name[:2]}a_")), companion)
 
 
 def ends_with_links(name: str, notebook: dict) -> list[str]:
@@ -477,6 +480,11 @@ def test_a_companion_leads_back_to_its_lesson():
     assert ends_with_links("01a_x_measured.ipynb", {"cells": [last]}) == []
     other = markdown("## To take away\n\n[a](../docs/glossary.md), [b](02_x.ipynb)")
     assert ends_with_links("01a_x_measured.ipynb", {"cells": [other]}) == ["no link to 01_x.ipynb at the end"]
+
+
+def test_a_companion_with_a_name_of_its_own_belongs_to_the_lesson_of_its_number():
+    assert lesson_of("07a_stabledrl_on_blocks.ipynb") == "07_staircase_attention.ipynb"
+    assert [lesson_of(name) for name in LESSONS] == LESSONS
 
 
 LESSON = [
