@@ -1454,9 +1454,9 @@ def entries(
 
 # What should be lowered for a bad answer? Lowering a lower bound does not lower the
 # likelihood below it. SPG therefore raises the ELBO of good answers and lowers an upper
-# bound of bad ones. The bound it derives (from a Renyi divergence) drops constants, so
-# that the result is called an evidence upper bound and is none; what remains is a soft
-# maximum over states: the gradient goes to the states in which the token was likely.
+# bound of bad ones. The bound it derives (from a Renyi divergence) drops constants,
+# without gradient: the value of this "evidence upper bound" is no bound. A soft maximum
+# over states remains: the gradient goes to the states in which the token was likely.
 # beta -> 0 gives back the mean, a large beta the maximum.
 
 
