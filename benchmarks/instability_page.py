@@ -551,7 +551,8 @@ of the gradient's norm at 0.2 at {short_ends}, GRPO with neither at {fresh_ends}
 - **Or no ratio at all.** On the sequence `reinforce`, without an old score, for n K = 4 K forwards ({none_calls} as run, with a
 first pass for a sandwich that one state makes idle), ends at {none_end} with norms of at most {none_norm:.2g}; `stabledrl`
 less it is {none_gap}, Holm p = {none_p:.2g}. Its price is that of the {n} updates on a rollout all
-but the first are off policy; and this is one toy, at one learning rate, {rate:g}, that was not tuned for any line: another rate could change who is ahead.
+but the first are off policy; and this is one toy, at one learning rate, {rate:g},
+that was not tuned for any line: another rate could change who is ahead.
 - **Each half alone.** By accounts of the paper both collapse: the cap alone in a "boundary-hitting regime", in which the
 scale of the gradient swings between the bounds of the clip and spoils the moments of AdamW; self-normalisation alone
 because one outlier takes nearly all the weight. Here `clip-only` ends at {clip_ends}, `self-norm-only` at {norm_ends}; of
