@@ -1058,7 +1058,7 @@ LEDGER: dict[str, list[Claim]] = {
     ],
     "SPG": [
         Claim("SPG's evidence upper bound as it is computed, without its constant, lies above the log-likelihood (beta = 1.5).",
-            "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06a (60.13)",
+            "name in the code of arXiv 2510.09541", "`law_eubo_is_a_surrogate_not_a_bound`, notebook 06 (60.13)",
             "200 random models, all masks",
             "share below log p", eubo_below_log_p, "<= 0"),
         *happens(of_runs("SPG, its row with two states and the sandwich, collapses where each rollout is used for four updates",
@@ -1155,7 +1155,7 @@ LEDGER: dict[str, list[Claim]] = {
         Claim("At steps of 0.0005 with momentum 0.9 DPPO's tokens stop at the boundary: a good token of 0.5.",
             "minidrl, on arXiv 2602.04879", "`benchmarks/claims.py`", "exact, 1 token",
             "distance after 2,000 steps", lambda: cases([settle("dppo-tv", 0.5, 1.0, rate=0.0005, steps=2_000)]), "<= 0.01"),
-        Claim("At delta = 12.5, the released recipe's, DRPO turns some token back; its authors' README gives 0.92 to 1.08.",
+        Claim("At delta = 12.5, the released recipe's, DRPO turns some token back, as its authors' README says of a boundary.",
             "minidrl, on the code of arXiv 2606.09821", "`law_the_boundary_must_be_a_probability`, notebook 09 (90.13)", GRID,
             "smallest weight", lambda: smallest_weight("drpo-released"), "< 0"),
         Claim("On the first update GDSD's regression is REINFORCE, times 2 psi / L.",

@@ -3,7 +3,7 @@
 Reward 1 for every response, no centring, 8 plain gradient steps on fresh responses of the Countdown model that ships, in
 low-confidence order. A line a seed: the mean entropy of a response (nats) before each step, without updates, with the score
 of the revealed tokens (4.1), and with the exact score of the sampler, tokens and positions (4.2). As a control, a coin, +1 or
--1, replaces the reward 1 in front of the tokens' score: updates of the same size, of mean zero. Notebook 08a reads it.
+-1, replaces the reward 1 in front of the tokens' score: updates of the same size, of mean zero. BENCHMARKS.md has the table.
 """
 
 from __future__ import annotations

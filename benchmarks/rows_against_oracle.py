@@ -819,8 +819,8 @@ in seconds.
 
 TAIL = """
 What this does not say: how a network generalises, or which row trains best. In a table every masked state has weights of its
-own, and one that is never asked gets no update: where all states share additive weights, random masks cost 0.05 of the cosine
-in random order, not 0.23 ([notebook 10](../notebooks/10_the_map.ipynb)). All numbers are about four positions: at 256 the fixed
+own, and one that is never asked gets no update: where states share weights, random masks cost 0.06 of the cosine in random
+order, not 0.24 ([notebook 10](../notebooks/10_the_map.ipynb)). All numbers are about four positions: at 256 the fixed
 counts of `gdpo-released` err by less than one per cent ([notebook 05a](../notebooks/05a_gdpo_measured.ipynb)), here they miss a
 node.
 """

@@ -201,15 +201,15 @@ answer(
 # Uniform: (9 + 1) / (4 / 2) = 5. The law of (2.14): ((3 + 1) / 2)^2 = 4.
 answer(
     "02a", "2, q", 3 / 4,
-    "(2.14): the probability of a count is proportional to the square root of v.",
-    (9 / 10, "That is proportional to v; (2.14) has its square root."),
+    "(2.14): the probability of a count is proportional to the square root of its mean square v.",
+    (9 / 10, "That is proportional to the mean squares; (2.14) has their square roots."),
     (1 / 4, "That is q(2): the noisier count is asked, and drawn more often."),
 )
 answer(
     "02a", "2, factor", 4 / 5,
-    "Put both laws into the sum above (2.14), with L = 2: uniform q = 1/2, and your q.",
+    "Put q = 1/2 and your q into the left side of (2.14), with L = 2, and divide.",
     (5 / 4, "That is the other way round."),
-    (1.0, "So it is with v equal at all counts."),
+    (1.0, "So it is where both mean squares are equal."),
     (sqrt(4 / 5), "That is the factor of the deviation."),
 )
 # d is log P(i, j) / (P(i) P(j)).
@@ -369,17 +369,17 @@ answer(
     (12 / (1 + 3 + 12), "That sum leaves out the smallest ratio."),
     (max(ratios) / sum(capped), "The weights of a group sum to 1, so that none is above 1: this sum still has the cap."),
 )
-# 4 f C / (f + C)^2 = 1/2 (60.8): f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
+# 4 f C / (f + C)^2 = 1/2: f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
 answer(
     "06", "3", 6 * (3 - sqrt(8)),
-    "Set the factor of N in the second part of (60.8) to 1/2, and solve for f.",
+    "Set the factor of N in the bound to 1/2, and solve for f.",
     (6 * (3 + sqrt(8)), "That solves the equation; a floor lies below the cap, so take the other root."),
     (35.0, "That is, rounded, a root of the equation; a floor lies below the cap, so take the other root."),
-    (1 / 2, "That is the share that (60.8) is to guarantee; with this floor it guarantees 0.28 of the group."),
+    (1 / 2, "That is the share that the bound is to guarantee; with this floor it guarantees 0.28 of the group."),
     (3 - sqrt(8), "That is the floor as a share of the cap."),
-    (6 * (7 - sqrt(48)), "That guarantees a quarter of the group: look at the 4 in (60.8)."),
-    (6 / 2, "Half the cap guarantees more than half the group: (60.8) is not linear in f."),
-    (1.0, "With the floor 1 the factor of N in (60.8) is 24/49, not 1/2: solve the quadratic equation."),
+    (6 * (7 - sqrt(48)), "That guarantees a quarter of the group: look at the 4 in the bound."),
+    (6 / 2, "Half the cap guarantees more than half the group: the bound is not linear in f."),
+    (1.0, "With the floor 1 the factor of N in the bound is 24/49, not 1/2: solve the quadratic equation."),
 )
 # Before, both coefficients are 1. After, the good answer is beyond the clip, 0, and the bad one has its whole ratio, 2.
 answer(

@@ -280,10 +280,12 @@ def printed(number: str, pattern: str) -> list[float]:
 
 
 def test_variances_are_those_of_the_notebooks():
-    small, long = printed("05a", r"count form, random table +([\d.]+)\ncount form, solved model .* ([\d.]+)")
-    assert claims.share_of_first(claims.count_and_mask(0)) == pytest.approx(small, abs=0.005)
-    assert claims.share_of_first(claims.count_and_mask_solved(256)) == pytest.approx(long, abs=0.005)
-    (quadrature,) = printed("05a", r"at 256 tokens its error is ([\d.]+) of that of independent counts")
+    (random_table,) = printed("02", r"shares: ([\d.]+) and")
+    assert claims.share_of_first(claims.count_and_mask(0)) == pytest.approx(random_table, abs=0.005)
+    small, long = printed("02", r"share of the count, by L: \{6: ([\d.]+), .*256: ([\d.]+)\}")
+    assert claims.share_of_first(claims.count_and_mask_solved(6)) == pytest.approx(small, abs=0.0006)
+    assert claims.share_of_first(claims.count_and_mask_solved(256)) == pytest.approx(long, abs=0.0006)
+    (quadrature,) = printed("05a", r"nodes, Bernoulli, at 256 tokens: ([\d.]+) of the error of independent counts")
     assert claims.quadrature_error_solved(256) == pytest.approx(quadrature, abs=0.0006)
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/constant_reward.py: the stored courses, which notebook 08a reads, are what the code finds."""
+"""benchmarks/constant_reward.py: the stored courses, of which BENCHMARKS.md tells, are what the code finds."""
 
 import json
 
