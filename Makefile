@@ -9,7 +9,7 @@
 #   make notebooks    execute the notebooks and exercises again in place; a clean tree stays clean
 #   make lint         ruff on the code and the notebooks
 #   make pages        what is generated from the sources: tables of docs/, links to lines, the map of notebook 10
-#   make leaderboard  LEADERBOARD.md from results/; STUDY=studies/x.yaml runs first what results/ledger.csv lacks of it,
+#   make leaderboard  LEADERBOARD.md from results/; STUDY=research/studies/x.yaml runs first what research/results/ledger.csv lacks of it,
 #                     METHODS=a,b of these methods only; the laws first of all
 #
 # PYTHON=python3.12        the interpreter that .venv is made from (3.11 or newer)
@@ -60,12 +60,12 @@ chaos: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz_mathematics.py
 	$(NBVAL) notebooks/0[1-9]a_*_measured.ipynb notebooks/1[01]a_*.ipynb
 
-# From here, so that links to docs/ and exercises/ open; a kernel starts in the folder of its notebook.
+# From here, so that links to docs/ and notebooks/exercises/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)
 	$(PY) -m jupyter lab --ServerApp.root_dir=. $(LAB) notebooks/00_quickstart.ipynb
 
 notebooks: $(STAMP)
-	@set -- notebooks/*.ipynb exercises/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
+	@set -- notebooks/*.ipynb notebooks/exercises/*.ipynb; if [ -e "$$1" ]; then set -x; $(PY) notebooks/execute.py "$$@"; fi
 
 # The package has 100 columns (minidrl/ruff.toml), its module of equations 88.
 lint: $(STAMP)
@@ -75,12 +75,12 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check --line-length 88 minidrl/algorithms.py
 
 pages: $(STAMP)
-	$(PY) benchmarks/readme.py
-	$(PY) -m minidrl.index
+	$(PY) research/benchmarks/readme.py
+	$(PY) -m minidrl.run.index
 	$(PY) notebooks/execute.py notebooks/10_the_map.ipynb notebooks/10[ab]_*.ipynb
 
 leaderboard: $(STAMP)
-	$(PY) benchmarks/leaderboard.py $(if $(STUDY),--study $(STUDY)) $(if $(METHODS),--methods $(METHODS))
+	$(PY) research/benchmarks/leaderboard.py $(if $(STUDY),--study $(STUDY)) $(if $(METHODS),--methods $(METHODS))
 
 $(STAMP): requirements.txt
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minidrl import checkpoints, features, gradient, methods, sampler, trainer
+from minidrl import features, gradient, methods, sampler
+from minidrl.run import checkpoints, trainer
 from minidrl.tasks.countdown import Countdown
 
 
@@ -25,7 +26,7 @@ def backward(network, method, rollout, reward, noise):
 
 def main(name="gdpo", steps=20):
     """Train the shipped tiny base, and print the mean reward of each rollout."""
-    network, tok = checkpoints.load(Path(__file__).parents[1] / "tiny_models" / "countdown_base")
+    network, tok = checkpoints.load(Path(__file__).parents[1] / "tiny_configs/bases" / "countdown_base")
     task, method = Countdown(held_out_share=0.3), methods.METHODS[name]
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-4)
     settings = sampler.Sampler(order="low_confidence", temperature=1.0, length=12, block_length=12, tokens_per_step=1)

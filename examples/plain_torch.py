@@ -14,16 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minidrl import checkpoints, methods
+from minidrl import methods
 from minidrl.algorithms import Plan, Rollout
-from minidrl.distributed import num_processes
 from minidrl.features import features
 from minidrl.gradient import two_pass_backward
+from minidrl.run import checkpoints
+from minidrl.run.distributed import num_processes
+from minidrl.run.trainer import decode, encode_prompts
 from minidrl.sampler import Sampler, generate
 from minidrl.tasks.countdown import Countdown
-from minidrl.trainer import decode, encode_prompts
 
-BASE = Path(__file__).parents[1] / "tiny_models" / "countdown_base"
+BASE = Path(__file__).parents[1] / "tiny_configs/bases" / "countdown_base"
 
 
 class Logits(nn.Module):

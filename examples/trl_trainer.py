@@ -17,11 +17,12 @@ from plain_torch import backward, prepare
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
-from minidrl import checkpoints, methods, sampler
+from minidrl import methods, sampler
+from minidrl.run import checkpoints
+from minidrl.run.trainer import decode
 from minidrl.tasks.countdown import Countdown, Puzzle
-from minidrl.trainer import decode
 
-BASE = Path(__file__).parents[1] / "tiny_models" / "countdown_base"
+BASE = Path(__file__).parents[1] / "tiny_configs/bases" / "countdown_base"
 
 
 class DiffusionGRPOTrainer(GRPOTrainer):

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minidrl import distributed
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network, features, state_chunks, state_features
+from minidrl.run import distributed
 
 Loss = Callable[[dict[str, Tensor]], Tensor]  # of the features of a plan
 

@@ -273,7 +273,7 @@ def claims(section: str, *starts: str) -> None:
     starts: how the claims that are shown begin; none shows all of the section.
     Raises: ValueError for a section that is not there, and for a start with which no claim of it begins.
     """
-    text = (Path(__file__).parents[1] / "CLAIMS.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "research" / "CLAIMS.md").read_text(encoding="utf-8")
     heads, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
     found = dict(zip(parts[::2], parts[1::2], strict=True))
     if section not in found:

@@ -37,7 +37,7 @@ import yaml
 
 import tiny
 from minidrl import __main__ as cli
-from minidrl import config, files, report, runs, trainer
+from minidrl.run import config, files, report, runs, trainer
 from minidrl.tasks.countdown import Countdown
 
 ENDED = 77  # exit status of a process that ended itself

@@ -46,6 +46,6 @@ def blank_curve(monkeypatch) -> None:
     """Runs write an empty picture: what is drawn has tests of its own, and takes longer than a tiny run."""
     from matplotlib.figure import Figure
 
-    from minidrl import report
+    from minidrl.run import report
 
     monkeypatch.setattr(report, "draw_curve", lambda rows: Figure(figsize=(1, 1)))

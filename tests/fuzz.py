@@ -30,8 +30,7 @@ from tqdm import tqdm
 import test_countdown
 import test_sandbox
 import test_sudoku
-from minidrl import sandbox
-from minidrl.tasks import Verdict
+from minidrl.tasks import Verdict, sandbox
 from minidrl.tasks.code import Code, Exercise
 from minidrl.tasks.countdown import MAX_RESPONSE, Countdown
 from minidrl.tasks.sudoku import Puzzle, Sudoku

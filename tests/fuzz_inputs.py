@@ -27,8 +27,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import tiny
-from minidrl import checkpoints, config
-from minidrl.__main__ import main
+from minidrl.run import checkpoints, config
+from minidrl.run.cli import main
 from test_hostile import BASE, RUN, STUDY
 
 LIMIT, MEMORY = 20, 8 * 2**30

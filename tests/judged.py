@@ -31,7 +31,7 @@ ROOMS = (
     "minidrl.features",
     "minidrl.gradient",
     "minidrl.methods",
-    "minidrl.estimators",
+    "minidrl.run.estimators",
 )
 
 ROOT = Path(__file__).parent.parent

@@ -1,6 +1,6 @@
 """Random mistakes in every file of the package, and the tests that notice them.
 
-    python tests/random_mutants.py minidrl/trainer.py --count 100 --seed 0     # draw, run; continues where it was stopped
+    python tests/random_mutants.py minidrl/run/trainer.py --count 100 --seed 0     # draw, run; continues where it was stopped
     python tests/random_mutants.py --report > docs/...                          # the table and the list of survivors
 
 A mutant is one place of a file changed: an operator, a constant, a condition, the order of two arguments, a statement left out.
@@ -716,7 +716,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*")
     parser.add_argument("--count", type=int, default=100, help="mutants of each file")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/random_mutants.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("research/benchmarks/results/random_mutants.jsonl"))
     parser.add_argument("--tests", nargs="*", help="test files; all but a few if none is named")
     parser.add_argument("--each", type=int, default=EACH, help="of a test with many parameters, so many of them")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds granted to each test on top")

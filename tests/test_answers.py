@@ -19,14 +19,14 @@ from fractions import Fraction
 import numpy
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from test_notebooks import ROOT, nbtools, text_of  # puts notebooks/ on the path
+from torch.utils.flop_counter import FlopCounterMode
 
 from answers import ANSWERS  # isort: skip
 from minidrl import algorithms as alg
-from minidrl import checkpoints, denoiser, methods, oracle
+from minidrl import denoiser, methods, oracle
 from minidrl.methods import METHODS
+from minidrl.run import checkpoints
 
 NOTEBOOKS = {path.name.split("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 PAIRS = [(notebook, exercise) for notebook, all_of in ANSWERS.items() for exercise in all_of]

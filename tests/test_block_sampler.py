@@ -17,9 +17,10 @@ from torch import Tensor
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, denoiser, sampler
+from minidrl import denoiser, sampler
 from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
+from minidrl.run import checkpoints
 from minidrl.sampler import ORDERS, Sampler, network_calls, steps_run
 from test_sampler import HostQuestions, assert_topk, chi_square_p
 

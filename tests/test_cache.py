@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tiny
-from minidrl import checkpoints, config, denoiser, sampler, trainer
+from minidrl import denoiser, sampler
+from minidrl.run import checkpoints, config, trainer
 from minidrl.sampler import APPROXIMATE, ORDERS, Sampler, network_calls, steps_run
 from minidrl.tasks.countdown import Countdown, tokenizer
 from test_block_sampler import L, Spy, install, law_the_cost_changes_nothing, network, prompts, run, same, seeded

@@ -14,8 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 import test_countdown
 import test_loading
 import tiny
-from minidrl import checkpoints, config, memory
-from minidrl.__main__ import main
+from minidrl.run import checkpoints, config, memory
+from minidrl.run.cli import main
 from minidrl.tasks import countdown
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle

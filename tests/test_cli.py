@@ -12,9 +12,10 @@ import torch
 import yaml
 
 import tiny
-from minidrl import cards, config, estimators, gradient, methods, oracle, rehearsal, report, runs, trainer
-from minidrl.__main__ import main
+from minidrl import gradient, methods, oracle
 from minidrl.methods import METHODS
+from minidrl.run import cards, config, estimators, rehearsal, report, runs, trainer
+from minidrl.run.cli import main
 from minidrl.tasks.countdown import Countdown
 
 TASK = {"num_numbers": 2, "held_out_share": 0.3}

@@ -10,9 +10,10 @@ import yaml
 
 import test_chat
 import test_loading
-from minidrl import checkpoints, config, sandbox, tasks, trainer
-from minidrl.__main__ import main
-from minidrl.tasks import code, rows, task_class
+from minidrl import tasks
+from minidrl.run import checkpoints, config, trainer
+from minidrl.run.cli import main
+from minidrl.tasks import code, rows, sandbox, task_class
 from minidrl.tasks.code import Code, _sorted
 
 HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())

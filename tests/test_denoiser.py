@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from minidrl import checkpoints, denoiser
+from minidrl import denoiser
+from minidrl.run import checkpoints
 from minidrl.tasks.countdown import tokenizer
 
 TOKENS = torch.randint(3, 23, (4, 9), generator=torch.Generator().manual_seed(0))

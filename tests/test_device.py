@@ -1,6 +1,6 @@
 """What must hold on the device that a run uses: parity, replay, resume, compile, CUDA graphs.
 
-The device is MINIDRL_DEVICE, else cuda; without it everything here is skipped. `benchmarks/gpu.sh tests` runs this file.
+The device is MINIDRL_DEVICE, else cuda; without it everything here is skipped. `research/benchmarks/gpu.sh tests` runs this file.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 import test_loading
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, denoiser, report, sampler, trainer
+from minidrl import denoiser, sampler
 from minidrl import features as feat
+from minidrl.run import checkpoints, report, trainer
 
 DEVICE = torch.device(os.environ.get("MINIDRL_DEVICE", "cuda"))
 GPU = DEVICE.type == "cuda"

@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, config, denoiser, distributed, gradient, memory, sampler, trainer
+from minidrl import denoiser, gradient, sampler
 from minidrl import features as feat
-from minidrl.__main__ import _report, main
-from minidrl.launch import LocalError, RunError
+from minidrl.run import checkpoints, config, distributed, memory, trainer
+from minidrl.run.cli import _report, main
+from minidrl.run.launch import LocalError, RunError
 from minidrl.tasks.countdown import Countdown
 from test_memory import PeakBytes, saved
 

@@ -1,4 +1,4 @@
-"""benchmarks/elbo_error.py: its errors against enumeration, its surrogate against loops, its page against its result."""
+"""research/benchmarks/elbo_error.py: its errors against enumeration, its surrogate against loops, its page against its result."""
 
 import dataclasses
 import inspect
@@ -15,8 +15,9 @@ import torch
 import tiny
 from laws_arcs import positions_model
 from minidrl import algorithms as alg
-from minidrl import checkpoints, estimators, oracle
+from minidrl import oracle
 from minidrl.features import features
+from minidrl.run import checkpoints, estimators
 
 ROOT = Path(__file__).parents[1]
 MODEL = oracle.TabularDenoiser.random(4, 3, torch.Generator().manual_seed(0))
@@ -270,7 +271,11 @@ def test_the_shipped_plan_has_the_error_that_is_judged_here(bench):
 
 
 def test_a_rehearsal_goes_all_the_way(bench, tmp_path, capsys):
-    words = [str(ROOT / "tiny_models" / "countdown20_base"), str(ROOT / "tiny_configs" / "countdown20_cpu.yaml"), "--rehearse"]
+    words = [
+        str(ROOT / "tiny_configs/bases" / "countdown20_base"),
+        str(ROOT / "tiny_configs" / "countdown20_cpu.yaml"),
+        "--rehearse",
+    ]
     files = ["--tables", str(tmp_path / "tables.pt"), "--out", str(tmp_path / "out.json")]
     rows = bench.main(words + files)
     assert [json.loads(line) for line in (tmp_path / "out.json").read_text().splitlines()] == rows
@@ -327,7 +332,7 @@ def test_masks_of_long_responses_are_drawn(bench):
 def test_a_sampler_that_cannot_be_tabulated_is_one_line(bench, monkeypatch, capsys):
     monkeypatch.setattr(bench, "LONGEST", 13)
     with pytest.raises(SystemExit) as status:
-        bench.main([str(ROOT / "tiny_models" / "countdown20_base"), str(ROOT / "tiny_configs" / "countdown20_cpu.yaml")])
+        bench.main([str(ROOT / "tiny_configs/bases" / "countdown20_base"), str(ROOT / "tiny_configs" / "countdown20_cpu.yaml")])
     assert (
         status.value.code == 2
         and "sampler.length: got 14; allowed length to 13 (beyond: with --complete 0" in capsys.readouterr().err

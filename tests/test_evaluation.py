@@ -15,8 +15,9 @@ import yaml
 
 import tiny
 from minidrl import __main__ as cli
-from minidrl import evaluation, files, intervals, sampler, trainer
-from minidrl.__main__ import main
+from minidrl import sampler
+from minidrl.run import evaluation, files, intervals, trainer
+from minidrl.run.cli import main
 from minidrl.tasks.countdown import tokenizer
 from minidrl.tasks.text import encode_prompts
 from test_cli import refused, run
@@ -225,7 +226,7 @@ def test_rows_of_another_protocol_or_other_weights_are_refused(model, tmp_path):
 
 
 def test_a_process_that_is_killed_leaves_rows_and_the_same_command_finishes(tmp_path):
-    base = str(tiny.ROOT / "tiny_models/countdown_base")
+    base = str(tiny.ROOT / "tiny_configs/bases/countdown_base")
     words = [sys.executable, "-m", "minidrl", "evaluate", base, "--n", "20", "--batch", "1", "--out", "a.json"]
     env = os.environ | {"PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
@@ -383,7 +384,7 @@ def chat_network():
 @pytest.fixture
 def own(folder):
     """A model that knows letters, and a file of one's own."""
-    from minidrl import checkpoints
+    from minidrl.run import checkpoints
 
     pytest.importorskip("math_verify", reason='needs pip install -e ".[math]"')
     checkpoints.save(chat_network(), chat_tokenizer(), folder / "chat")
@@ -423,7 +424,7 @@ def test_reinforcement_learning_runs_on_it(own):
 
 
 def test_a_model_without_a_template_is_refused_for_a_chat_before_anything_is_computed(own):
-    from minidrl import checkpoints
+    from minidrl.run import checkpoints
     from minidrl.tasks.gsm8k import Gsm8k
 
     tok = chat_tokenizer()
@@ -478,7 +479,7 @@ def test_the_tasks_are_listed_and_one_is_named(capfd):
 
 @pytest.mark.parametrize("base", ["countdown20", "countdown", "countdown_block", "sudoku"])
 def test_a_shipped_base_is_asked_by_the_first_config_that_trains_it(base):
-    folder = tiny.ROOT / "tiny_models" / f"{base}_base"
+    folder = tiny.ROOT / "tiny_configs/bases" / f"{base}_base"
     assert cli._config_of(str(folder)).name == f"{base}_cpu.yaml"
 
 

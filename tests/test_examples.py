@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import tiny
-from minidrl import methods, trainer
+from minidrl import methods
+from minidrl.run import trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

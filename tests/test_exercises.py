@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 from test_notebooks import RULES, code_cells, text_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import fuzz
-from minidrl import sandbox
-from minidrl.tasks import Verdict, countdown, sudoku, text
+from minidrl.tasks import Verdict, countdown, sandbox, sudoku, text
 
 
 @pytest.mark.parametrize("name", fuzz.CASES)

@@ -26,10 +26,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import tiny
-from minidrl import chat, checkpoints, config, controls, files, launch, methods, report, runs, studies, trainer, untrusted
-from minidrl.__main__ import main
+from minidrl import methods
+from minidrl.run import checkpoints, config, files, launch, report, runs, trainer, untrusted
+from minidrl.run.cli import main
+from minidrl.tasks import chat
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
+from research import controls, studies
 
 SAMPLER = {"order": "left_to_right", "temperature": 1.0, "length": 4, "block_length": 4, "tokens_per_step": 1}
 TASK = {"num_numbers": 2, "held_out_share": 0.3}
@@ -232,7 +235,7 @@ WRONG |= {
     "compare study.yaml --choose 3": "choose: got 3; allowed a section",
     "compare study.yaml --settings 3": "settings: got 3; allowed a section",
     "compare study.yaml --ledger run.yaml --report": "run.yaml line 1: got no column",
-    "compare study.yaml --report": "ledger: got 'results/ledger.csv', which is no file; allowed ledger.csv and curves.csv",
+    "compare study.yaml --report": "ledger: got 'research/results/ledger.csv', which is no file; allowed ledger.csv and curves.csv",
     "compare study.yaml --ledger nowhere.csv --report": "ledger: got 'nowhere.csv', which is no file",
     "pretrain base.yaml --task.name gsm8k": "task.name: got 'gsm8k', which has no demonstrations",
     # nothing, where it would be taken for the default
@@ -938,7 +941,7 @@ REFUSED_LATE = {
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize("verb", REFUSED_LATE)
 def test_what_only_the_work_refuses_leaves_the_folder_to_the_corrected_command(verb, made, folder, capfd):
-    shutil.copytree(tiny.ROOT / "tiny_models/sudoku_base", folder / "other")
+    shutil.copytree(tiny.ROOT / "tiny_configs/bases/sudoku_base", folder / "other")
     if made:
         (folder / "o").mkdir()
     wrong, said = REFUSED_LATE[verb]
@@ -1532,7 +1535,7 @@ def test_only_what_draws_needs_matplotlib():
     for path in SOURCES:
         names = {name.split(".")[0] for name in imported_at_the_top(path)}
         assert "matplotlib" not in names or path.name == "figures.py", path
-        assert "minidrl.figures" not in imported_at_the_top(path), path
+        assert "research.figures" not in imported_at_the_top(path), path
 
 
 def test_training_without_matplotlib_ends_with_a_line_and_no_figure(folder, capfd, monkeypatch):
@@ -1573,5 +1576,5 @@ def test_a_name_that_the_locale_does_not_write_in_utf_8_is_refused_before_the_ru
 
 def test_evaluate_finds_the_shipped_config_from_any_folder(place, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert main(["evaluate", str(tiny.ROOT / "tiny_models/countdown_base"), "--n", "2", "--json"]) == 0
+    assert main(["evaluate", str(tiny.ROOT / "tiny_configs/bases/countdown_base"), "--n", "2", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["n"] == 2

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minidrl import intervals
+from minidrl.run import intervals
 
 # Tables of textbooks: degrees of freedom, two-sided p, t.
 TABLE = [(1, 0.05, 12.706), (2, 0.05, 4.303), (3, 0.05, 3.182), (4, 0.05, 2.776), (5, 0.05, 2.571), (7, 0.05, 2.365)]

@@ -24,7 +24,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.utils import logging
 
 import tiny
-from minidrl import checkpoints, denoiser, sampler
+from minidrl import denoiser, sampler
+from minidrl.run import checkpoints
 from minidrl.tasks import text
 from minidrl.tasks.countdown import tokenizer
 
@@ -734,7 +735,7 @@ def test_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- probe
-BASE = HERE.parent / "tiny_models/countdown_base"
+BASE = HERE.parent / "tiny_configs/bases/countdown_base"
 
 
 def test_the_probe_tells_a_trained_network_from_an_initialised_one():

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 import test_chat
 import test_loading
 import tiny
-from minidrl import checkpoints, config, denoiser, report, trainer
-from minidrl.launch import RunError
+from minidrl import denoiser
+from minidrl.run import checkpoints, config, report, trainer
+from minidrl.run.launch import RunError
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules

@@ -17,7 +17,7 @@ import yaml
 
 import fuzz_mathematics
 import tiny
-from minidrl import config
+from minidrl.run import config
 from minidrl.tasks import equality, mathematics, rows
 from minidrl.tasks.gsm8k import Gsm8k
 from minidrl.tasks.math500 import Math500

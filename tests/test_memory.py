@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from memory_table import SavedBytes
-from minidrl import checkpoints, config, denoiser, distributed, gradient, memory, rehearsal, report, runs, sampler, trainer
+from minidrl import denoiser, gradient, sampler
 from minidrl import features as feat
+from minidrl.run import checkpoints, config, distributed, memory, rehearsal, report, runs, trainer
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules

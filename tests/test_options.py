@@ -10,8 +10,9 @@ import tiny
 from laws import refuses
 from minidrl import __main__ as cli
 from minidrl import algorithms as alg
-from minidrl import config, files, methods, runs, trainer
+from minidrl import methods
 from minidrl.methods import with_options
+from minidrl.run import config, files, runs, trainer
 
 SHARED = ["aggregation", "refresh", "normalizer", "reduction"]
 PENALTY = ["kl.form", "kl.beta", "kl.of", "kl.target"]

@@ -1,4 +1,4 @@
-"""benchmarks/position_factor.py: its gradients are those of the trainer, its statistics plain arithmetic."""
+"""research/benchmarks/position_factor.py: its gradients are those of the trainer, its statistics plain arithmetic."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiny
-from minidrl import trainer
+from minidrl.run import trainer
 
 bench = tiny.script("position_factor")
 G = 2 + torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

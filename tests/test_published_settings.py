@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from minidrl import cards
 from minidrl.methods import METHODS
+from minidrl.run import cards
 
 EVERY = {"plan.num_states": None, "plan.min_entropy": 0.0}  # every recorded step, whatever its entropy
 

@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 
 import tiny
 from minidrl import __main__ as cli
-from minidrl import config, controls, files, report, runs, trainer
-from minidrl.launch import RunError, stop_requests
+from minidrl.run import config, files, report, runs, trainer
+from minidrl.run.launch import RunError, stop_requests
 from minidrl.tasks.countdown import Countdown
+from research import controls
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 from matplotlib import image
 
-from minidrl import report, tables
+from minidrl.run import report, tables
 
 UPDATES = [{"step": s, "solved": s / 200, "reward": 0.1, "seconds": 2.0 * s} for s in range(1, 101)]
 EVALUATIONS = [{"step": s, "eval/solved": s / 250, "eval/temperature": 0.0} for s in (0, 50, 100)]

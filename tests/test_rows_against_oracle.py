@@ -1,4 +1,4 @@
-"""benchmarks/rows_against_oracle.py: its truth by the oracle, its updates draw by draw, its estimates by known numbers."""
+"""research/benchmarks/rows_against_oracle.py: its truth by the oracle, its updates draw by draw, its estimates by known numbers."""
 
 import dataclasses
 import json
@@ -10,7 +10,8 @@ import torch
 
 import tiny
 from minidrl import features as feat
-from minidrl import methods, oracle, rehearsal, runs
+from minidrl import methods, oracle
+from minidrl.run import rehearsal, runs
 
 bench = tiny.script("rows_against_oracle")
 EACH = bench.PROMPTS * bench.GENERATIONS
@@ -204,7 +205,7 @@ def test_the_control_is_off_by_as_much_as_arithmetic_says():
 def test_the_page_is_what_the_stored_results_give():
     found = json.loads(bench.RESULTS.read_text())
     page = bench.PAGE.read_text(encoding="utf-8")
-    assert page == bench.page(found), "run: python benchmarks/rows_against_oracle.py --page"
+    assert page == bench.page(found), "run: python research/benchmarks/rows_against_oracle.py --page"
     assert len(found["tables"]) >= 8
     for name in bench.names():
         lines = [line for line in page.splitlines() if line.startswith(f"| {name} ")]
@@ -217,7 +218,7 @@ def test_the_page_is_what_the_stored_results_give():
         table["spg, random"]["first"]["cosine"] = 0.123
     assert bench.page(changed) != page
     del changed["tables"]["3"]["spg, random"]
-    with pytest.raises(ValueError, match=r"got no spg, random; run python benchmarks/rows_against_oracle\.py"):
+    with pytest.raises(ValueError, match=r"got no spg, random; run python research/benchmarks/rows_against_oracle\.py"):
         bench.page(changed)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from minidrl import sandbox, sandboxed
+from minidrl.tasks import sandbox, sandboxed
 
 HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
 ALL = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]

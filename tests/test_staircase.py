@@ -14,7 +14,8 @@ from torch import Tensor
 
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, denoiser
+from minidrl import denoiser
+from minidrl.run import checkpoints
 from minidrl.tasks.countdown import tokenizer
 
 STREAMS = ("block", "causal")

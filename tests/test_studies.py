@@ -14,13 +14,14 @@ import torch
 import yaml
 
 import tiny
-from minidrl import config, controls, report, studies, trainer
-from minidrl import ledger as ledgers
-from minidrl.launch import Interrupted, RunError
+from minidrl.run import config, report, trainer
+from minidrl.run.launch import Interrupted, RunError
 from minidrl.tasks.countdown import Countdown
 from minidrl.tasks.text import encode_prompts
+from research import controls, studies
+from research import ledger as ledgers
 
-LEDGER = Path("results/ledger.csv")
+LEDGER = Path("research/results/ledger.csv")
 FEW = {"steps": 2, "num_prompts": 2, "num_generations": 2, "evaluate.n": 4, "evaluate.every": 1}
 
 
@@ -155,7 +156,7 @@ def test_a_setting_that_a_later_version_adds_leaves_the_ledger_valid(folder):
 @pytest.mark.parametrize("name", sorted({row["study"] for row in csv.DictReader(LEDGER.read_text().splitlines())}))
 def test_the_shipped_ledger_can_be_gone_on_with(name):
     """A line of other settings than its study has now would be refused after a user's first command."""
-    path, ledger = Path("studies") / f"{name}.yaml", ledgers.Ledger(LEDGER)
+    path, ledger = Path("research/studies") / f"{name}.yaml", ledgers.Ledger(LEDGER)
     grid = studies.Grid(name, studies.study_of(path, config.read(path), {}))
     assert studies._done(ledger, [*grid.choices(), *grid.cells(studies.REPORT, ledger)], grid.bed())
 

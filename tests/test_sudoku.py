@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import tiny
-from minidrl import checkpoints, config, denoiser, trainer
+from minidrl import denoiser
+from minidrl.run import checkpoints, config, trainer
 from minidrl.tasks import TASKS, sudoku
 from minidrl.tasks.sudoku import Puzzle, Sudoku
 from minidrl.tasks.text import decode, encode_prompts

@@ -15,10 +15,12 @@ import torch
 import test_block_sampler
 import test_cache
 import tiny
-from minidrl import checkpoints, config, controls, oracle, sampler, trainer
+from minidrl import oracle, sampler
 from minidrl.oracle import TabularDenoiser, trajectories
+from minidrl.run import checkpoints, config, trainer
 from minidrl.sampler import LOOK_EVERY, RECORDS, Noise, Sampler, network_calls, steps_run
 from minidrl.tasks.countdown import Countdown
+from research import controls
 from test_sampler import (
     ORIGINAL,
     ContextDenoiser,
@@ -358,7 +360,7 @@ def test_controls_in_another_order_have_no_threshold(monkeypatch):
     ]  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------- benchmarks/threshold.py
+# -------------------------------------------------------------------------------------------------- research/benchmarks/threshold.py
 @pytest.mark.parametrize("tokens, tau", [(1, None), (3, None), (1, 0.7)])
 def test_the_benchmark_measures_what_the_oracle_says(tokens, tau, monkeypatch):
     """Calls, selection factor, sum of the tokens' probabilities, cosine and error, each from the enumeration alone."""

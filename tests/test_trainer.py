@@ -26,9 +26,10 @@ from torch import nn
 import memory_table
 import tiny
 from minidrl import algorithms as alg
-from minidrl import checkpoints, config, denoiser, files, gradient, methods, rehearsal, runs, sampler, trainer
+from minidrl import denoiser, gradient, methods, sampler
 from minidrl import features as feat
-from minidrl.launch import RunError
+from minidrl.run import checkpoints, config, files, rehearsal, runs, trainer
+from minidrl.run.launch import RunError
 from minidrl.tasks import Verdict
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
@@ -606,7 +607,7 @@ def interrupt_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(trainer.Learner, "step", lambda learner, n: stop() if n == step else run(learner, n))
 
 
-SHIPPED = Path(__file__).parents[1] / "tiny_models" / "countdown20_base"
+SHIPPED = Path(__file__).parents[1] / "tiny_configs/bases" / "countdown20_base"
 OFF_POLICY = {"rollout_dtype": "bfloat16", "filter_groups": True, "method": "egspo-sa"}
 
 

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 import test_chat
 import test_loading
 import tiny
-from minidrl import checkpoints, denoiser, memory, sampler, trainer, verify
-from minidrl.__main__ import main
+from minidrl import denoiser, sampler
+from minidrl.run import checkpoints, memory, trainer, verify
+from minidrl.run.cli import main
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, tokenizer
 
-BASE = Path(__file__).parents[1] / "tiny_models/countdown_base"
+BASE = Path(__file__).parents[1] / "tiny_configs/bases/countdown_base"
 RECIPE = Path(__file__).parents[1] / "tiny_configs/llada_8b_lora.yaml"
 PUZZLE = Countdown().example()
 NAMES = ["load", "loss", "answer", "reload", "step", "memory", "adapters"]

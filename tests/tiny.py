@@ -15,8 +15,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minidrl import algorithms as alg
-from minidrl import checkpoints, config, denoiser, methods, sampler, trainer
+from minidrl import denoiser, methods, sampler
 from minidrl.oracle import TabularDenoiser
+from minidrl.run import checkpoints, config, trainer
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
@@ -28,8 +29,8 @@ GROUPS, GENERATIONS, BLOCK = 3, 4, 2
 
 
 def script(name: str):
-    """A script of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    """A script of research/benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "research" / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while they are made
     spec.loader.exec_module(module)

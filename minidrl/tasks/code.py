@@ -9,7 +9,7 @@
     kodcode     question, solution, test                             a test function, all its cases
 
 Rows come from a file of the user's, ``task.path``: .jsonl, a row a line, or .json, a list of rows.
-The response is untrusted: it runs in the sandboxes of ``minidrl.sandbox``, and where there are none
+The response is untrusted: it runs in the sandboxes of ``minidrl.tasks.sandbox``, and where there are none
 nothing runs. Tests and reference solution are the file's; the tests run in a sandbox as well, and
 in this process they are only parsed.
 
@@ -37,10 +37,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
-from minidrl import sandbox, untrusted
-from minidrl.launch import launched_rank, note
-from minidrl.tasks import Verdict, rows
-from minidrl.untrusted import TEXT, Kind
+from minidrl.run import untrusted
+from minidrl.run.launch import launched_rank, note
+from minidrl.run.untrusted import TEXT, Kind
+from minidrl.tasks import Verdict, rows, sandbox
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from minidrl.run.untrusted import Kind, brief
 from minidrl.tasks import rows
 from minidrl.tasks.mathematics import (
     WRITTEN,
@@ -23,7 +24,6 @@ from minidrl.tasks.mathematics import (
     soft_format,
     strict_format,
 )
-from minidrl.untrusted import Kind, brief
 
 _GOLD = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _CALCULATOR = re.compile("<<[^<>]*>>")

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from minidrl.run.untrusted import Kind
 from minidrl.tasks import rows
 from minidrl.tasks.mathematics import BOXED, CLOSING, OPENING, WRITTEN, Mathematics, Question
-from minidrl.untrusted import Kind
 
 
 @dataclass(frozen=True)

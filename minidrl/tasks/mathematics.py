@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from minidrl.launch import note
+from minidrl.run.launch import note
+from minidrl.run.untrusted import TEXT, Kind, brief
 from minidrl.tasks import Verdict, equality, rows
 from minidrl.tasks.countdown import MAX_RESPONSE, PROMPT_FORMATS, check_choice
 from minidrl.tasks.wordings import D1_EVAL, OURS, PUBLISHED, WORDINGS
-from minidrl.untrusted import TEXT, Kind, brief
 
 SPLITS = ("train", "held_out")
 REWARDS = ("correctness", "d1")

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minidrl import untrusted
-from minidrl.launch import one_line
+from minidrl.run import untrusted
+from minidrl.run.launch import one_line
+from minidrl.run.untrusted import Kind, brief
 from minidrl.tasks import Problem, Task
 from minidrl.tasks.text import prompt_lengths
-from minidrl.untrusted import Kind, brief
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 LARGEST = 512 * untrusted.MIB

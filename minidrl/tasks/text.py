@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidrl import chat
+from minidrl.run.untrusted import brief
 from minidrl.sampler import keep_mask
-from minidrl.tasks import Problem
-from minidrl.untrusted import brief
+from minidrl.tasks import Problem, chat
 
 
 def encode_prompts(

@@ -1,0 +1,855 @@
+"""Checkpoints: families, loading, saving. No code of a checkpoint is ever downloaded or run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
+from minidrl.run import untrusted
+from minidrl.run.launch import is_panic, one_line, without_stderr
+from minidrl.run.untrusted import brief
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+INDEX = "model.safetensors.index.json"
+CONSTANTS = "control_variate.json"
+NUMBERS = 57  # of (2.12): 20 of the surrogate, 30 of the law, from 0, and 7 of the centre
+FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of one ``model_type`` become one of transformers' own classes.
+
+    config, network   these classes
+    tokenizer         the class that reads vocab.json and merges.txt, where there is no
+                      tokenizer.json
+    fields            fields of ``config`` -> keys of config.json, the first that has a value;
+                      empty: the file is ``config``'s
+    must              settings that ``network`` has no word for -> the only value that it computes
+    keys              parts of weight names, the checkpoint's -> transformers'; every one that
+                      occurs is replaced, in order
+    shift             True: the network's output at position i - 1 predicts token i
+    block_key         key of config.json that holds the block length of block-causal attention;
+                      None: bidirectional
+    mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
+    template_words    names that the chat template is given beside the special tokens
+    """
+
+    config: type[PreTrainedConfig]
+    network: type[PreTrainedModel]
+    tokenizer: type[PreTrainedTokenizerBase] = PreTrainedTokenizerFast
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    must: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    shift: bool = False
+    block_key: str | None = None
+    mask_token: str | None = None
+    template_words: Mapping[str, Any] = field(default_factory=dict)
+
+
+LLADA_FIELDS = {
+    "vocab_size": ("embedding_size", "vocab_size"),
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("n_layers",),
+    "num_attention_heads": ("n_heads",),
+    "num_key_value_heads": ("n_kv_heads", "n_heads"),
+    "intermediate_size": ("mlp_hidden_size",),
+    "hidden_act": ("activation_type",),
+    "rms_norm_eps": ("rms_norm_eps",),
+    "max_position_embeddings": ("max_sequence_length",),
+    "tie_word_embeddings": ("weight_tying",),
+}
+LLADA_MUST = {
+    "architectures": ["LLaDAModelLM"],
+    "block_type": "llama",
+    "block_group_size": 1,
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "rope": True,
+    **dict.fromkeys(("alibi", "scale_logits", "attention_layer_norm", "input_emb_norm"), False),
+    **dict.fromkeys(("include_bias", "include_qkv_bias", "bias_for_layer_norm"), False),
+    **dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0),
+}
+LLADA_KEYS = {
+    # The vocabulary head comes first: the blocks have an ff_out of their own.
+    "model.transformer.ff_out.": "lm_head.",
+    "model.transformer.wte.": "model.embed_tokens.",
+    "model.transformer.ln_f.": "model.norm.",
+    "model.transformer.blocks.": "model.layers.",
+    ".attn_norm.": ".input_layernorm.",
+    ".ff_norm.": ".post_attention_layernorm.",
+    ".q_proj.": ".self_attn.q_proj.",
+    ".k_proj.": ".self_attn.k_proj.",
+    ".v_proj.": ".self_attn.v_proj.",
+    ".attn_out.": ".self_attn.o_proj.",
+    ".ff_proj.": ".mlp.gate_proj.",  # the one that goes through SiLU
+    ".up_proj.": ".mlp.up_proj.",
+    ".ff_out.": ".mlp.down_proj.",
+}
+_SAME = ("vocab_size", *SIZES, "hidden_act", "rms_norm_eps", "max_position_embeddings")
+QWEN_FIELDS = {
+    **{key: (key,) for key in _SAME},
+    "num_key_value_heads": ("num_key_value_heads", "num_attention_heads"),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+}
+QWEN_MUST = {"rope_scaling": None, "use_sliding_window": False, "attention_dropout": 0.0}
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        # minidrl's own checkpoints, in transformers' own format; is_causal false is the
+        # bidirectional switch, and a block_length makes attention block-causal.
+        "llama": Family(
+            LlamaConfig, LlamaForCausalLM, must={"is_causal": False}, block_key="block_length"
+        ),
+        # LLaDA-8B-Base, -Instruct and LLaDA-1.5. Source: modeling_llada.py of ML-GSAI/LLaDA, commit
+        # 5975047, run on the checkpoint of tests/golden/llada_tiny. Under bfloat16 the released
+        # code rotates queries and keys in float32 and transformers in bfloat16, which moves logits
+        # by no more than bfloat16 itself does.
+        "llada": Family(
+            LlamaConfig,
+            LlamaForCausalLM,
+            fields=LLADA_FIELDS,
+            must=LLADA_MUST,
+            keys=LLADA_KEYS,
+            mask_token="<|mdm_mask|>",
+        ),
+        # Dream-7B, Dream-Coder, DiffuCoder. Source: generation_utils.py of DreamLM/Dream, which
+        # shifts the logits by torch.cat([logits[:, :1], logits[:, :-1]], 1).
+        "Dream": Family(
+            Qwen2Config,
+            Qwen2ForCausalLM,
+            Qwen2Tokenizer,
+            fields=QWEN_FIELDS,
+            must={"architectures": ["DreamModel"], **QWEN_MUST},
+            shift=True,
+            mask_token="<|mask|>",
+        ),
+        # SDAR, TraDo. Source: generate.py of JetAstra/SDAR, whose texts are whole blocks. There the
+        # end of a prompt that is not stands in one block with the first tokens of the response.
+        # Here the response begins a block and the prompt's first block is the shorter one, as in
+        # the code that trained TraDo (train/rl_sdar.py of Gen-Verse/dLLM-RL, commit 10b4fd1).
+        "sdar": Family(
+            Qwen3Config,
+            Qwen3ForCausalLM,
+            Qwen2Tokenizer,
+            fields={**QWEN_FIELDS, "head_dim": ("head_dim",)},
+            must={"architectures": ["SDARForCausalLM"], "attention_bias": False, **QWEN_MUST},
+            block_key="block_size",
+            mask_token="<|MASK|>",
+        ),
+        # Qwen3 made bidirectional, as dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1. Source: the folder
+        # dllm/pipelines/a2d of ZHZisZZ/dllm, commit ca17675: transformers' Qwen3 under a mask of
+        # padding only, position i predicts token i. Its tokenizer adds <|mask|>, and its chats are
+        # opened with enable_thinking false. The block-causal sibling (-bd3lm-) has the same
+        # config.json: nothing in its files tells it apart, and it is not meant here.
+        "a2d-qwen3": Family(
+            Qwen3Config,
+            Qwen3ForCausalLM,
+            Qwen2Tokenizer,
+            fields={**QWEN_FIELDS, "head_dim": ("head_dim",)},
+            must={"attention_bias": False, **QWEN_MUST},
+            mask_token="<|mask|>",
+            template_words={"enable_thinking": False},
+        ),
+    }
+)
+
+
+def own_name(name: str, family: Family) -> str:
+    """The name that transformers has for a weight of a checkpoint."""
+    for theirs, ours in family.keys.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def stored_name(name: str, family: Family) -> str:
+    """The name that a checkpoint has for a weight of transformers'."""
+    for theirs, ours in family.keys.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+_PREFIX = "base_model.model."  # which peft writes before the name of a weight
+
+
+def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # ``peft.PeftModel.from_pretrained(base, folder)`` opens it, base being ``denoiser.model``
+    # without adapters.
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (config,) = denoiser.model.peft_config.values()
+    config.save_pretrained(folder)
+    weights = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS)
+    if not denoiser.files:
+        _save_tokenizer(tokenizer, folder)
+    # The base's configuration stays away: with it, this would seem to be a base.
+    of_base = ("config.json", "generation_config.json")
+    _write({name: words for name, words in denoiser.files.items() if name not in of_base}, folder)
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _refused(folder: Path, found: str) -> ValueError:
+    return ValueError(f"model: got {str(folder)!r}{found}")
+
+
+def _load_adapters(
+    folder: Path, device: Any, dtype: torch.dtype | None
+) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """The base that the folder's config names, with the folder's adapters."""
+    with _reading(folder):
+        raw = untrusted.json_object(folder / ADAPTER_CONFIG, untrusted.ADAPTERS)
+    base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
+    if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
+        allowed = "LORA for a plain base"
+        raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
+    if missing := [key for key in ("r", "lora_alpha", "target_modules") if raw.get(key) is None]:
+        raise _refused(folder, f", whose {ADAPTER_CONFIG} gives no {missing[0]}")
+    known = ("r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout")
+    words = {key: raw[key] for key in known if raw.get(key) is not None}
+    config = peft().LoraConfig(**words, base_model_name_or_path=base, task_type="CAUSAL_LM")
+    try:
+        denoiser, tokenizer = load(base, device, dtype)
+    except ValueError as error:
+        raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
+    if config.r > (widest := denoiser.model.config.hidden_size):
+        raise _refused(folder, f", adapters of rank {config.r}; allowed up to {widest}, its width")
+    with _reading(folder):
+        inject_adapters(denoiser, config, 0)
+    read_adapters(denoiser, folder)
+    return denoiser.eval(), tokenizer
+
+
+def read_adapters(denoiser: Denoiser, folder: Path) -> None:
+    """The saved values into a network's adapters; ValueError unless names and shapes agree."""
+    with _reading(folder):
+        untrusted.check_regular(Path(folder) / ADAPTER_WEIGHTS)
+        stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
+        weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
+        own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    wrong = {}
+    for name, value in weights.items():
+        if name not in own or own[name].shape != value.shape:
+            wrong[name] = tuple(value.shape)
+    wrong |= {name: "missing" for name in own if name not in weights}
+    if wrong:
+        first = dict(list(wrong.items())[:2])
+        raise _refused(folder, f", whose adapters do not fit the network: {first}")
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+
+
+def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Network (safetensors) and tokenizer, in the format that they came in.
+
+    minidrl's own format is transformers'. A checkpoint of another family goes back under its own
+    weight names, in its own dtype or the one it was loaded with, with its config.json and its
+    tokenizer files byte for byte; ``tokenizer`` is then not asked. Code files were never read and
+    are not written: beside a copy of them, the released code loads the folder. Of a network with
+    adapters only these are written, in peft's format, with the name of their base.
+    """
+    if has_adapters(denoiser):
+        _save_adapters(denoiser, tokenizer, folder)
+        return
+    if not denoiser.files:
+        with _quiet():
+            denoiser.model.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = denoiser.model.state_dict()
+    if denoiser.model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    weights = {stored_name(name, denoiser.family): value for name, value in weights.items()}
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    _write(denoiser.files, folder)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # The padding of its last call is a state of transformers' tokenizer, and would be written.
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        backend.no_padding()
+    tokenizer.save_pretrained(folder)
+
+
+def save_as_llada(
+    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
+    """A checkpoint of minidrl's own under LLaDA's names and keys, to rehearse what is done with it.
+
+    Both are the same Llama: only the words of config.json and the names of the weights differ.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_tokenizer(tokenizer, folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
+    ours, family = denoiser.model.config, FAMILIES["llada"]
+    words = dict(PUBLISHED["GSAI-ML/LLaDA-8B-Base"])
+    words |= {keys[0]: getattr(ours, name) for name, keys in family.fields.items()}
+    words |= {name: getattr(ours, name) for name in ("vocab_size", "mask_token_id", "eos_token_id")}
+    words |= {
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_theta": ours.rope_parameters["rope_theta"],
+        "torch_dtype": str(denoiser.model.dtype).removeprefix("torch."),
+    }
+    files["config.json"] = json.dumps(words, indent=2).encode()
+    save(Denoiser(denoiser.model, family, None, files), tokenizer, folder)
+
+
+def load(
+    source: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    block_length: int | None = None,
+    quantize: bool = False,
+) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream, SDAR or A2D.
+
+    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
+                   weights as safetensors, its configuration and tokenizer files are downloaded
+                   once; its code is not. A folder of adapters is loaded with the base that it
+                   names.
+    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
+                   weights are stored in.
+    block_length   SDAR only: tokens of a block; None: what config.json says.
+    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
+                   bitsandbytes), to be used and not to be trained; embedding, head and norms in
+                   ``dtype``.
+
+    The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
+    them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,
+    or when a weight is missing, unknown, of another shape or not what the file holds: transformers
+    would only warn and leave it random.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype: got {dtype}; allowed {', '.join(map(str, DTYPES))}")
+    folder = _folder(source)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _load_adapters(folder, device, dtype)
+    raw = _read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    block_length = _block_length(folder, raw, family, block_length)
+    tokenizer = _read_tokenizer(folder, raw, family)
+    with _reading(folder):
+        config = _network_config(folder, raw, family, tokenizer.mask_token_id)
+    _check_vocabulary(folder, config, tokenizer)
+    model = _read_network(folder, config, family, dtype, device if quantize else None)
+    names = [name for name in FILES if family.fields and (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in names}
+    model = model if quantize else model.to(device)
+    return Denoiser(model, family, block_length, files).eval(), tokenizer
+
+
+# Sizes that are known without a file, as far as they decide what is computed. First the keys of
+# config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct and LLaDA-1.5
+# on the Hub.
+_SIZES = {
+    "d_model": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12288,
+}
+_SIZES |= {"embedding_size": 126464, "vocab_size": 126464, "max_sequence_length": 4096}
+_WORDS = {
+    "model_type": "llada",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "weight_tying": False,
+}
+_WORDS |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
+_NAMES = ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5")
+PUBLISHED = dict.fromkeys(_NAMES, LLADA_MUST | _SIZES | _WORDS)
+# Sizes of Qwen/Qwen3-0.6B (its config.json), and the id of the token that is added to its 151,669.
+A2D_06B = "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"
+PUBLISHED[A2D_06B] = {
+    "model_type": "a2d-qwen3",
+    "attention_bias": False,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "mask_token_id": 151669,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+
+
+def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
+    """(configuration, family, dtype of the stored weights) by config.json alone: no weight is read.
+
+    Those of ``PUBLISHED`` are known without a file. Raises ValueError for a folder or a name
+    without a config.json.
+    """
+    known = source in PUBLISHED and not Path(source).exists()
+    folder = Path(source) if known else _folder(source, ["config.json"])
+    raw = PUBLISHED[source] if known else _read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    with _reading(folder):
+        shape = _network_config(folder, raw, family, raw.get("mask_token_id") or 0)
+        shape._attn_implementation = "sdpa"
+        stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+        return shape, family, getattr(torch, stored)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint here, as ``load`` returns it; ValueError as there."""
+    raw = _read_config(folder)
+    return _read_tokenizer(folder, raw, FAMILIES[raw["model_type"]])
+
+
+def control_variate(source: str | Path, order: str) -> torch.Tensor | None:
+    """(2, 57): the constants of (2.12) for rollouts in this order, of unsolved and of solved
+    responses; None for a base without them. Raises: ValueError for a file that is no such one."""
+    path = Path(source) / CONSTANTS
+    found = untrusted.json_object(path, {order: _VERDICTS}) if path.exists() else {}
+    if found.get(order) is None:
+        return None
+    verdicts = [found[order][verdict] for verdict in ("unsolved", "solved")]
+    return torch.tensor(verdicts, dtype=torch.float64)
+
+
+def _are_constants(x: Any) -> bool:
+    good = isinstance(x, list) and len(x) == NUMBERS and all(map(untrusted.NUMBER.good, x))
+    return good and min(x[20:50]) >= 0
+
+
+_VERDICTS = untrusted.Kind(
+    lambda x: isinstance(x, dict) and all(map(_are_constants, map(x.get, ("unsolved", "solved")))),
+    f"unsolved and solved, each {NUMBERS} finite numbers, of which the 21st to 50th are from 0",
+)
+
+
+def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
+    """A folder here as it is, or the download of what can only be a model on the Hub."""
+    folder = Path(source)
+    if folder.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+        return folder
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:
+        got = f"{source!r}, no folder here, and the Hub does not give it"
+        raise ValueError(f"model: got {got}: {one_line(error)}") from None
+
+
+def _read_config(folder: Path) -> dict:
+    """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
+    if not (folder / "config.json").is_file():
+        allowed = (
+            "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream, SDAR or A2D"
+        )
+        raise _refused(folder, f", which holds no config.json; allowed {allowed}")
+    with _reading(folder):
+        raw = {"is_causal": True} | untrusted.json_object(folder / "config.json")
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        others = ", ".join(key for key in FAMILIES if key != "llama")
+        allowed = f"a bidirectional llama (is_causal false), {others}"
+        raise _refused(folder, f" with model_type {brief(name)}; allowed {allowed}")
+    for key, value in FAMILIES[name].must.items():
+        if (raw.get(key) or False) != (value or False):
+            allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
+            got = f" with {key} {brief(raw.get(key))}"
+            raise _refused(folder, f"{got}; allowed for {name} is {allowed}")
+    with _reading(folder):
+        untrusted.check(raw, _schema(FAMILIES[name]), "config.json")
+    return raw
+
+
+def _schema(family: Family) -> dict[str, untrusted.Kind]:
+    """What the values of a family's config.json may be, under its own keys."""
+    if not family.fields:
+        return untrusted.CONFIG | untrusted.NETWORK | untrusted.OWN
+    fields = family.fields.items()
+    return untrusted.CONFIG | {
+        key: untrusted.NETWORK[ours] for ours, keys in fields for key in keys
+    }
+
+
+def _check_shape(shape: PreTrainedConfig) -> None:
+    """ValueError for sizes of which no attention can be made."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % groups:
+        raise ValueError(f"{groups} key-value heads; allowed divisors of its {heads} heads")
+    own = getattr(shape, "head_dim", None)
+    if own is None and shape.hidden_size % heads:
+        raise ValueError(f"hidden size {shape.hidden_size}; allowed multiples of its {heads} heads")
+    if (width := own or shape.hidden_size // heads) % 2 or not width:
+        raise ValueError(f"heads of size {width}; allowed even numbers, positions rotate pairs")
+
+
+def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
+    own = not family.fields  # minidrl's own checkpoint: block-causal where it says so
+    if asked is not None and (family.block_key is None or own):
+        why = "its config.json says what its attention is" if own else "its attention has no blocks"
+        got = f"{asked} for a {raw['model_type']}"
+        raise ValueError(f"block_length: got {got}; allowed None, {why}")
+    if family.block_key is None or (own and raw.get(family.block_key) is None):
+        return None
+    length = raw.get(family.block_key) if asked is None else asked
+    if type(length) is not int or length < 1:
+        allowed = f"integers from 1 ({family.block_key})"
+        raise ValueError(f"block_length: got {length!r} for {str(folder)!r}; allowed {allowed}")
+    return length
+
+
+def _network_config(
+    folder: Path, raw: dict, family: Family, mask_token_id: int
+) -> PreTrainedConfig:
+    """The network's configuration, spelled out: nothing else in config.json has an effect.
+
+    ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row, in
+    LLaDA that of the end token.
+    """
+    if not family.fields:
+        known = (*untrusted.NETWORK, *untrusted.OWN, "eos_token_id", "rope_theta", "dtype")
+        words = {key: raw[key] for key in known if raw.get(key) is not None}
+        words.setdefault("dtype", raw.get("torch_dtype"))  # its name before transformers 4.56
+        no_ids = {"bos_token_id": None, "pad_token_id": None}
+        words |= {"mask_token_id": mask_token_id, "architectures": raw.get("architectures")}
+        config = family.config(**words, **no_ids)
+        _check_shape(config)
+        return config
+    values = {}
+    for ours, keys in family.fields.items():
+        values[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
+        if values[ours] is None:
+            raise ValueError(f"config.json gives no {keys[0]}")
+    theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
+    if theta is None:  # the second is its place since transformers 5
+        raise ValueError("config.json gives no rope_theta")
+    config = family.config(
+        **values,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        eos_token_id=raw.get("eos_token_id"),
+        bos_token_id=None,
+        pad_token_id=None,
+        mask_token_id=mask_token_id,
+        is_causal=False,
+        use_cache=False,
+    )
+    _check_shape(config)
+    return config
+
+
+def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
+    """The tokenizer, padding on the left, with the tokens that only other files name."""
+    with _reading(folder):
+        _check_tokenizer_files(folder)
+        tokenizer = _tokenizer_of(folder, family)
+        generation, told = folder / "generation_config.json", {}
+        if generation.is_file():
+            told = untrusted.json_object(generation, untrusted.GENERATION)
+        named = raw | told
+    named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
+    for name in ("mask_token", "eos_token", "pad_token"):
+        index = named.get(f"{name}_id")
+        index = index[0] if isinstance(index, list) and index else index
+        if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
+        token = getattr(tokenizer, name)
+        if token is not None and getattr(tokenizer, f"{name}_id") is None:
+            allowed = f"one of its tokenizer's {len(tokenizer)} tokens"
+            raise _refused(folder, f" with {name} {brief(token)}; allowed {allowed}")
+    tokenizer.template_words = dict(family.template_words)
+    return tokenizer
+
+
+def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
+    whole = (folder / "tokenizer.json").is_file()
+    kind, name = (
+        (PreTrainedTokenizerFast, "tokenizer.json") if whole else (family.tokenizer, "vocab.json")
+    )
+    try:
+        with without_stderr():
+            tokenizer = kind.from_pretrained(folder, padding_side="left")
+            # Some files are read, and then break off at any text: here at one of their own words.
+            tokenizer(tokenizer.convert_ids_to_tokens(len(tokenizer) // 2) or "")
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        allowed = "the files of a working tokenizer"
+        raise ValueError(f"{name}: got {one_line(error)}; allowed {allowed}") from None
+    return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """ValueError for a file that is too large, no text, or does not say what it is asked for."""
+    for path in (folder / name for name in FILES):
+        if path.exists():
+            untrusted.check_regular(path)
+        if path.is_file() and path.suffix != ".json":
+            untrusted.text(path)
+    tables = {
+        "tokenizer_config.json": untrusted.TOKENIZER,
+        "special_tokens_map.json": untrusted.TOKENIZER,
+        "added_tokens.json": {},
+        "chat_template.json": {"chat_template": untrusted.TEXT},
+    }
+    for name, table in tables.items():
+        if (folder / name).is_file():
+            untrusted.json_object(folder / name, table)
+    if (folder / "tokenizer.json").is_file():
+        untrusted.check_tokenizer(folder / "tokenizer.json")
+    if (folder / "vocab.json").is_file():
+        untrusted.check_size(folder / "vocab.json")  # large: read once, by what it is for
+
+
+def _mask_token_id(
+    folder: Path, raw: dict, tokenizer: PreTrainedTokenizerBase, family: Family
+) -> int:
+    """config.json's, else the tokenizer's, else the id of the family's mask token."""
+    config, told = raw.get("mask_token_id"), tokenizer.mask_token_id
+    if config is not None and told not in (None, config):
+        allowed = f"{told}, as its tokenizer says"
+        raise _refused(folder, f" with mask_token_id {config}; allowed {allowed}")
+    known = (config, told, tokenizer.get_vocab().get(family.mask_token))
+    index = next((i for i in known if i is not None), None)
+    if not isinstance(index, int) or not 0 <= index < len(tokenizer):
+        allowed = f"the id of one of its tokenizer's {len(tokenizer)} tokens"
+        raise _refused(folder, f" with mask_token_id {index}; allowed {allowed}")
+    return index
+
+
+def _check_vocabulary(
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    size, mask, tokens = config.vocab_size, tokenizer.mask_token_id, len(tokenizer)
+    if mask >= size:
+        allowed = f"from 0 to {size - 1}, its vocabulary"
+        raise _refused(folder, f" with mask_token_id {mask}; allowed {allowed}")
+    if tokens > size:
+        raise _refused(folder, f" with {tokens} tokens in its tokenizer; allowed up to {size}")
+
+
+def _read_network(
+    folder: Path,
+    config: PreTrainedConfig,
+    family: Family,
+    dtype: torch.dtype | None,
+    quantize_on: Any = None,
+) -> PreTrainedModel:
+    """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
+    paths, how = shards(folder), {}
+    with _reading(folder):
+        _check_size(config, paths)
+    if quantize_on is not None:
+        how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
+    with _reading(folder):
+        model, info = family.network.from_pretrained(
+            folder,
+            config=config,
+            key_mapping={re.escape(theirs): ours for theirs, ours in family.keys.items()} or None,
+            dtype=dtype or "auto",
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **how,
+        )
+    wrong = {}
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            wrong[kind] = sorted(stored_name(str(key), family) for key in info[kind])[:3]
+    if wrong:
+        raise _refused(folder, f", whose weights do not match its config: {wrong}")
+    with _reading(folder):
+        other = [name for path in paths for name in _misread(model, path, family)]
+    if other:
+        raise _refused(folder, f", of which transformers did not read {', '.join(other[:3])}")
+    return model
+
+
+def _four_bits() -> BitsAndBytesConfig:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        missing = "4 bits need the package bitsandbytes, which is missing"
+        raise ValueError(f"quantize: {missing}; pip install 'minidrl[quantized]'")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+STORED = ("F64", "F32", "F16", "BF16")  # dtypes of weights, in the words of safetensors
+SLACK = 2**24  # weights; where fewer are missing, loading says which
+
+
+def _check_size(shape: PreTrainedConfig, paths: list[Path]) -> None:
+    """ValueError where the configuration asks for many more weights than the files' headers name.
+
+    Before anything is built: those that are missing would be made up, whatever their size. And for
+    weights that are no floating-point numbers.
+    """
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    heads = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
+    layer = shape.hidden_size * (heads * width + 3 * shape.intermediate_size)
+    tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    asked, held = tables + shape.num_hidden_layers * layer, 0
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                stored = file.get_slice(name)
+                held += math.prod(stored.get_shape())
+                if stored.get_dtype() not in STORED:
+                    got = f"{path.name} has {name} of dtype {stored.get_dtype()}"
+                    raise ValueError(f"{got}; allowed {', '.join(STORED)}")
+    if asked > held + min(SLACK, held):
+        raise ValueError(
+            f"config.json asks for {asked:,} weights; allowed the {held:,} of its files"
+        )
+
+
+def shards(folder: Path) -> list[Path]:
+    """The weight files; the ones that the index names must all be there, in this folder."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not (folder / INDEX).is_file():
+        raise _refused(folder, ", which holds no file model.safetensors and no index of several")
+    with _reading(folder):
+        index = untrusted.json_object(folder / INDEX, untrusted.WEIGHT_INDEX)
+        names = sorted(set((index.get("weight_map") or {}).values()))
+    if not names:
+        raise _refused(folder, f", whose {INDEX} gives no weight_map")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if missing[3:] else ""
+        named = f"{', '.join(missing[:3])}{more}"
+        raise _refused(folder, f", which lacks {named}, named by its {INDEX}")
+    if not isinstance(index.get("metadata"), dict):  # transformers reads it
+        raise _refused(folder, f", whose {INDEX} gives no metadata; allowed an object")
+    return [folder / name for name in names]
+
+
+def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
+    """Weights of a file whose first row is not in the network: loading reports, this looks."""
+    state, wrong = model.state_dict(), []
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():
+            stored, read = file.get_slice(name)[:1], state[own_name(name, family)][:1]
+            if read.dtype == torch.uint8:  # in 4 bits, which hold something near it
+                continue
+            if not torch.allclose(read, stored.to(read.dtype), rtol=0, atol=0, equal_nan=True):
+                wrong.append(name)
+    return wrong
+
+
+@contextlib.contextmanager
+def blamed(model: Denoiser, source: str | Path):
+    """Numbers that are not finite, met inside, are the files' fault: ValueError that names them.
+
+    To look at every weight of a large model before its first use would take longer than loading.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        check_finite(model, source, f" ({error})")
+        size, name = max((_largest(value), name) for name, value in model.named_parameters())
+        got = f"{str(source)!r}, with which {error}; its largest weight is {size:.3g}, in {name}"
+        raise ValueError(f"model: got {got}; allowed weights that give finite numbers") from None
+
+
+def _largest(value: torch.Tensor) -> float:
+    own = _own(value)
+    known = own.is_floating_point() and own.numel() and not own.is_meta
+    return float(own.detach().abs().max()) if known else 0.0
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+
+
+def check_finite(model: Denoiser, source: str | Path, said: str = "") -> None:
+    """ValueError that names the first weights which hold infinity, or what is no number."""
+    for name, value in model.named_parameters():
+        own = _own(value)
+        if not own.is_meta and not own.isfinite().all():  # on meta: not read here
+            got = f"{str(source)!r}, whose weights {name} are not all finite{said}"
+            raise ValueError(f"model: got {got}; allowed finite numbers") from None
+
+
+@contextlib.contextmanager
+def _reading(folder: Path):
+    """What a library has to say about a file becomes one line: of hostile ones it may be anything.
+
+    Running out of a GPU's memory is not about the file, and the caller knows what to lower.
+    """
+    try:
+        with _quiet():
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without transformers' bars and reports: of no interest, or raised as one line."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,372 @@
+"""Several processes, usually one a GPU: each keeps a share of every weight (FSDP2).
+
+    torchrun --nproc-per-node 2 -m minidrl train CONFIG
+
+All randomness is keyed by (seed, step, purpose) and drawn for the global batch, so that puzzles,
+noise, plans, advantages and the loss on given features come out the same in every process: each
+works them out for itself. Each runs a share of every batch of forwards:
+
+    rollout     rows of the batch (``generate``); then every process gets every row
+    features    forwards of a plan (``share_plan``); then a sum (``sum_shares``): they are 0 where
+                another process computed them
+    pass 2      forwards with a cotangent; then a sum, not a mean: the cotangents are those of the
+                global loss
+
+A forward of a sharded network needs all processes at once. So the shares have the same size: the
+last ones are filled up with forwards that another process does as well, and these count with weight
+0.
+
+Without torchrun there is one process, and nothing in this module does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from minidrl import sampler
+from minidrl.algorithms import Plan, Rollout
+from minidrl.denoiser import Denoiser
+from minidrl.features import Network
+from minidrl.run.launch import (
+    LocalError,
+    launched_processes,
+    launched_rank,
+    one_line,
+    patience,
+    without_stderr,
+)
+
+
+# ---------------------------------------------------------------------------------------- processes
+@contextlib.contextmanager
+def process_group(device: str):
+    """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs.
+
+    ``device`` cuda is then the process's own.
+    """
+    count = launched_processes()
+    if count == 1:
+        yield
+        return
+    cuda, here = torch.device(device).type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    if cuda and here > torch.cuda.device_count():
+        allowed = f"up to {torch.cuda.device_count()}, the GPUs here"
+        raise ValueError(f"nproc-per-node: got {here}; allowed {allowed}")
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _meet("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    agreed_end = True
+    try:
+        yield
+    except (LocalError, RuntimeError):
+        # The others may be anywhere: leaving must not wait for them, and torchrun ends them.
+        agreed_end = False
+        raise
+    finally:
+        if agreed_end:
+            dist.destroy_process_group()
+
+
+def _meet(backend: str) -> None:
+    # torch alone would wait for half an hour, as it then does for each other's work.
+    wait = timedelta(seconds=patience())
+    try:
+        with without_stderr():
+            store, number, count = next(dist.rendezvous("env://", timeout=wait))
+            store.set(f"minidrl/{number}", "here")
+            store.wait([f"minidrl/{i}" for i in range(count)], wait)
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        got = f"{launched_processes()} processes that did not meet at {place}: {one_line(error)}"
+        allowed = "all of them started, on every node with the same address, within MINIDRL_WAIT"
+        raise LocalError(
+            f"WORLD_SIZE: got {got}; allowed {allowed} ({patience()}) seconds"
+        ) from None
+    store.set_timeout(dist.default_pg_timeout)
+    dist.init_process_group(backend, store=store, rank=number, world_size=count)
+
+
+def num_processes() -> int:
+    """The number of processes that are connected."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's number, from 0."""
+    return dist.get_rank() if dist.is_initialized() else launched_rank()
+
+
+def is_main() -> bool:
+    """True in the one process that prints and writes."""
+    return rank() == 0
+
+
+def check_settings(settings: Any) -> None:
+    """ValueError where the settings of a run do not go with the number of processes."""
+    count, prompts = num_processes(), settings.num_prompts
+    if prompts % count:
+        raise ValueError(f"num_prompts: got {prompts}; allowed multiples of the {count} processes")
+    for key in ("compile", "quantize"):
+        if getattr(settings, key) and count > 1:
+            got = f"True with {count} processes"
+            raise ValueError(f"{key}: got {got}; allowed False, or one process")
+    check_compute_dtype(settings, count)
+
+
+def check_compute_dtype(settings: Any, count: int) -> None:
+    """ValueError for a ``compute_dtype`` of its own in one process, which gathers no weights."""
+    if settings.compute_dtype != "weights" and count == 1:
+        got = f"{settings.compute_dtype!r} with one process"
+        raise ValueError(f"compute_dtype: got {got}; allowed weights, or several processes")
+
+
+def collectively(call: Callable[[], Any]) -> Any:
+    """``call()`` in every process; if one of them refuses, all raise what it raised.
+
+    To refuse is to raise ValueError or OSError, or to find a number that is not finite. Nobody then
+    waits for a process that has left. Other errors are not agreed on: they end the process, and
+    torchrun the rest.
+    """
+    if num_processes() == 1:
+        return call()
+    result = error = None
+    try:
+        result = call()
+    except (ValueError, OSError, FloatingPointError) as raised:
+        error = raised
+    errors: list[Any] = [None] * num_processes()
+    dist.all_gather_object(errors, error)
+    for raised in errors:
+        if raised is not None:
+            raise raised
+    return result
+
+
+def on_main(call: Callable[[], Any]) -> Any:
+    """The result of ``call()`` in process 0, which alone does it; its error is everyone's."""
+    result = [collectively(lambda: call() if is_main() else None)]
+    if num_processes() > 1:
+        dist.broadcast_object_list(result)
+    return result[0]
+
+
+# -------------------------------------------------------------------------------------- shared work
+def share_of(total: int, process: int) -> tuple[int, int]:
+    """(start, stop) of a process's share of ``total`` pieces of work: as many for each.
+
+    The last may therefore overlap: its own are those from ``process`` x size on; the ones before
+    them are another's, and only fill the share up.
+    """
+    size = -(-total // num_processes())
+    start = min(process * size, total - size)
+    return start, start + size
+
+
+def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
+    """(the plan of this process's forwards, its own states among them); (plan, None) if alone.
+
+    The M states of a staircase stay together: they are one forward.
+    """
+    if num_processes() == 1:
+        return plan, None
+    forwards = plan.needed.flatten().nonzero()[:, 0]
+    start, stop = share_of(len(forwards), rank())
+    own = forwards[rank() * (stop - start) : stop]
+
+    def states(chosen: Int[Tensor, " F"]) -> Bool[Tensor, "K B"]:
+        mask = torch.zeros_like(plan.needed).flatten().index_fill(0, chosen, True)
+        return mask.view_as(plan.needed).repeat_interleave(plan.blocks, 0)
+
+    return dataclasses.replace(plan, valid=plan.valid & states(forwards[start:stop])), states(own)
+
+
+def keep_own(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
+    """``values`` (K, B, ...) with 0 at all states but ``own``, whatever stood there, NaN too."""
+    if own is None:
+        return values
+
+    def kept(value: Tensor) -> Tensor:
+        return value.masked_fill(~own.view(*own.shape, *[1] * (value.ndim - 2)), 0)
+
+    return {name: kept(value) for name, value in values.items()}
+
+
+def sum_shares(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
+    """``values`` (K, B, ...), each state's from the process whose own it is; nobody's are 0."""
+    if own is None:
+        return values
+    values = keep_own(values, own)
+    for value in values.values():
+        dist.all_reduce(value)
+    return values
+
+
+def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The values of process 0.
+
+    Elsewhere a sum may have another last digit, and what is 0 decides who runs what.
+    """
+    if num_processes() == 1:
+        return values
+    values = {name: value.contiguous() for name, value in values.items()}
+    for value in values.values():
+        dist.broadcast(value, 0)
+    return values
+
+
+def generate(
+    model: Network,
+    prompt: Tensor,
+    prompt_mask: Tensor,
+    settings: sampler.Sampler,
+    *,
+    num_generations: int = 1,
+    **more,
+) -> Rollout:
+    """``sampler.generate``, each process for its rows: the Rollout knows no number of processes."""
+    more["num_generations"] = num_generations
+
+    def made() -> Rollout:
+        return sampler.generate(model, prompt, prompt_mask, settings, **more)
+
+    if num_processes() == 1:
+        return made()
+    start, stop = share_of(len(prompt) * num_generations, rank())
+    more |= {"rows": torch.arange(start, stop, device=prompt.device), "agree": even_out}
+    rollout = collectively(made)
+    names = ("response", "keep", "unmask_step", "logp")
+    found: dict[str, Any] = {name: gather_rows(getattr(rollout, name)) for name in names}
+    found["records"] = {name: gather_rows(value) for name, value in rollout.records.items()}
+    return dataclasses.replace(rollout, **found)
+
+
+def even_out(rows: Int[Tensor, " R"], left: Int[Tensor, " S"]) -> Int[Tensor, " N"]:
+    """``left`` and some of the other ``rows``: as many as in the process that has the most left."""
+    most = torch.tensor(len(left), device=rows.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    others = rows[~torch.isin(rows, left)]
+    return torch.cat([left, others[: int(most) - len(left)]]).sort().values
+
+
+def gather_rows(value: Tensor) -> Tensor:
+    """``value`` (B, ...), each row from the process whose share it is."""
+    start, stop = share_of(len(value), rank())
+    parts = [torch.empty_like(value[start:stop]) for _ in range(num_processes())]
+    dist.all_gather(parts, value[start:stop].contiguous())
+    out = torch.empty_like(value)
+    for process, part in enumerate(parts):
+        out[slice(*share_of(len(value), process))] = part
+    return out
+
+
+# ---------------------------------------------------------------------------------- sharded weights
+# How torch gathers what is trained: whole, on the CPU of process 0 and nowhere else, one tensor at
+# a time. What is loaded does not go through torch's counterpart: it would need all moments, whole,
+# in main memory, and a second share of the weights beside the first.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+
+
+def shard(*denoisers: Denoiser | None, compute_dtype: str = "weights") -> None:
+    """In place, each process keeps a share of each weight (FSDP2); None is passed over.
+
+    So are networks that are others' twins. What is gathered for one forward or backward at a time:
+    a layer, the rest of the body, or the head. Gradients are summed.
+
+    ``compute_dtype`` bfloat16: what is gathered is rounded to it, by torch's own policy of mixed
+    precision. The function is that of ``denoiser.rounded``; each backward's gradient is rounded as
+    its is, then summed over backwards and processes in float32, for the weights in float32.
+    """
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != "weights":
+        policy = MixedPrecisionPolicy(getattr(torch, compute_dtype), reduce_dtype=torch.float32)
+    for denoiser in denoisers if num_processes() > 1 else ():
+        if denoiser is not None and not isinstance(denoiser.model.model, FSDPModule):
+            _shard(denoiser, policy)
+
+
+def _shard(denoiser: Denoiser, policy: MixedPrecisionPolicy) -> None:
+    network = denoiser.model
+    if network.config.tie_word_embeddings:
+        got = f"tied embeddings with {num_processes()} processes"
+        raise ValueError(f"model: got {got}; allowed one process")
+    empty = {name: p.to("meta") for name, p in denoiser.named_parameters()}
+    plain = with_parameters(denoiser, empty)
+    mesh = init_device_mesh(denoiser.device.type, (num_processes(),))
+    for module in (*network.model.layers, network.model, network.lm_head):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # the default is a mean over the processes
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no reduction that divides
+    denoiser.__dict__["plain"] = plain  # the same network before it was cut up, without weights
+
+
+def with_parameters(denoiser: Denoiser, values: dict[str, Tensor]) -> Denoiser:
+    """A copy of a network with these parameters; of its own only the buffers are copied."""
+    own = denoiser.named_parameters()
+    new = {id(p): nn.Parameter(values[name], p.requires_grad) for name, p in own}
+    return copy.deepcopy(denoiser, new)
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """All of a sharded tensor; every process has to ask. Any other tensor as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def unsharded_copy(denoiser: Denoiser) -> Denoiser:
+    """A plain copy of a sharded network, for ``checkpoints.save``.
+
+    All that is trained is in process 0, and nothing elsewhere.
+    """
+    if num_processes() == 1:
+        return denoiser
+    values = dict(denoiser.plain.named_parameters())
+    trained = get_model_state_dict(denoiser, options=WHOLE)
+    return with_parameters(denoiser.plain, values | trained)
+
+
+def empty_copy(denoiser: Denoiser) -> Denoiser:
+    """The network itself; of a sharded one a plain copy on the CPU, its trained weights unread."""
+    if num_processes() == 1:
+        return denoiser
+    values = dict(denoiser.plain.named_parameters())
+    for name, p in values.items():
+        if p.requires_grad:
+            values[name] = torch.empty_like(p, device="cpu")
+    return with_parameters(denoiser.plain, values)
+
+
+@torch.no_grad()
+def load_weights(denoiser: Denoiser, stored: Denoiser) -> None:
+    """The weights of a plain network into ``denoiser``: all; of a sharded one the trained ones."""
+    if num_processes() == 1:
+        if stored is not denoiser:
+            denoiser.load_state_dict(stored.state_dict())
+        return
+    values = dict(stored.named_parameters())
+    for name, p in denoiser.named_parameters():
+        if p.requires_grad:
+            p.copy_(sharded_like(values[name], p))
+
+
+def sharded_like(value: Tensor, present: Tensor) -> Tensor:
+    """``value``, sharded as ``present`` is; as it is where that is not sharded."""
+    if not isinstance(present, DTensor) or value.shape != present.shape:
+        return value
+    value, mesh = value.to(present.device), present.device_mesh
+    return distribute_tensor(value, mesh, present.placements, src_data_rank=None)

@@ -1,0 +1,262 @@
+"""Programs of a stranger, run and judged under bubblewrap; no bubblewrap, no run.
+
+A program and its tests run in a sandbox each (``sandboxed`` says why), joined by two pipes. Of the
+machine a sandbox has:
+
+    namespaces   user, network, mount, pid, ipc, uts, cgroup: all fresh; no capabilities, and no
+                 new privileges by whatever is executed
+    files        the interpreter and the system's libraries, read-only; /dev/null; a /tmp of
+                 its own, ``TMP_BYTES`` large; no home, no /etc, no /proc, no environment
+    processes    one. A filter of system calls refuses fork, clone and their kin, threads included.
+                 It holds for root, whom RLIMIT_NPROC does not bind, and it makes a limit of the
+                 process one of the sandbox
+    limits       CPU time, address space, file size, open files (``sandboxed.limits``), and time on
+                 the clock, after which both sandboxes are killed whole
+    output       nowhere; an answer has at most ``sandboxed.LONGEST`` bytes
+
+The filter also refuses what would hold memory outside the address space (System V and POSIX ipc,
+memfd, keys, io_uring), look into other processes, or make namespaces. It is no list of what is
+allowed: the kernel's remaining calls, and its faults, are within reach.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from minidrl.tasks import sandboxed
+
+CLOCK = 5  # times as many seconds on the clock, on a crowded machine
+TMP_BYTES = 2**24
+START = 60  # seconds on the clock until both sandboxes are there
+LONGEST_VERDICTS = 2**20  # bytes
+NEEDS = (
+    "needs bubblewrap 0.7 or newer with user namespaces and seccomp, on Linux (x86_64, aarch64): "
+    "apt install bubblewrap"
+)
+
+# Numbers of the system calls that are refused: x86_64, aarch64 (None: it has no such call).
+REFUSED = {
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "fsopen": (430, 430),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "mount_setattr": (442, 442),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "io_uring_setup": (425, 425),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+}
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+X32 = 0x40000000  # a second set of numbers for the calls of x86_64
+
+
+class Record(NamedTuple):
+    """How many of the tests passed; ``reason``: the first failure, "" where there is none."""
+
+    passed: int
+    total: int
+    reason: str
+    seconds: float
+
+
+class SandboxError(OSError):
+    """The sandbox itself failed: that is no verdict."""
+
+
+def run(
+    program: str,
+    names: tuple[str, ...],
+    tests: tuple[str, ...],
+    setup: str = "",
+    seconds: int = 2,
+    megabytes: int = 256,
+) -> Record:
+    """How a program stands to tests of its functions ``names``.
+
+    ``tests``: Python code each; a test passes if it raises nothing. ``setup`` runs before them.
+    ``seconds`` are of CPU time, of the program and of the tests each; on the clock all may take
+    ``CLOCK`` times as many. Raises SandboxError where no sandbox starts.
+    """
+    job = {"program": program, "names": names, "setup": setup, "tests": tests}
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as complaints:
+        asked.write(json.dumps(job).encode())
+        asked.seek(0)
+        said, late = _both(asked, complaints, (str(seconds), str(megabytes)), CLOCK * seconds)
+        if not said:
+            complaints.seek(0)
+            lines = complaints.read(1000).decode(errors="replace").splitlines() or ["nothing"]
+            raise SandboxError(f"task code: {NEEDS}; it said: {lines[0]}")
+    return _record(said[1:], len(tests), late, time.monotonic() - started)
+
+
+def _record(said: list[Any], total: int, late: bool, seconds: float) -> Record:
+    # A number counts once, and what is no verdict not at all.
+    verdicts = {n: (right, why) for n, right, why in said if type(n) is int and 0 <= n < total}
+    passed = sum(right is True for right, _ in verdicts.values())
+    reasons = [str(why) for right, why in verdicts.values() if right is not True]
+    ended = "the time on the clock was up" if late else "the tests ended before their verdict"
+    reason = "" if passed == total else (reasons or [ended])[0]
+    return Record(passed, total, reason, seconds)
+
+
+def _both(
+    asked: BinaryIO, complaints: BinaryIO, limits: tuple[str, str], wall: float
+) -> tuple[list[Any], bool]:
+    """The judge's messages, "ready" first, and whether the clock ended it."""
+    to_candidate, to_judge, verdicts = os.pipe(), os.pipe(), os.pipe()
+    ours = [*to_candidate, *to_judge, *verdicts]
+    running: list[subprocess.Popen] = []
+
+    def start(role: str, stdin: Any, stdout: int, pipes: tuple[int, ...]) -> None:
+        filter_ = _filter_file()
+        ours.append(filter_)
+        line = command(filter_, role, *limits, *map(str, pipes))
+        options = {"stdin": stdin, "stdout": stdout, "stderr": complaints}
+        held = (filter_, *pipes)
+        running.append(subprocess.Popen(line, pass_fds=held, start_new_session=True, **options))
+
+    try:
+        start("candidate", to_candidate[0], to_judge[1], ())
+        start("judge", asked, verdicts[1], (to_candidate[1], to_judge[0]))
+        for pipe in (*to_candidate, *to_judge, verdicts[1]):
+            os.close(pipe)
+            ours.remove(pipe)
+        return _messages(verdicts[0], wall)
+    finally:
+        for process in running:
+            _kill(process)
+        for pipe in ours:
+            os.close(pipe)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    # bubblewrap's first process goes with it (--die-with-parent), and with that its namespace; the
+    # group: one that is killed so early that its child has not asked for that yet.
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _messages(pipe: int, wall: float) -> tuple[list[Any], bool]:
+    found, deadline = b"", time.monotonic() + START
+    while len(found) < LONGEST_VERDICTS:
+        ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
+        piece = os.read(pipe, 2**16) if ready else b""
+        if not piece:
+            return _lines(found), not ready
+        if not found:  # both are there
+            deadline = time.monotonic() + wall
+        found += piece
+    return _lines(found), False
+
+
+def _lines(found: bytes) -> list[Any]:
+    whole = found.splitlines()[: found.count(b"\n")]
+    try:
+        said = [json.loads(line) for line in whole]
+    except (ValueError, RecursionError):  # tests that write where the judge does
+        said = ["ready"]
+    verdicts = [line for line in said[1:] if isinstance(line, list) and len(line) == 3]
+    return [*said[:1], *verdicts]
+
+
+# ---------------------------------------------------------------------------------------- the walls
+def command(filter_: int, *arguments: str) -> list[str]:
+    """The command line of one sandbox; ``filter_``: an open file with ``call_filter``."""
+    prefix, python = Path(sys.base_prefix), Path(sys._base_executable).resolve()
+    read = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
+    read += [str(prefix / "lib"), str(prefix / "lib64")]
+    walls = ["--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
+    walls += ["--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent"]
+    walls += ["--clearenv", "--setenv", "PYTHONHASHSEED", "0"]  # the same order of a set each time
+    walls += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
+    walls += [word for path in dict.fromkeys(read) for word in ("--ro-bind-try", path, path)]
+    walls += ["--ro-bind", str(python), str(python), "--dev-bind", "/dev/null", "/dev/null"]
+    walls += ["--ro-bind", sandboxed.__file__, "/sandboxed.py", "--remount-ro", "/"]
+    walls += ["--chdir", "/tmp", "--seccomp", str(filter_)]
+    return [_bubblewrap(), *walls, str(python), "-sSPB", "/sandboxed.py", *arguments]
+
+
+def cores() -> set[int]:
+    """Those that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+
+
+def _bubblewrap() -> str:
+    return shutil.which("bwrap") or "bwrap"
+
+
+def call_filter(machine: str) -> bytes:
+    """A classic BPF program for seccomp (linux/filter.h, linux/seccomp.h).
+
+    EPERM for the calls in ``REFUSED`` and for x32's; the end of the process for another machine's.
+    """
+    column = list(AUDIT).index(machine)
+    numbers = [both[column] for both in REFUSED.values() if both[column] is not None]
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+    count = len(numbers)
+    program = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (answer, 0, 0, 0x80000000)]
+    program += [(load, 0, 0, 0), (at_least, count + 1, 0, X32)]
+    program += [(equal, count - i, 0, number) for i, number in enumerate(numbers)]
+    program += [(answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x00050001)]
+    return b"".join(struct.pack("HBBI", *line) for line in program)
+
+
+def _filter_file() -> int:
+    read, write = os.pipe()
+    os.write(write, call_filter(platform.machine()))
+    os.close(write)
+    return read
+
+
+@functools.cache
+def refusal() -> str:
+    """ "" where programs can be run here, else one line that says what is missing.
+
+    By trial: a program that is right and one that is wrong.
+    """
+    if sys.platform != "linux" or platform.machine() not in AUDIT:
+        return f"task code: {NEEDS}; here is {platform.machine()}, {sys.platform}"
+    if shutil.which("bwrap") is None:
+        return f"task code: {NEEDS}; here is no bwrap in PATH"
+    try:
+        found = [run(f"f = lambda: {n}", ("f",), ("assert f() == 1",)).passed for n in (1, 2)]
+    except OSError as error:
+        return str(error)
+    return "" if found == [1, 0] else f"task code: {NEEDS}; a trial gave {found} for [1, 0]"

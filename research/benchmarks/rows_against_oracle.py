@@ -1,0 +1,878 @@
+"""Each row's update against the true policy gradient: `python research/benchmarks/rows_against_oracle.py`; writes docs/rows.md.
+
+The model is a table of random conditional distributions that can be enumerated (`minidrl.oracle`): 4 positions, 3 tokens, of
+which one ends the text; the verifier accepts texts with exactly two ones. A draw is a rollout of 4 prompts x 8 responses, the
+row's plans for 8 updates on it, and the update directions g (minus the gradient of the row's loss) of the first and of the
+eighth of them, after seven updates by SGD of that row. The truth G is the gradient of the expected reward at the weights of
+that moment, by enumeration. All draws of a table are computed at once, each with weights of its own, by the shipped functions.
+
+    cosine    c = E<g, G'> / (E<g, g'> E<G, G'>)^(1/2); a primed vector is of another draw, so that noise biases no mean
+    bias      min over a >= 0 of |a E g - E G| / |E G| = (1 - max(c, 0)^2)^(1/2)
+    noise     (tr Var g / |E g|^2)^(1/2)
+
+--rehearse: a few draws of one table. --page: docs/rows.md from the results that are stored. --check: exit status 1 if
+docs/rows.md is not what they give. --bias: by how much noise raises the cosine, where its true value is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minidrl import algorithms as alg
+from minidrl import features as feat
+from minidrl import methods, oracle, sampler
+from minidrl.run import intervals, runs, tables
+from minidrl.run.rehearsal import completions
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "research/benchmarks/results/rows_against_oracle.json", ROOT / "docs/rows.md"
+LENGTH, TOKENS, END, BLOCK = 4, 3, 2, 2  # positions, ordinary tokens, the one that ends a text, positions of a block
+PROMPTS, GENERATIONS, UPDATES = 4, 8, 8
+EACH = PROMPTS * GENERATIONS  # responses of a draw
+TABLES, DRAWS, STEP = 8, 128, 0.3  # STEP: root mean square length of a row's first update
+PARTS = 8  # of the draws, for the jackknife
+SETTLED = 0.3  # a Monte Carlo error of a cosine from which on it is not given
+CONTROL = "control"
+BATCH_WIDE = (alg.coupled_plan, alg.scheduled_plan)  # one random number for a whole batch: drawn for each rollout by itself
+
+# ================================================================================================== many tables at once
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A table of logits for each draw as one network: (D, (V+1)^L, L, V); the prompt's one token is the number of the draw."""
+
+    table: Tensor
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.table.shape[-1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.mask_token_id + 1
+
+    def encode(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """(N, T, V): the logits of a state as its hidden states, as `oracle.TabularDenoiser` has them."""
+        _, states, length, size = self.table.shape
+        places = self.vocab_size ** torch.arange(length)
+        number = (tokens[:, -length:] * places).sum(-1) + states * tokens[:, 0]
+        logits = self.table.flatten(0, 1).index_select(0, number)
+        return torch.cat([logits.new_zeros(len(tokens), tokens.shape[1] - length, size), logits], 1)
+
+    def encode_staircase(self, prompt, prompt_mask, clean, noisy, *, block_length: int, clean_stream: str) -> Tensor:
+        """(N, L, V): block m from the state [clean blocks before m, noisy block m, [MASK] after it]."""
+        blocks = []
+        for start in range(0, LENGTH, block_length):
+            stop = start + block_length
+            hidden = torch.full_like(noisy[:, stop:], self.mask_token_id)
+            state = torch.cat([prompt, clean[:, :start], noisy[:, start:stop], hidden], 1)
+            blocks.append(self.encode(state, None)[:, prompt.shape[1] + start : prompt.shape[1] + stop])
+        return torch.cat(blocks, 1)
+
+    head = oracle.TabularDenoiser.head
+
+
+class Truth:
+    """Expected reward of a sampler and its gradient, for many tables at once.
+
+    By dynamic programming over the states, from the full texts back: value(state) = sum over the next states of P(next | state)
+    value(next), with the kernel of `oracle.transition`, which judges it.
+    """
+
+    def __init__(self, order: str, block_length: int):
+        self.order, self.final = order, []  # final: the values of the states that end a text
+        place: dict[oracle.State, int] = {}  # in the vector of values
+        states, levels = list(itertools.product(range(TOKENS + 1), repeat=LENGTH)), []
+        for hidden in range(LENGTH + 1):
+            for state in (state for state in states if state.count(TOKENS) == hidden):
+                if not hidden or END in state[: start_of(state, block_length)]:
+                    place[state] = len(place)
+                    self.final.append(accepted_text(state))
+                elif in_turn(state, block_length):
+                    levels += [[]] if len(levels) < hidden else []
+                    levels[-1].append(state)
+        place |= {state: len(place) + i for i, state in enumerate(itertools.chain(*levels))}
+        self.levels = [self._indices(level, block_length, place) for level in levels]
+
+    @staticmethod
+    def _indices(level: list[oracle.State], block_length: int, place: dict) -> tuple[Tensor, Tensor, Tensor]:
+        # S states: their rows of the table (S, 1); the m positions that may be revealed (S, m); where each leads (S, m, V).
+        rows = [[oracle.state_index(state, TOKENS + 1)] for state in level]
+        block = [candidates(state, block_length) for state in level]
+        nexts = [
+            [[place[shown(state, i, v)] for v in range(TOKENS)] for i in own] for state, own in zip(level, block, strict=True)
+        ]
+        return torch.tensor(rows), torch.tensor(block), torch.tensor(nexts)
+
+    def value(self, table: Tensor) -> Tensor:
+        """J (D,), differentiable in the tables (D, (V+1)^L, L, V)."""
+        logp = table.log_softmax(-1)
+        value = torch.tensor(self.final, dtype=table.dtype).expand(len(table), -1)
+        for rows, block, nexts in self.levels:
+            value = torch.cat([value, self._level(logp[:, rows, block], nexts, value)], 1)
+        return value[:, -1]
+
+    def _level(self, logp: Tensor, nexts: Tensor, value: Tensor) -> Tensor:
+        # logp (D, S, m, V) of the m candidates of S states; nexts (S, m, V): where each reveals.
+        if self.order == "low_confidence":
+            return self._confident(logp, nexts, value)
+        mean = (logp.exp() * value[:, nexts]).sum(-1)
+        chosen = {"random": slice(None), "left_to_right": slice(0, 1), "right_to_left": slice(-1, None)}[self.order]
+        return mean[..., chosen].mean(-1)
+
+    def _confident(self, logp: Tensor, nexts: Tensor, value: Tensor) -> Tensor:
+        m = logp.shape[2]
+        drawn = torch.tensor(list(itertools.product(range(TOKENS), repeat=m)))
+        proposed = logp[:, :, torch.arange(m), drawn]  # (D, S, V^m, m)
+        winner = proposed.detach().float().argmax(-1, keepdim=True)
+        after = nexts[:, torch.arange(m), drawn].expand(proposed.shape).gather(-1, winner)[..., 0]
+        reached = value.gather(1, after.flatten(1)).view(after.shape)
+        return (proposed.sum(-1).exp() * reached).sum(-1)
+
+    def gradient(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """(J (D,), dJ/dtable as vectors (D, P))."""
+        table = table.detach().requires_grad_()
+        value = self.value(table)
+        return value.detach(), torch.autograd.grad(value.sum(), table)[0].flatten(1)
+
+
+def start_of(state: oracle.State, block_length: int) -> int:
+    """Where the first block begins that is not finished; the length, if all are."""
+    return state.index(TOKENS) // block_length * block_length if TOKENS in state else LENGTH
+
+
+def in_turn(state: oracle.State, block_length: int) -> bool:
+    """Blocks after the one that is being written are hidden."""
+    return set(state[start_of(state, block_length) + block_length :]) <= {TOKENS}
+
+
+def candidates(state: oracle.State, block_length: int) -> list[int]:
+    """The hidden positions of the block that is being written."""
+    start = start_of(state, block_length)
+    return [i for i in range(start, start + block_length) if state[i] == TOKENS]
+
+
+def shown(state: oracle.State, position: int, token: int) -> oracle.State:
+    """The state with one more token."""
+    return (*state[:position], token, *state[position + 1 :])
+
+
+def accepted_text(text: Iterable[int]) -> float:
+    """The verifier: 1 for exactly two ones up to the end of the text."""
+    kept = list(itertools.takewhile(lambda token: token != END, text))
+    return float(kept.count(1) == 2)
+
+
+def accepted(response: Tensor) -> Tensor:
+    """The same of many texts (*n, L)."""
+    kept = (response == END).cumsum(-1) == 0
+    return (((response == 1) & kept).sum(-1) == 2).double()
+
+
+# ================================================================================================== a row's updates
+
+
+def base_table(number: int) -> oracle.TabularDenoiser:
+    """Standard normal logits; that of the end is lower by 1, so that texts have some length."""
+    model = oracle.TabularDenoiser.random(LENGTH, TOKENS, runs.keyed_generator(number, 0, "table"))
+    with torch.no_grad():
+        model.table[..., END] -= 1
+    return model
+
+
+def method_of(name: str) -> methods.Method:
+    """The row; one that chooses among the steps, or the states, of a trajectory keeps 2 of the 4 here."""
+    row = methods.METHODS["reinforce" if name == CONTROL else name]
+    chooses = row.plan.func in (alg.entropy_plan, alg.replay_plan) and row.plan.keywords["num_states"] is not None
+    half = {"plan.num_states": LENGTH // 2} if chooses else {}
+    half |= {"credit.num_states": LENGTH // 2} if row.credit.func is alg.progress_advantage else {}
+    return methods.with_options(row, half)
+
+
+def orders_of(name: str) -> tuple[str, ...]:
+    """The row's own order, if it is about one."""
+    own = method_of(name).order
+    return ("random", "low_confidence") if own == "any" else (own,)
+
+
+def block_of(name: str) -> int:
+    """Block length of the sampler: a staircase is about blocks, every other row has one block."""
+    return BLOCK if method_of(name).plan.func in (alg.block_elbo_plan, alg.block_replay_plan) else LENGTH
+
+
+def collect(model: oracle.TabularDenoiser, order: str, block_length: int, draws: int, number: int) -> alg.Rollout:
+    """The rollouts of all draws as one; the prompt is the number of the draw, as padding, so that no plan hides it."""
+    words = {"length": LENGTH, "block_length": block_length, "tokens_per_step": 1}
+    settings = sampler.Sampler(order=order, temperature=1.0, **words)
+    prompt = torch.arange(draws).repeat_interleave(PROMPTS)[:, None]
+    how = {"eos_token_id": END, "num_generations": GENERATIONS, "records": ["entropy", "one_step", "one_step_proposed", "topk"]}
+    noise = runs.keyed_generator(number, block_length, f"rollout {order}")
+    return sampler.generate(model, prompt, torch.zeros_like(prompt).bool(), settings, generator=noise, **how)
+
+
+def part(rollout: alg.Rollout, rows: slice) -> alg.Rollout:
+    """Some of the rows of a rollout."""
+    tensors = {name: value[rows] for name, value in vars(rollout).items() if torch.is_tensor(value)}
+    records = {name: value[rows] for name, value in rollout.records.items()}
+    return dataclasses.replace(rollout, **tensors, records=records)
+
+
+def draw_plan(row: methods.Method, rollout: alg.Rollout, seed: int, update: int, updates: int) -> alg.Plan:
+    """The row's plan for an update; where a plan has one random number for all of a batch, each draw has its own."""
+    if row.plan.func not in BATCH_WIDE:
+        return methods.draw(row, rollout, runs.keyed_generator(seed, update, "plan"), update=update, updates=updates)
+    noise, parts = runs.keyed_generator(seed, update, "plan"), []
+    for draw in range(len(rollout.response) // EACH):
+        schedule = runs.keyed_generator(seed, draw, "schedule")
+        told = {"update": update, "updates": updates, "schedule": schedule}
+        parts.append(methods.draw(row, part(rollout, slice(draw * EACH, (draw + 1) * EACH)), noise, **told))
+    names = ("hidden", "scored", "weight", "valid")
+    return dataclasses.replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts], 1) for name in names})
+
+
+def with_graph(row: methods.Method, model: Tables, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
+    """The features of all states with their graph."""
+    shape, out = plan.scored.shape, {}
+    for states in feat.state_chunks(plan, plan.valid.numel()):
+        for name, value in feat.state_features(model, rollout, plan, states, temperature=1.0, names=row.features).items():
+            blank = value.new_zeros(shape[0] * shape[1], *value.shape[1:])
+            out[name] = blank.index_copy(0, states, value).unflatten(0, shape[:2])
+    return out
+
+
+def scored(row: methods.Method, model, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
+    """What an ll is made of, without a graph: for anchors and references."""
+    names = tuple(name for name in row.features if name in ("logp", "order_logp", "position_logp"))
+    return feat.features(model, rollout, plan, temperature=1.0, names=names, size=1 << 20)
+
+
+def advantages(row: methods.Method, plan: alg.Plan, rollout: alg.Rollout, reward: Tensor) -> Tensor:
+    """The row's credit; states that have a value are completed in one step, and the completions judged."""
+    values = None
+    if row.step_value != "none":
+        record = accepted(completions(row, rollout)).T
+        values = record.gather(0, plan.step)
+    return methods.advantages(row, plan, rollout, reward, values)
+
+
+def losses(row, plan: alg.Plan, rollout: alg.Rollout, feature: dict, adv: Tensor, anchor, ref) -> Tensor:
+    """`methods.method_loss` of each draw by itself: (D,). Groups never mix; what mixes a batch is the aggregation."""
+    loss = methods.surrogate(row, plan, rollout, feature, adv, anchor).loss
+    kl = methods.penalty(row, plan, rollout, feature, anchor, ref)
+    loss = loss if kl is None else loss + row.kl.beta * kl
+    first = part(rollout, slice(EACH))
+
+    def total(loss: Tensor, scored: Tensor, weight: Tensor, keep: Tensor) -> Tensor:
+        mine = alg.Plan(hidden=scored, scored=scored, weight=weight, valid=scored.any(-1))
+        own = dataclasses.replace(first, keep=keep)
+        return alg.aggregate(loss, mine, own, level=row.reduction, how=row.aggregation)
+
+    by_draw = [x.unflatten(1, (-1, EACH)) for x in (loss, plan.scored, plan.weight)]
+    return torch.func.vmap(total, in_dims=(1, 1, 1, 0))(*by_draw, rollout.keep.unflatten(0, (-1, EACH)))
+
+
+class Updates:
+    """The updates of a row on the rollouts of all draws, each with weights of its own, as the trainer makes them."""
+
+    def __init__(self, row: methods.Method, base: oracle.TabularDenoiser, rollout: alg.Rollout, reward: Tensor, seed: int):
+        self.row, self.base, self.rollout, self.reward, self.seed = row, base, rollout, reward, seed
+        self.draws = len(reward) // EACH
+        self.table = base.table.detach().repeat(self.draws, 1, 1, 1)
+        self.calls: list[float] = []
+        self.old = None  # the old value on masks of its own, for all updates
+        if row.refresh == "independent":
+            own = methods.draw(row, rollout, runs.keyed_generator(seed, 0, "plan of the old value"))
+            self.old = methods.reduced(row, own, rollout, scored(row, base, rollout, own))
+
+    def direction(self, update: int, updates: int) -> Tensor:
+        """g (D, P): minus the gradient of the row's loss at the present weights."""
+        row, rollout = self.row, self.rollout
+        plan = draw_plan(row, rollout, self.seed, 0 if row.refresh == "fixed" else update, updates)
+        self.calls.append(plan.network_calls / len(self.reward))
+        anchor = ref = None
+        if row.anchor == "behaviour":
+            anchor = methods.behaviour_anchor(row, plan, rollout)
+        elif row.anchor == "old":
+            anchor = self.old
+            if anchor is None:
+                anchor = methods.reduced(row, plan, rollout, scored(row, self.base, rollout, plan))
+        if row.kl and row.kl.target == "reference":  # which is the base, too
+            ref = methods.kl_target(row, plan, rollout, scored(row, self.base, rollout, plan))
+        table = self.table.requires_grad_()
+        feature = with_graph(row, Tables(table), rollout, plan)
+        loss = losses(row, plan, rollout, feature, advantages(row, plan, rollout, self.reward), anchor, ref)
+        self.table = table.detach()
+        return -torch.autograd.grad(loss.sum(), table)[0].flatten(1)
+
+    def move(self, by: Tensor) -> None:
+        """Add an update."""
+        self.table = self.table + by.view(self.table.shape)
+
+    def moved(self) -> float:
+        """Mean |log ratio| of a token that was drawn, between the present weights and those that drew it."""
+        plan = alg.replay_plan(self.rollout, torch.Generator(), num_states=None, min_entropy=0.0)
+        now = feat.features(Tables(self.table), self.rollout, plan, temperature=1.0, size=1 << 20)["logp"]
+        return float(((now - self.rollout.logp) * plan.scored).abs().sum() / plan.scored.sum())
+
+
+# ================================================================================================== against the truth
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the estimates need of some of the draws of g and G: how many, the sums, and the sums of the products."""
+
+    n: Tensor
+    g: Tensor
+    truth: Tensor
+    products: Tensor  # of g and g, g and G, G and G
+
+    @classmethod
+    def by_part(cls, g: Tensor, truth: Tensor) -> Sums:
+        """Of each of PARTS parts of the draws (D, P); D is a multiple of PARTS."""
+        each = len(g) // PARTS
+        products = torch.stack([(g * g).sum(1), (g * truth).sum(1), (truth * truth).sum(1)], 1)
+        g, truth, products = (x.unflatten(0, (PARTS, -1)).sum(1) for x in (g, truth, products))
+        return cls(torch.full((PARTS,), float(each)), g, truth, products)
+
+    def over(self, parts: Tensor) -> Sums:
+        """Of the parts together."""
+        return Sums(*(x[parts].sum(0) for x in vars(self).values()))
+
+
+def against(draws: Sums) -> tuple[float, float]:
+    """Cosine of E g and E G, and the noise of g. No product of a draw with itself enters the products of the means.
+
+    The mean of <g_i, G_j> over i != j is <E g, E G> without bias, where |mean g|^2 is too large by tr Var g / D. Not a number
+    where the mean of g cannot be told from 0.
+    """
+    total = torch.stack([draws.g @ draws.g, draws.g @ draws.truth, draws.truth @ draws.truth])
+    gg, both, exact = ((total - draws.products) / (draws.n * (draws.n - 1))).tolist()
+    if not min(gg, exact) > 1e-30:
+        return math.nan, math.nan
+    return both / math.sqrt(gg * exact), math.sqrt(max(float(draws.products[0] / draws.n) - gg, 0) / gg)
+
+
+def with_error(g: Tensor, truth: Tensor) -> dict[str, float]:
+    """Cosine and noise, and the Monte Carlo error of the cosine: the jackknife over parts of the draws."""
+    sums = Sums.by_part(g, truth)
+    cosine, noise = against(sums.over(torch.arange(PARTS)))
+    without = left_out(sums)
+    mean = statistics.fmean(without)
+    error = math.sqrt((PARTS - 1) / PARTS * sum((x - mean) ** 2 for x in without))
+    return {"cosine": cosine, "noise": noise, "error": error}
+
+
+def left_out(sums: Sums) -> list[float]:
+    """The cosine without each of the parts."""
+    every = torch.arange(PARTS)
+    return [against(sums.over(every[every != i]))[0] for i in range(PARTS)]
+
+
+def excess(name: str, sets: int) -> dict[str, intervals.Interval]:
+    """What the cosine of a row comes to in random order where the true one is 1: as estimated, and less the jackknife's bias.
+
+    ``sets`` rollouts of every table, other ones than those of the stored results.
+    """
+    row, truth, found = method_of(name), Truth("random", LENGTH), {"estimated": [], "jackknife": []}
+    for which, number in itertools.product(range(1, sets + 1), range(TABLES)):
+        model, seed = base_table(number), 1000 * which + number
+        rollout = collect(model, "random", LENGTH, DRAWS, seed)
+        update = Updates(row, model, rollout, accepted(rollout.response), seed)
+        g, exact = update.direction(0, UPDATES), truth.gradient(update.table[:1])[1]
+        sums = Sums.by_part(g, exact.expand_as(g))
+        cosine = against(sums.over(torch.arange(PARTS)))[0]
+        found["estimated"].append(cosine)
+        found["jackknife"].append(PARTS * cosine - (PARTS - 1) * statistics.fmean(left_out(sums)))
+    return {how: intervals.mean_interval(values) for how, values in found.items()}
+
+
+def control_direction(number: int) -> tuple[Tensor, Tensor]:
+    """An order of the P weights, and a sign for each: reinforce in other weights is as noisy, and points elsewhere."""
+    size, noise = (TOKENS + 1) ** LENGTH * LENGTH * TOKENS, runs.keyed_generator(number, 0, "control")
+    return torch.randperm(size, generator=noise), 2.0 * torch.randint(2, (size,), generator=noise) - 1
+
+
+def measure(name: str, order: str, number: int, data: tuple, truth: Truth, updates: int = UPDATES) -> dict:
+    """A row on one table: cosine and noise of the first and of the last of its updates on a rollout."""
+    base, rollout, reward = data
+    row, seed = method_of(name), runs.keyed_seed(number, 0, f"{name} {order}")
+    place, sign = control_direction(number) if name == CONTROL else (slice(None), 1.0)
+    run = Updates(row, base, rollout, reward, seed)
+    start, exact = truth.gradient(run.table[:1])
+    g = sign * run.direction(0, updates)[:, place]
+    found = {"first": with_error(g, exact.expand_as(g))}
+    rate = STEP / float(g.square().sum(1).mean().sqrt())
+    for update in range(1, updates):
+        run.move(rate * g)
+        g = sign * run.direction(update, updates)[:, place]
+    value, exact = truth.gradient(run.table)
+    found["last"] = with_error(g, exact)
+    found["calls"] = statistics.fmean(run.calls)
+    return found | {"moved": run.moved(), "gain": float((value - start).mean()), "start": float(start)}
+
+
+def checked_truth(model: oracle.TabularDenoiser, order: str, block_length: int) -> Truth:
+    """The fast truth, once it has agreed with the judge on this table."""
+    truth = Truth(order, block_length)
+    exact = oracle.policy_gradient(model, order, 1.0, 1, accepted_text, block_length, END)
+    torch.testing.assert_close(truth.gradient(model.table[None])[1][0], exact.flatten(), rtol=1e-9, atol=1e-12)
+    return truth
+
+
+def one_table(number: int, names: Iterable[str], draws: int, updates: int = UPDATES, check: bool = True) -> dict[str, dict]:
+    """All rows on one table: {"name, order": what `measure` finds}."""
+    model, data, truths, found = base_table(number), {}, {}, {}
+    for name in names:
+        for order in orders_of(name):
+            kind = (order, block_of(name))
+            if kind not in data:
+                rollout = collect(model, *kind, draws, number)
+                data[kind] = model, rollout, accepted(rollout.response)
+                truths[kind] = checked_truth(model, *kind) if check else Truth(*kind)
+            found[f"{name}, {order}"] = measure(name, order, number, data[kind], truths[kind], updates)
+    return found
+
+
+# ================================================================================================== runs and rehearsal
+
+
+def rounded(value):
+    """Five digits are more than the draws support; a number that is none becomes null."""
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def settings(draws: int) -> dict:
+    """What the stored numbers depend on, beside the code."""
+    sizes = {"positions": LENGTH, "tokens": TOKENS, "block": BLOCK, "prompts": PROMPTS, "generations": GENERATIONS}
+    return sizes | {"updates": UPDATES, "step": STEP, "draws": draws}
+
+
+def names() -> list[str]:
+    """All rows, and the control."""
+    return [*methods.METHODS, CONTROL]
+
+
+def run(count: int, draws: int, path: Path) -> dict:
+    """All rows on ``count`` tables; what is in the file is not repeated."""
+    done = json.loads(path.read_text()) if path.exists() else {"settings": settings(draws), "seconds": {}, "tables": {}}
+    if done["settings"] != settings(draws):
+        raise SystemExit(f"{path.name}: got results of {done['settings']}; allowed those of {settings(draws)}, or no file")
+    for number in range(count):
+        table = done["tables"].setdefault(str(number), {})
+        missing = [name for name in names() if any(f"{name}, {order}" not in table for order in orders_of(name))]
+        if missing:
+            started = time.process_time()
+            table |= rounded(one_table(number, missing, draws))
+            seconds = time.process_time() - started
+            done["seconds"][str(number)] = round(done["seconds"].get(str(number), 0) + seconds, 1)
+            path.write_text(json.dumps(done, indent=1) + "\n")
+            print(f"table {number}: {len(missing)} rows, {seconds:.0f} s of CPU time", flush=True)
+    return done
+
+
+def rehearsal(draws: int = 24, updates: int = 2) -> dict[str, dict]:
+    """A few draws of one table: every row is measured, none well."""
+    return one_table(0, names(), draws, updates, check=False)
+
+
+def complaints(found: dict[str, dict]) -> list[str]:
+    """What a rehearsal shows to be wrong: a number that is none; reinforce in random order off the truth; the control on it."""
+    out = []
+    for key, row in found.items():
+        for which in ("first", "last"):
+            if not all(math.isfinite(x) for x in row[which].values()):
+                out.append(f"{key}: cosine {row[which]['cosine']:.3f} at the {which} update; allowed a number")
+    student = intervals.student(0.975, PARTS - 1)
+    first = found["reinforce, random"]["first"]
+    if not abs(first["cosine"] - 1) <= student * first["error"] <= 0.2:
+        out.append(f"reinforce, random: cosine {first['cosine']:.3f} at the first update; allowed 1 within its interval")
+    first = found[f"{CONTROL}, random"]["first"]
+    if not abs(first["cosine"]) + student * first["error"] < 0.5:  # its interval included
+        out.append(f"control, random: cosine {first['cosine']:.3f} at the first update; allowed below 0.5")
+    return out
+
+
+# ================================================================================================== the page
+
+FAMILIES = {  # where each begins in the table of methods
+    "reinforce": "The recorded trajectory",
+    "grpo": "Likelihoods from random masks",
+    "stabledrl": "Weights instead of ratios",
+    "stabledrl-block": "Block-wise models",
+    "egspo": "Some steps of the trajectory",
+    "ppo": "Trust regions",
+    "tracerl": "Papers from outside these families",
+}
+ORDERS = {"random": "random", "low_confidence": "confidence"}  # as they are called in the table
+REUSE = {"reuse 1": "first", "reuse 8": "last"}
+COLUMNS = (
+    ("method", "sampler", "calls") + tuple(f"{n}: {what}" for n in REUSE for what in ("cosine", "bias", "noise")) + ("gain",)
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The stored numbers of all tables."""
+
+    tables: list[dict]
+
+    def values(self, name: str, order: str, *path: str) -> list[float | None]:
+        """One number of a row, table by table."""
+        found = [table[f"{name}, {order}"] for table in self.tables]
+        for word in path:
+            found = [x[word] for x in found]
+        return found
+
+    def cosines(self, name: str, order: str, which: str) -> list[float | None]:
+        """Table by table; None where the draws do not settle it: a mean update that is all but 0."""
+        errors = self.values(name, order, which, "error")
+        found = zip(self.values(name, order, which, "cosine"), errors, strict=True)
+        return [cosine if cosine is not None and error is not None and error < SETTLED else None for cosine, error in found]
+
+    def interval(self, name: str, order: str, which: str) -> intervals.Interval | None:
+        """Mean cosine over the tables with Student's 95 % interval; None where a table has none."""
+        values = self.cosines(name, order, which)
+        return None if None in values else intervals.mean_interval(values)
+
+    def cosine(self, name: str, order: str, which: str) -> str:
+        """A cell."""
+        found = self.interval(name, order, which)
+        if found is None:
+            return f"none in {self.cosines(name, order, which).count(None)}"
+        return "{} [{}, {}]".format(*map(two, found))
+
+    def bias(self, name: str, order: str, which: str) -> str:
+        """A cell: root of the mean square over the tables, and of the ends of that mean's interval.
+
+        Squares, since the estimate of a cosine of 1 lies on both sides of 1: their mean has no bias from that, a mean of roots
+        would. By as much as the interval reaches below 0, where no square is, its upper end may be wrong as well.
+        """
+        cosines = self.cosines(name, order, which)
+        if None in cosines:
+            return f"none in {cosines.count(None)}"
+        mean, low, high = intervals.mean_interval([1 - max(c, 0) ** 2 for c in cosines])
+        return "{} [{}, {}]".format(*(two(math.sqrt(min(max(x, 0), 1))) for x in (mean, low, max(high, -low))))
+
+    def noise(self, name: str, order: str, which: str) -> str:
+        """The median, since a mean update near 0 makes it large without limit; with no mean at all it is infinite."""
+        return one(statistics.median(self.noises(name, order, which)))
+
+    def noises(self, name: str, order: str, which: str) -> list[float]:
+        """Table by table, the least first."""
+        return sorted(math.inf if x is None else x for x in self.values(name, order, which, "noise"))
+
+    def noise_cell(self, name: str, order: str, which: str) -> str:
+        """The median with the least and the largest: all tables lie on one side of the true median with 2^(1 - tables)."""
+        values = self.noises(name, order, which)
+        return f"{self.noise(name, order, which)} [{one(values[0])}, {one(values[-1])}]"
+
+    def mean(self, name: str, order: str, what: str) -> float:
+        """Mean over the tables of ``calls``, ``gain`` or ``moved``."""
+        return statistics.fmean(self.values(name, order, what))
+
+
+def one(x: float) -> str:
+    """One digit of a noise."""
+    return f"{x:.1f}" if x < 1000 else ">999"
+
+
+def two(x: float) -> str:
+    """Two digits, without -0.00."""
+    return f"{round(x, 2) + 0.0:.2f}"
+
+
+def line(results: Results, name: str, order: str) -> dict:
+    """A row of the page."""
+    sampler = ORDERS.get(order, order.replace("_", " ")) + (f", blocks of {BLOCK}" if block_of(name) < LENGTH else "")
+    cells = {"method": name, "sampler": sampler, "calls": f"{results.mean(name, order, 'calls'):.1f}"}
+    for n, which in REUSE.items():
+        found = results.cosine, results.bias, results.noise_cell
+        cells |= {
+            f"{n}: {what}": cell(name, order, which) for what, cell in zip(("cosine", "bias", "noise"), found, strict=True)
+        }
+    return cells | {"gain": f"{100 * results.mean(name, order, 'gain') + 0.0:.1f}"}
+
+
+def lines(results: Results) -> list[dict]:
+    """All rows by each of their samplers, every family under its name, and the control."""
+    out = []
+    for name in methods.METHODS:
+        out += [{"method": f"**{FAMILIES[name]}**"}] if name in FAMILIES else []
+        out += [line(results, name, order) for order in orders_of(name)]
+    return [*out, {"method": "**Control**"}, *(line(results, CONTROL, order) for order in orders_of(CONTROL))]
+
+
+def groups() -> dict[str, list[str]]:
+    """Rows of one kind, by what they look at: not those of an order, or of blocks."""
+    masks = (
+        alg.arc_plan,
+        alg.control_variate_plan,
+        alg.elbo_count_plan,
+        alg.quadrature_plan,
+        alg.block_plan,
+        alg.complementary_plan,
+        alg.coupled_plan,
+        alg.scheduled_plan,
+    )
+    rows = [row for row in map(method_of, methods.METHODS) if row.order == "any"]
+    every = [row for row in rows if row.plan.func is alg.replay_plan and row.plan.keywords["num_states"] is None]
+    return {
+        "trajectory": [row.name for row in every if row.normalizer == "none"],
+        "trajectory, by length": [row.name for row in every if row.normalizer != "none"],
+        "masks": [row.name for row in rows if row.plan.func in masks],
+        "mean field": [row.name for row in rows if row.plan.func is alg.mean_field_plan],
+    }
+
+
+def span(values: dict[str, float | None], digits: int = 2) -> str:
+    """The least and the largest of a group, by name; rows without a number are left out."""
+    known = {name: round(x, digits) + 0.0 for name, x in values.items() if x is not None}
+    low, high = min(known, key=known.get), max(known, key=known.get)
+    if known[low] == known[high]:
+        return f"{known[low]:.{digits}f}"
+    return f"{known[low]:.{digits}f} (`{low}`) to {known[high]:.{digits}f} (`{high}`)"
+
+
+SURE = "low_confidence"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What the table shows: each method a few sentences, with the numbers of the table in them."""
+
+    results: Results
+    kinds: dict[str, list[str]]
+
+    def cosines(self, kind: str, order: str, which: str) -> str:
+        """From the lowest to the highest mean of a kind of rows."""
+        found = {name: self.results.interval(name, order, which) for name in self.kinds[kind]}
+        return span({name: x and x.mean for name, x in found.items()})
+
+    def gains(self, kind: str, order: str) -> str:
+        """In points, likewise."""
+        return span({name: 100 * self.results.mean(name, order, "gain") for name in self.kinds[kind]}, digits=1)
+
+    def cosine(self, name: str, order: str = "random", which: str = "first") -> str:
+        """With its interval."""
+        return self.results.cosine(name, order, which)
+
+    def noise(self, name: str) -> str:
+        """With the row and its calls."""
+        return (
+            f"{self.results.noise(name, 'random', 'first')} (`{name}`, {self.results.mean(name, 'random', 'calls'):.1f} calls)"
+        )
+
+    def last_of(self, order: str, *rows: str) -> str:
+        """Rows with their cosines at the eighth update."""
+        return ", ".join(f"`{name}` {self.cosine(name, order, 'last')}" for name in rows)
+
+    def biases(self, order: str, *rows: str) -> str:
+        """Rows with their biases at the first update."""
+        return ", ".join(f"`{name}` {self.results.bias(name, order, 'first')}" for name in rows)
+
+    def gained(self, name: str) -> str:
+        """Points in low-confidence order."""
+        return f"{100 * self.results.mean(name, SURE, 'gain'):.1f}"
+
+    def first_update(self) -> Iterator[str]:
+        c, cosines = self.cosine, self.cosines
+        blocks = [row.name for row in map(method_of, methods.METHODS) if row.plan.func is alg.block_elbo_plan]
+        block_masks = span({name: self.results.interval(name, "random", "first").mean for name in blocks})
+        yield f"""**First update, random order.** The {len(self.kinds["trajectory"])} rows that score every step of the
+        trajectory, and do not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}:
+        their score is exact there. Rows that look at random masks have {cosines("masks", "random", "first")}, those of blocks,
+        by a sampler of two blocks, {block_masks}; rows that look once, at a response all hidden,
+        {cosines("mean field", "random", "first")}."""
+        yield f"""**First update, low-confidence order.** Which positions are revealed depends on the weights, and the
+        score of the tokens leaves that out: `reinforce` has {c("reinforce", SURE)}. On two of the four steps
+        `egspo-exact`, which scores positions too, has {c("egspo-exact", SURE)}; `egspo`, which does not, {c("egspo", SURE)}.
+        Random masks: {cosines("masks", SURE, "first")}. All hidden: {cosines("mean field", SURE, "first")}."""
+        yield f"""**Length.** `gspo` divides the log-likelihood of a text by its length: {c("gspo")} in random order,
+        where `ppo` has {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so,
+        too, and `gdpo`, {c("gdpo")}, divides the loss, which at its first update is the same;
+        `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do not, but differ in more. One word at a time, on these models
+        ([notebook 10](../notebooks/10_the_map.ipynb)): without the division `grpo` has 0.67, and with masks beyond the end of
+        a text, too, 0.77; its z-score changes nothing."""
+        yield f"""**Which steps.** Two of the four steps drawn uniformly (`replay-uniform`): {c("replay-uniform")}. The two most
+        uncertain (`egspo`): {c("egspo")}. Steps merged by two (`tracerl`): {c("tracerl")}. All that a step drew, of
+        which it reveals one token, with advantages of its own (`mdpo`): {c("mdpo")}."""
+
+    def eighth_update(self) -> Iterator[str]:
+        c, cosines, results = self.cosine, self.cosines, self.results
+        clip = method_of("gspo").objective.keywords["epsilon_low"]
+        yield f"""**Eighth update, random order.** No ratio: {self.last_of("random", "reinforce")}. Truncated weights:
+        {self.last_of("random", "cispo", "tis")}. Clips and masks: {self.last_of("random", "ppo", "dppo-tv")}.
+        Quadratic penalties: {self.last_of("random", "spo", "drpo")}. Random masks: {cosines("masks", "random", "last")}."""
+        yield f"""**Eighth update, low-confidence order.**
+        {self.last_of(SURE, "reinforce", "cispo", "tis", "ppo", "spo", "egspo-exact")}.
+        Random masks: {cosines("masks", SURE, "last")}."""
+        yield f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
+        {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random
+        order: {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}."""
+
+    def bias_noise_gain(self) -> Iterator[str]:
+        c, gains, results = self.cosine, self.gains, self.results
+        clip = method_of("gspo").objective.keywords["epsilon_low"]
+        start = {order: 100 * results.mean("reinforce", order, "start") for order in ORDERS}
+        pairs = zip(results.values("egspo", SURE, "gain"), results.values("egspo-exact", SURE, "gain"), strict=True)
+        less = "{:.1f} [{:.1f}, {:.1f}]".format(*intervals.mean_interval([100 * (a - b) for a, b in pairs]))
+        yield f"""**Bias** of the first update, in random order:
+        {self.biases("random", "reinforce", "egspo", "stabledrl", "grpo")}.
+        In low-confidence order: {self.biases(SURE, "reinforce", "egspo-exact", "egspo", "grpo")}."""
+        yield f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the
+        mean's length, at the first update in random order:
+        {", ".join(map(self.noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
+        accuracy: `grpo` has a cosine of {c("grpo")}, `reinforce` of {c("reinforce")}."""
+        yield f"""**Gain.** Expected reward starts at {start["random"]:.1f} points in random and {start[SURE]:.1f} in
+        low-confidence order. Seven updates of a row that scores every step and does not divide by an answer's own length add
+        {gains("trajectory", "random")}, and {gains("trajectory", SURE)}; of one that does, whose clip is {clip:g},
+        {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", SURE)}; of one with random masks
+        {gains("masks", "random")}, and {gains("masks", SURE)}.
+        The rate is set by the length of the update, its noise included, so that with the same length a row with noise r
+        moves by 1 / (1 + r^2)^(1/2) of it along its mean: noisy rows gain less at the same cosine.
+        A better cosine of the first update is not a larger gain: in low-confidence order `egspo` gains
+        {self.gained("egspo")} points and `egspo-exact` {self.gained("egspo-exact")}, a difference of {less}."""
+
+    def what_it_rests_on(self) -> Iterator[str]:
+        c, results = self.cosine, self.results
+        errors = [
+            error
+            for name in methods.METHODS
+            for order in orders_of(name)
+            for which in ("first", "last")
+            for error in results.values(name, order, which, "error")
+            if error is not None and error < SETTLED
+        ]
+        yield f"""**Control.** `{CONTROL}` is `reinforce` with the gradient written to other weights: {c(CONTROL)} and
+        {c(CONTROL, SURE)}, with a noise of {results.noise(CONTROL, "random", "first")} and
+        {results.noise(CONTROL, SURE, "first")}."""
+        yield f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
+        {statistics.median(errors):.3f} in the median of all rows, tables, orders and both updates, and at most
+        {max(errors):.2f} where a cosine is given. The intervals are over tables, and contain it."""
+
+
+def reading(results: Results) -> list[str]:
+    """The sentences below the table."""
+    of = Reading(results, groups())
+    sentences = [*of.first_update(), *of.eighth_update(), *of.bias_noise_gain(), *of.what_it_rests_on()]
+    return [" ".join(sentence.split()) for sentence in sentences]
+
+
+HEAD = """# Each row against the true policy gradient
+
+How far is the update of each row of the [map](methods.md) from the policy gradient of the sampler that made its rollout? Here
+the model is small enough to enumerate, so that the true gradient is known.
+
+Measured by `python research/benchmarks/rows_against_oracle.py`, which writes this page, in {minutes:.0f} minutes of one CPU thread.
+`--page` writes it again from the stored results (`research/benchmarks/results/rows_against_oracle.json`); `--rehearse` tries every row
+in seconds.
+
+- **Model.** {tables} tables of random conditional distributions: {positions} positions, {tokens} tokens, one of which ends
+  the text. The verifier accepts texts with exactly two ones. The prompt plays no role: hiding it, as diffu-GRPO does, does
+  nothing.
+- **Draw.** A rollout of {prompts} prompts x {generations} responses at temperature 1, one token a step, and the row's plans.
+  {draws} draws a table. The update g is minus the gradient of the row's loss.
+- **reuse 1**: the first update on a rollout, at the weights that sampled it. **reuse 8**: the eighth, after seven updates by
+  plain SGD of the row itself, whose rate is such that its first update has the root mean square length {step} on that table.
+- **Truth.** G, the gradient of the expected reward of that sampler at the weights of that moment, by enumeration of all that
+  it can do. At reuse 8 each draw has weights, and a G, of its own.
+- **cosine** of E g and E G: mean over tables [Student's 95 % interval over tables]. E g is a Monte Carlo mean over draws.
+  Products of means leave out the product of a draw with itself, so that noise does not lower the cosine. The root in the
+  denominator lets noise raise it a little, and an estimate can exceed 1: where the true cosine is 1, twelve further sets of
+  rollouts have a mean of 1.0006 [0.9997, 1.0015] for `reinforce`, and of 1.0022 [1.0002, 1.0042] for `replay-uniform`
+  (`--bias`). Rows of one sampler share their rollouts, and what a set of them has by chance, as the 1.003 of `reinforce`.
+  "none in k": in k of the tables the mean update is so near to 0 that the cosine's standard error is above {settled}.
+- **bias**: what the mean update misses at the best factor a from 0, relative to the length of the true gradient:
+  `|a E g - E G| / |E G| = (1 - c^2)^(1/2)`, and 1 with a negative c; a factor is a matter of the learning rate. The root of the
+  mean square over tables [the same root at both ends of Student's 95 % interval of that mean square]. It comes from the
+  estimates of the cosine, and of biases near 0 it says little: 0.005 of a cosine near 1 is a bias of 0.1. Where estimates above
+  1 take the interval below 0, it ends at 0 on the left, and on the right at least as far from 0 as it reached below.
+- **noise**: the variance of g as a length, relative to that of its mean: `(tr Var g)^(1/2) / |E g|`. Median over tables [least,
+  largest: an interval of {sure:.1f} % for the median of such tables, whatever their law]. ">999": hardly a mean was found.
+- **calls**: sequences that go through the network for an update, per response. What the rollout, an anchor or a reference costs
+  is not counted.
+- **gain**: by how many points the seven updates raised the expected reward, which is computed exactly and lies in 0 to 100.
+- **sampler**: random order, where the score of the recorded trajectory is exact, and low-confidence order, where it is not.
+  Rows of the block family have blocks of {block}, and the order inside them. `justgrpo` is about left-to-right order.
+- **Settings** are the rows' own, but for numbers of steps: `replay-uniform`, the `egspo` rows and `mdpo` keep 2 of the 4
+  steps. The blocks of 32 of `spg` and `stabledrl-released` cover all positions. `stabledrl-cv` has no constants, for nobody
+  fitted any to these tables: its states are arcs, without its control variate.
+
+"""
+
+TAIL = """
+What this does not say: how a network generalises, or which row trains best. In a table every masked state has weights of its
+own, and one that is never asked gets no update: where states share weights, random masks cost 0.06 of the cosine in random
+order, not 0.24 ([notebook 10](../notebooks/10_the_map.ipynb)). All numbers are about four positions: at 256 the fixed
+counts of `gdpo-released` err by less than one per cent ([notebook 05a](../notebooks/05a_gdpo_measured.ipynb)), here they miss a
+node.
+"""
+
+
+def page(stored: dict) -> str:
+    """docs/rows.md. Raises: ValueError for a row that was not measured."""
+    wanted = [f"{name}, {order}" for name in names() for order in orders_of(name)]
+    if missing := [key for key in wanted if any(key not in table for table in stored["tables"].values())]:
+        raise ValueError(
+            f"{RESULTS.name}: got no {missing[0]}; run python research/benchmarks/rows_against_oracle.py, which adds it"
+        )
+    results = Results(list(stored["tables"].values()))
+    head = HEAD.format(
+        **stored["settings"],
+        tables=len(results.tables),
+        settled=SETTLED,
+        sure=100 * (1 - 2 ** (1 - len(results.tables))),
+        minutes=sum(stored["seconds"].values()) / 60,
+    )
+    table = tables.markdown_table(lines(results), COLUMNS)
+    how = {"width": 128, "subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    points = "\n".join(textwrap.fill(f"- {sentence}", **how) for sentence in reading(results))
+    return f"{head}{table}\n\n## How to read it\n\n{points}\n{TAIL}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--rehearse", action="store_true", help="few draws of one table; exit status 1 if a row is wrong")
+    what.add_argument("--page", action="store_true", help="write the page from the stored results")
+    what.add_argument("--check", action="store_true", help="exit status 1 if the page is not what the stored results give")
+    what.add_argument("--bias", action="store_true", help="cosines whose true value is 1, on twelve more sets of rollouts")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.bias:
+        for name in ("reinforce", "replay-uniform"):
+            for how, (mean, low, high) in excess(name, 12).items():
+                print(f"{name}, {how}: {mean:.4f} [{low:.4f}, {high:.4f}]", flush=True)
+        return
+    if given.rehearse:
+        found = rehearsal()
+        for key, row in found.items():
+            print(key, *(f"{row[which]['cosine']:.2f} +- {row[which]['error']:.2f}" for which in ("first", "last")))
+        sys.exit("\n".join(complaints(found)) or 0)
+    stored = json.loads(RESULTS.read_text()) if given.page or given.check else run(TABLES, DRAWS, RESULTS)
+    if not given.check:
+        PAGE.write_text(page(stored), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page(stored):
+        sys.exit(f"{PAGE.name}: not what {RESULTS.name} gives; run python research/benchmarks/rows_against_oracle.py --page")
+
+
+if __name__ == "__main__":
+    main()
