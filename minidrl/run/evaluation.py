@@ -37,8 +37,8 @@ from tqdm import tqdm
 
 import minidrl
 from minidrl import sampler
+from minidrl.keyed import keyed_generator
 from minidrl.run import files, intervals, untrusted
-from minidrl.run.runs import keyed_generator
 from minidrl.run.untrusted import Kind
 from minidrl.sampler import Sampler, check_positions
 from minidrl.tasks import Problem, Task, held_out

@@ -1,13 +1,8 @@
-"""A run on disk: its folder, checkpoints, log and resumption; and random numbers that repeat.
-
-Every random draw is keyed by (seed, step, purpose). A run that is resumed therefore repeats the
-uninterrupted one to the bit, and no two draws of a run share a stream.
-"""
+"""A run on disk: its folder, checkpoints, log and resumption."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import re
@@ -24,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl.denoiser import has_adapters, trained
+from minidrl.keyed import keyed_generator, keyed_seed  # noqa: F401 (old place; goes with runs.py)
 from minidrl.run import checkpoints, config, distributed, files, report, untrusted
 from minidrl.run.launch import note, one_line
 
@@ -31,19 +27,6 @@ CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 _NAME = re.compile(r"checkpoint-[0-9]+")
 _FOLDERS = re.compile(r"(checkpoint|failed)-[0-9]+(\.part|\.old)?|files\.part")
 _NUMBERED = ("checkpoint-*[0-9]", "failed-*[0-9]")  # folders, as in Path.glob
-
-# ------------------------------------------------------------------------------------------- seeds
-
-
-def keyed_seed(seed: int, step: int, purpose: str) -> int:
-    """A seed of its own for (seed, step, purpose)."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()[:7], "big")
-
-
-def keyed_generator(seed: int, step: int, purpose: str) -> torch.Generator:
-    """A CPU generator of its own for (seed, step, purpose)."""
-    return torch.Generator().manual_seed(keyed_seed(seed, step, purpose))
-
 
 # ------------------------------------------------------------------------------------- checkpoints
 
