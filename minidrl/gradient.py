@@ -1,31 +1,76 @@
-"""The gradient, at any size: the two-pass backward that the training loop calls.
+"""The gradient at any size: the two-pass backward that the loop calls.
 
-A loss is a function of the features of K states a sequence, often not a linear one (a ratio of
+A loss is a function of the features of K states a response, often not a linear one (a ratio of
 ELBOs, a softmax over a group). Keeping the graph of all states until the loss is known costs memory
 proportional to K B. Instead:
 
     pass 1   compute all features without a graph; the loss on them gives their cotangents
              c = d loss / d feature
-    pass 2   recompute the features state by state and back-propagate  sum <c, feature>
+    pass 2   recompute the features, a micro-batch of states at a time, and back-propagate
+             sum <c, feature>
 
 By the chain rule this is the gradient, exactly, provided both passes compute the same function:
-dropout would break that. Where all states fit one micro-batch, `one_pass_backward` saves pass 1.
+dropout would break that. ``backward``, which the loop calls, saves a pass where that is exact.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minidrl import sampler
 from minidrl.algorithms import Plan, Rollout
 from minidrl.features import Network, features, state_chunks, state_features
-from minidrl.run import distributed
+
+if TYPE_CHECKING:
+    from minidrl.bookkeeping import Experience, Run
 
 Loss = Callable[[dict[str, Tensor]], Tensor]  # of the features of a plan
+
+
+class Alone:
+    """One process, which shares nothing. run/distributed.py has the same functions for several."""
+
+    generate = staticmethod(sampler.generate)
+
+    @staticmethod
+    def num_processes() -> int:
+        """Processes that share the work."""
+        return 1
+
+    @staticmethod
+    def on_main(call: Callable[[], Any]) -> Any:
+        """``call()``, in process 0 alone; its result in all."""
+        return call()
+
+    @staticmethod
+    def share_plan(plan: Plan) -> tuple[Plan, Tensor | None]:
+        """The plan of this process's forwards, and which of their states are its own (K, B)."""
+        return plan, None
+
+    @staticmethod
+    def keep_own(values: dict[str, Tensor], own: Tensor | None) -> dict[str, Tensor]:
+        """``values`` with 0 at all states but its own."""
+        return values
+
+    @staticmethod
+    def sum_shares(values: dict[str, Tensor], own: Tensor | None) -> dict[str, Tensor]:
+        """``values``, each state's from the process whose own it is."""
+        return values
+
+    @staticmethod
+    def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values of process 0."""
+        return values
+
+    @staticmethod
+    def full_tensor(value: Tensor) -> Tensor:
+        """All of a tensor of which each process may hold a share."""
+        return value
 
 
 class Backward(NamedTuple):
@@ -52,23 +97,86 @@ def two_pass_backward(
     size: int = 256,
     reference: Network | None = None,
     feature: dict[str, Tensor] | None = None,
+    processes: Any = Alone,
 ) -> Backward:
     """Accumulate d loss_of(features) / d weights, with memory constant in the number of states.
 
-    Gradients accumulate over the states; as in gradient checkpointing, what pass 1 did not keep is
-    computed again. ``size`` states go through the network at a time. ``feature``: what pass 1 would
-    find, or anything at which ``loss_of`` has the same gradient, where that can be had for less;
-    None: pass 1 is made. Raises FloatingPointError for a loss that is not finite, ValueError for a
-    network that draws random numbers.
+    ``size`` states go through the network at a time. ``feature``: what pass 1 would find, or
+    anything at which ``loss_of`` has the same gradient; None: pass 1 is made. Raises
+    FloatingPointError for a loss that is not finite, ValueError for a network with dropout.
     """
     refuse_random_modules(model)
-    how = {"temperature": temperature, "size": size, "reference": reference}
+    how = {"temperature": temperature, "size": size, "reference": reference, "processes": processes}
     if feature is None:
         feature = shared_features(model, rollout, plan, names=names, **how)
     loss, cotangent = cotangents(loss_of, feature)
     _check_finite(loss)
     seen, calls = second_pass(model, rollout, plan, cotangent, **how)
     return Backward(loss, seen, calls * (2 if "kl_ref" in cotangent else 1))
+
+
+def cotangents(loss_of: Loss, feature: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and d loss / d feature for every feature that it depends on."""
+    leaves = {name: value.detach().requires_grad_() for name, value in feature.items()}
+    loss = loss_of(leaves)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+    return loss.detach(), found
+
+
+def second_pass(
+    model: Network,
+    rollout: Rollout,
+    plan: Plan,
+    cotangent: dict[str, Tensor],
+    *,
+    size: int,
+    processes: Any = Alone,
+    **how,
+) -> tuple[dict[str, Tensor], int]:
+    """Back-propagate sum <cotangent, feature>; states whose cotangents are all 0 are skipped.
+
+    Returns the features it met (0 at skipped states) and the sequences that went through the
+    network.
+    """
+    cotangent = processes.from_main(cotangent)
+    # nan is not 0: the gradient needs it
+    needed = torch.stack([(c != 0).flatten(2).any(2) for c in cotangent.values()]).any(0)
+    plan = dataclasses.replace(plan, valid=plan.valid & needed)
+    share, own = processes.share_plan(plan)
+    flat = {name: c.flatten(0, 1) for name, c in processes.keep_own(cotangent, own).items()}
+    seen = {name: torch.zeros_like(c) for name, c in flat.items()}
+    for states in state_chunks(share, size):
+        value = state_features(model, rollout, plan, states, names=tuple(flat), **how)
+        sum((flat[name][states] * value[name]).sum() for name in flat).backward()
+        for name in flat:
+            seen[name][states] = value[name].detach()
+    seen = {name: value.unflatten(0, plan.valid.shape) for name, value in seen.items()}
+    return processes.sum_shares(seen, own), plan.network_calls
+
+
+def shared_features(
+    model: Network, rollout: Rollout, plan: Plan, *, processes: Any = Alone, **how
+) -> dict[str, Tensor]:
+    """``features``, each process doing its share of the forwards."""
+    share, own = processes.share_plan(plan)
+    return processes.sum_shares(features(model, rollout, share, **how), own)
+
+
+def refuse_random_modules(model: nn.Module) -> None:
+    """ValueError if a module would draw random numbers: the two passes would then see different
+    networks."""
+    dropouts = nn.modules.dropout._DropoutNd
+    for name, module in model.named_modules():
+        p = module.p if isinstance(module, dropouts) else getattr(module, "attention_dropout", 0.0)
+        if module.training and p:
+            allowed = "0 (or eval mode): both passes must agree"
+            raise ValueError(f"model: dropout {p} in {name or 'the network'}; allowed {allowed}")
+
+
+def _check_finite(loss: Tensor) -> None:
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"loss is {float(loss.detach())}")
 
 
 def one_pass_backward(
@@ -94,56 +202,108 @@ def one_pass_backward(
     return Backward(loss.detach(), seen, plan.network_calls * (2 if "kl_ref" in names else 1))
 
 
-def _check_finite(loss: Tensor) -> None:
-    if not torch.isfinite(loss):
-        raise FloatingPointError(f"loss is {float(loss.detach())}")
+# ----------------------------------------------------------------------------------------- of a run
 
 
-def cotangents(loss_of: Loss, feature: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and d loss / d feature for every feature that it depends on."""
-    leaves = {name: value.detach().requires_grad_() for name, value in feature.items()}
-    loss = loss_of(leaves)
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    found = {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
-    return loss.detach(), found
+class Gradient(NamedTuple):
+    """What `backward` found.
 
-
-def second_pass(
-    model: Network, rollout: Rollout, plan: Plan, cotangent: dict[str, Tensor], *, size: int, **how
-) -> tuple[dict[str, Tensor], int]:
-    """Back-propagate sum <cotangent, feature>; states whose cotangents are all 0 are skipped.
-
-    Returns the features it met (0 at skipped states) and the sequences that went through the
-    network.
+    loss      at the true features
+    feature   those features, before the update
+    plan      of the states whose features these are
+    complete  True: of all states of the plan. Otherwise pass 1 was saved, and pass 2 has skipped
+              the states without a gradient
     """
-    cotangent = distributed.from_main(cotangent)
-    # nan is not 0: the gradient needs it
-    needed = torch.stack([(c != 0).flatten(2).any(2) for c in cotangent.values()]).any(0)
-    plan = dataclasses.replace(plan, valid=plan.valid & needed)
-    share, own = distributed.share_plan(plan)
-    flat = {name: c.flatten(0, 1) for name, c in distributed.keep_own(cotangent, own).items()}
-    seen = {name: torch.zeros_like(c) for name, c in flat.items()}
-    for states in state_chunks(share, size):
-        value = state_features(model, rollout, plan, states, names=tuple(flat), **how)
-        sum((flat[name][states] * value[name]).sum() for name in flat).backward()
-        for name in flat:
-            seen[name][states] = value[name].detach()
-    seen = {name: value.unflatten(0, plan.valid.shape) for name, value in seen.items()}
-    return distributed.sum_shares(seen, own), plan.network_calls
+
+    loss: Tensor
+    feature: dict[str, Tensor]
+    plan: Plan
+    complete: bool
 
 
-def shared_features(model: Network, rollout: Rollout, plan: Plan, **how) -> dict[str, Tensor]:
-    """``features``, each process doing its share of the forwards."""
-    share, own = distributed.share_plan(plan)
-    return distributed.sum_shares(features(model, rollout, share, **how), own)
+def backward(
+    run: Run,
+    experience: Experience,
+    plan: Plan,
+    anchor: Tensor | None,
+    loss_of: Callable[..., Tensor],
+) -> Gradient:
+    """Accumulate d loss_of(features) / d weights in the cheapest way that is exact.
+
+    That is the two-pass backward. Pass 1 is left out where its result is known, and both passes are
+    one where all states fit a micro-batch.
+    """
+    rollout, how = experience.rollout, scoring(run)
+    given = (run.network, rollout, plan, loss_of)
+    known = known_features(run, experience, plan, anchor)
+    alone = run.processes.num_processes() == 1
+    fits = run.settings.one_pass and alone and plan.network_calls <= run.settings.micro_batch
+    if known is None and fits:
+        with run.clock.phase("update"):
+            done = one_pass_backward(*given, names=run.method.features, **how)
+        feature = done.seen
+    else:
+        feature = score(run, rollout, plan) if known is None else known
+        with run.clock.phase("update"):
+            done = two_pass_backward(*given, feature=feature, processes=run.processes, **how)
+    run.clock.count("update", done.calls)
+    if known is None:
+        return Gradient(done.loss, feature, plan, True)
+    met = (done.seen["logp"] != 0).any(-1, keepdim=True)
+    plan = dataclasses.replace(plan, scored=plan.scored & met)
+    return Gradient(loss_of(done.seen, plan).detach(), done.seen, plan, False)
 
 
-def refuse_random_modules(model: nn.Module) -> None:
-    """ValueError if a module would draw random numbers: the two passes would then see different
-    networks."""
-    dropouts = nn.modules.dropout._DropoutNd
-    for name, module in model.named_modules():
-        p = module.p if isinstance(module, dropouts) else getattr(module, "attention_dropout", 0.0)
-        if module.training and p:
-            allowed = "0 (or eval mode): both passes must agree"
-            raise ValueError(f"model: dropout {p} in {name or 'the network'}; allowed {allowed}")
+def known_features(
+    run: Run, experience: Experience, plan: Plan, anchor: Tensor | None
+) -> dict[str, Tensor] | None:
+    """Features at which the loss has the gradient of the true ones, where they cost nothing.
+
+    Any will do if the loss is linear. If the present weights are those that sampled, their
+    log-probabilities are on record. And a ratio of ll to itself is 1 whatever ll is: any will do
+    where the objective says so (``linear_on_policy``), unless a later update needs the old ll.
+    None: pass 1 is needed.
+    """
+    method, logp = run.method, experience.rollout.logp
+    blank = torch.zeros(plan.scored.shape, dtype=logp.dtype, device=logp.device)
+    anything = dict.fromkeys(method.features, blank)
+    if method.linear:
+        return anything
+    if method.on_record:
+        sampled_now = experience.updates == run.updates
+        against_reference = method.kl is not None and method.kl.target == "reference"
+        return {"logp": logp * plan.scored} if sampled_now and not against_reference else None
+    own, only_update = method.anchor == "old" and anchor is None, run.settings.num_iterations == 1
+    return anything if own and only_update and method.linear_on_policy else None
+
+
+def score(run: Run, rollout: Rollout, plan: Plan) -> dict[str, Tensor]:
+    """The features (section 4) of the method's loss, (K, B, L) each, without a graph."""
+    return _counted_features(run, run.network, rollout, plan, run.method.features)
+
+
+def likelihood(run: Run, network: Network, rollout: Rollout, plan: Plan) -> dict[str, Tensor]:
+    """Those features of which an ll is made: all that an anchor or a reference needs."""
+    made_of = ("logp", "order_logp", "position_logp")
+    names = tuple(name for name in run.method.features if name in made_of)
+    return _counted_features(run, network, rollout, plan, names)
+
+
+def _counted_features(
+    run: Run, network: Network, rollout: Rollout, plan: Plan, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    run.clock.count("scoring", plan.network_calls * (2 if "kl_ref" in names else 1))
+    with run.clock.phase("scoring"):
+        how = scoring(run) | {"names": names, "processes": run.processes}
+        return shared_features(network, rollout, plan, **how)
+
+
+def scoring(run: Run) -> dict[str, Any]:
+    """At which temperature features are computed, how many states at a time, and beside whom."""
+    sampling = run.method.temperature == "sampling"
+    temperature = run.settings.sampler.temperature if sampling else 1.0
+    return {
+        "temperature": temperature,
+        "size": run.settings.micro_batch,
+        "reference": run.reference,
+    }

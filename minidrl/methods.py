@@ -629,6 +629,12 @@ def advantages(
     return method.credit(reward, rollout.num_generations, step_reward, plan.valid, time)
 
 
+def completions(method: Method, rollout: Rollout) -> Tensor:
+    """The record (B, T, L) of the text that each state would become in one step (``step_value``)."""
+    words = {"greedy": "one_step", "sampled": "one_step_sampled", "proposed": "one_step_proposed"}
+    return alg.record(rollout, words[method.step_value])
+
+
 def surrogate(
     method: Method,
     plan: Plan,

@@ -15,9 +15,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minidrl import algorithms as alg
-from minidrl import denoiser, methods, sampler
+from minidrl import denoiser, loop, methods, sampler
 from minidrl.oracle import TabularDenoiser
-from minidrl.run import checkpoints, config, trainer
+from minidrl.run import checkpoints, config, train
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
@@ -142,14 +142,14 @@ def rollout(model: nn.Module, settings: sampler.Sampler = SAMPLER, records: tupl
     return sampler.generate(model, prompt, mask, settings, **words)
 
 
-def experience(learner: trainer.Learner) -> trainer.Experience:
-    """A rollout of the learner's network with arbitrary rewards, a different one in each row."""
-    made = rollout(learner.model, learner.settings.sampler, tuple({"entropy", *learner.method.needs}))
+def experience(run: loop.Run) -> loop.Experience:
+    """A rollout of the run's network with arbitrary rewards, a different one for each response."""
+    made = rollout(run.model, run.settings.sampler, tuple({"entropy", *run.method.needs}))
     reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
     puzzles = TASK.problems(GROUPS, np.random.default_rng(3))
-    decoded = texts.decode(learner.tok, made.response)
+    decoded = texts.decode(run.tok, made.response)
     solved = torch.tensor([TASK.judge(puzzles[i // GENERATIONS], text).solved for i, text in enumerate(decoded)])
-    return trainer.Experience(puzzles, made, decoded, reward, solved)
+    return loop.Experience(puzzles, made, decoded, reward, solved)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs
@@ -195,11 +195,11 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def learner_on(monkeypatch, model: nn.Module, **changes) -> trainer.Learner:
-    """A Learner that finds copies of ``model`` where it would load a checkpoint."""
+def run_on(monkeypatch, model: nn.Module, **changes) -> loop.Run:
+    """A run that finds copies of ``model`` where it would load a checkpoint."""
     model = blockwise(model) if in_blocks(changes.get("method", "")) else model
     monkeypatch.setattr(checkpoints, "load", lambda *_: (copy.deepcopy(model), tokenizer()))
-    return trainer.Learner(settings(**changes))
+    return train.start(settings(**changes))
 
 
 def varied_score(task: Countdown, puzzle: Puzzle, response: str) -> float:

@@ -323,19 +323,19 @@ def _temperature(text: str) -> float:
 
 
 def _pretrain(arguments, overrides) -> None:
-    from minidrl.run import config, trainer
+    from minidrl.run import config, pretrain
 
     settings = config.load(config.Pretrain, arguments.config, overrides)
-    summary = trainer.pretrain(settings, _out(arguments), arguments.resume)
+    summary = pretrain.pretrain(settings, _out(arguments), arguments.resume)
     _print(json.dumps(summary, indent=2))
 
 
 def _train(arguments, overrides) -> None:
-    from minidrl.run import config, distributed, trainer
+    from minidrl.run import config, distributed, train
 
     settings, out = config.load(config.Train, arguments.config, overrides), _out(arguments)
     with distributed.process_group(settings.device):
-        s = trainer.train(settings, out, arguments.resume)
+        s = train.train(settings, out, arguments.resume)
     if not distributed.is_main():
         return
     rise = f"{s['solved_before']:.1%} -> {s['solved_after']:.1%}"

@@ -63,6 +63,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -79,7 +80,7 @@ from minidrl.algorithms import Plan, Rollout
 from minidrl.methods import Method, draw
 from minidrl.run import checkpoints, config, distributed, runs
 from minidrl.run.launch import LocalError, one_line
-from minidrl.run.rehearsal import blank_rollout, main_memory, method_of
+from minidrl.run.precheck import blank_rollout, method_of
 
 RESIDENT = ("weights", "adapters", "optimizer", "reference", "rollout_weights")
 TRANSIENT = ("activations", "layer", "logits", "rollout", "gradients", "earlier", "step")
@@ -424,6 +425,14 @@ def check_pretraining(settings: config.Pretrain) -> None:
     _refuse(asked, settings.device, 1, said)
 
 
+def main_memory() -> int:
+    """Bytes of main memory that this process may have: the machine's, or those of its container."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    told = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return min(whole, int(told)) if told.isdecimal() else whole
+
+
 def _refuse(asked: int, device: str, processes: int, said: str) -> None:
     room, name = main_memory() // processes, "this machine"
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
@@ -452,19 +461,11 @@ _LOWER = {  # where memory runs out -> what to change
 }
 
 
-@contextlib.contextmanager
-def part(name: str):
-    """Running out of GPU memory inside is remembered as having happened in this part of a step."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.add_note(name)
-        raise
-
-
-def out_of_memory(error: torch.OutOfMemoryError, settings: config.Train, out: Path) -> LocalError:
-    """The line for it: where, what to lower, and what is kept."""
-    name = error.__notes__[0] if getattr(error, "__notes__", None) else "loading"
+def out_of_memory(
+    error: torch.OutOfMemoryError, settings: config.Train, out: Path, phase: str
+) -> LocalError:
+    """The line for it: in which phase of a step, what to lower, and what is kept."""
+    name = phase or "loading"
     found = runs.checkpoint_folders(out)
     kept = f"{found[-1]} is kept, --resume goes on" if found else "no checkpoint was due yet"
     said, size = one_line(error).partition(". GPU")[0], settings.micro_batch

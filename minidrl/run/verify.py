@@ -39,11 +39,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minidrl import denoiser, sampler
+from minidrl import denoiser, loop, sampler
 from minidrl.denoiser import Denoiser
-from minidrl.run import checkpoints, config, memory, trainer
+from minidrl.run import checkpoints, config, memory, train
 from minidrl.run.launch import RunError, one_line
-from minidrl.tasks import DEFAULT, TASKS, Example, Task, task_class
+from minidrl.tasks import DEFAULT, TASKS, Example, Task, Verdict, task_class
 from minidrl.tasks.text import chats, decode, encode_prompts
 
 TOLERANCE = 0.15  # of a predicted peak
@@ -104,7 +104,7 @@ def verify(
     """
     checkpoints.describe(source)
     settings = _settings(source, device, dtype)
-    trainer.prepare(settings)
+    train.prepare(settings)
     if (prompt is None) != (answer is None) or answer == "":
         got = f"{answer!r} with prompt {prompt!r}"
         allowed = "both or none, and a word that is not empty"
@@ -268,26 +268,33 @@ def _bytes(named: Iterable[tuple[str, Tensor]]) -> int:
     return sum(p.numel() * p.element_size() for _, p in named)
 
 
+class _Spread:
+    """A task whose rewards differ within a group: where all fail, there would be no gradient."""
+
+    def __init__(self, task: Task):
+        self.task, self.judged = task, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def judge(self, problem: Any, response: str) -> Verdict:
+        """The task's verdict, its reward raised by a made-up part."""
+        found, self.judged = self.task.judge(problem, response), self.judged + 1
+        return found._replace(reward=found.reward + 0.01 * self.judged)
+
+
 def _step(settings: config.Train, made: dict) -> str:
     if torch.device(settings.device).type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(settings.device)
     started, made["resident"] = time.perf_counter(), memory.Resident()
-    learner = trainer.Learner(settings)
-    judge = learner.judge
-
-    def spread(problems: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
-        # A made-up part that differs within a group: where all fail, there would be no gradient.
-        reward, solved = judge(problems, texts)
-        return reward + torch.linspace(0, 1, len(texts), dtype=torch.float64), solved
-
-    learner.judge = spread
-    before = {name: p.detach().clone() for name, p in denoiser.trained(learner.model)}
-    row = learner.step(0)
+    run = train.start(settings)
+    run.task = _Spread(run.task)
+    before = {name: p.detach().clone() for name, p in denoiser.trained(run.model)}
+    row = loop.take_step(run, 0)
     made["grown"] = made.pop("resident").peak()
-    del learner.judge  # else the learner would hold itself, and outlive its last use
-    made["learner"] = learner
-    same = [name for name, p in denoiser.trained(learner.model) if torch.equal(p, before[name])]
+    made["run"] = run
+    same = [name for name, p in denoiser.trained(run.model) if torch.equal(p, before[name])]
     # A moves from the second update on, and only if that is not clipped.
     stuck = [name for name in same if ".lora_B." in name]
     norm = f"gradient norm {row['grad_norm']:.3g}"
@@ -301,7 +308,7 @@ def _step(settings: config.Train, made: dict) -> str:
 
 
 def _memory(settings: config.Train, made: dict) -> str:
-    if "learner" not in made:
+    if "run" not in made:
         raise NotApplicable("there was no step")
     predicted = memory.peak(memory.predicted_memory(settings))
     found = memory.measured(torch.device(settings.device))
@@ -317,14 +324,14 @@ def _memory(settings: config.Train, made: dict) -> str:
 
 
 def _adapters(made: dict, out: str | None) -> str:
-    if "learner" not in made:
+    if "run" not in made:
         raise NotApplicable("there was no step")
-    learner = made.pop("learner")
-    model, tok, dtype = learner.model, learner.tok, _dtype(learner.model)
+    run = made.pop("run")
+    model, tok, dtype = run.model, run.tok, _dtype(run.model)
     with _folder(out, _bytes(denoiser.trained(model))) as folder:
         checkpoints.save(model, tok, folder)
         before = marks(model)
-        del learner, model  # the one that is read brings its base with it
+        del run, model  # the one that is read brings its base with it
         after = marks(checkpoints.load(folder, "cpu", dtype)[0])
         changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
         _refuse(sorted((before.keys() ^ after.keys()) | changed))

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from minidrl.run.rehearsal import completions
 from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import features as feat
 from minidrl import methods, oracle, sampler
 from minidrl.run import intervals, runs, tables
-from minidrl.run.rehearsal import completions
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "research/benchmarks/results/rows_against_oracle.json", ROOT / "docs/rows.md"

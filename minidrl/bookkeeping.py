@@ -1,0 +1,226 @@
+"""What the loop works on, and what it reports: nothing here moves a weight.
+
+``Run`` is what a run is made of, ``Experience`` one rollout with its rewards, ``Clock`` counts, and
+``of_step`` makes the row of metrics.jsonl. The names of metrics are TRL's where it has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from minidrl import algorithms as alg
+from minidrl import methods
+from minidrl.algorithms import Plan, Rollout
+from minidrl.gradient import Alone, shared_features
+from minidrl.keyed import keyed_generator
+from minidrl.methods import Method
+from minidrl.tasks import Problem, Task
+
+
+@dataclass
+class Clock:
+    """Seconds and network calls (sequences) by phase of a step; ``now``: the phase it is in."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    now: str = ""
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """What happens inside is charged to the phase. A GPU has done its work before and after."""
+        self.now, started = name, _time()
+        yield
+        self.now, self.seconds[name] = "", self.seconds.get(name, 0.0) + _time() - started
+
+    def count(self, name: str, calls: int) -> None:
+        """Network calls of a phase."""
+        self.calls[name] = self.calls.get(name, 0) + calls
+
+    def row(self) -> dict[str, float]:
+        """Columns of the log."""
+        row = {f"seconds/{name}": value for name, value in self.seconds.items()}
+        return row | {f"network_calls/{name}": value for name, value in self.calls.items()}
+
+
+def _time() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@dataclass
+class Run:
+    """What a run works on. run/train.py makes one from settings; a notebook may do so by hand.
+
+    settings    numbers: steps, num_prompts, num_generations, num_iterations, micro_batch, seed,
+                sampler, optimizer, ... (run/config.py, Train)
+    model       the network that is trained, and reference the one that a penalty compares it with
+    network     as model, perhaps compiled; actor: the same, perhaps rounded, for rollouts
+    processes   how work is shared: gradient.Alone, or run/distributed.py
+    updates     optimiser steps so far
+    """
+
+    settings: Any
+    task: Task
+    method: Method
+    model: nn.Module
+    tok: Any
+    optimizer: torch.optim.Optimizer
+    reference: Network | None = None
+    network: Any = None
+    actor: Any = None
+    processes: Any = Alone
+    updates: int = 0
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self):
+        self.network = self.model if self.network is None else self.network
+        self.actor = self.network if self.actor is None else self.actor
+
+
+@dataclass
+class Experience:
+    """One rollout and what the task said about it; a problem for each prompt.
+
+    ``updates``: how many updates the weights had seen that sampled it, if they are the trained
+    weights and their policy was not approximated; else None. ``kl``: KL of the sampler's policy to
+    the trained one, where the sampler approximated.
+    """
+
+    problems: Sequence[Problem]
+    rollout: Rollout
+    texts: list[str]
+    reward: Tensor
+    solved: Tensor
+    updates: int | None = None
+    kl: float | None = None
+
+    @property
+    def groups(self) -> Tensor:
+        """Rewards (G, N)."""
+        return self.reward.unflatten(0, (-1, self.rollout.num_generations))
+
+    def select(self, prompts: Tensor) -> Experience:
+        """The prompts where the mask (G,) is True, with all their responses."""
+        rows = prompts.repeat_interleave(self.rollout.num_generations).nonzero()[:, 0]
+        tensors = {k: v[rows] for k, v in vars(self.rollout).items() if torch.is_tensor(v)}
+        records = {name: value[rows] for name, value in self.rollout.records.items()}
+        return dataclasses.replace(
+            self,
+            problems=[self.problems[i] for i in prompts.nonzero()[:, 0].tolist()],
+            rollout=dataclasses.replace(self.rollout, **tensors, records=records),
+            texts=[self.texts[i] for i in rows.tolist()],
+            reward=self.reward[rows],
+            solved=self.solved[rows],
+        )
+
+
+# ----------------------------------------------------------------------------------------- metrics
+
+
+def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> dict:
+    """The metrics of a step: of its rollout, the mean of its updates' rows, and the clock's."""
+    reward, rollout, groups = experience.reward, experience.rollout, experience.groups
+    several, alike = groups.shape[1] > 1, (groups == groups[:, :1]).all(1)
+    found = {
+        "step": step + 1,
+        "reward": float(reward.mean()),
+        "reward_std": float(groups.std(1).mean()) if several else 0.0,
+        "solved": float(experience.solved.double().mean()),
+        "frac_reward_zero_std": float(alike.double().mean()),
+        "completions/mean_length": float(rollout.lengths.double().mean()),
+        "completions/tokens": int(rollout.lengths.sum()),
+        "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
+    }
+    if experience.kl is not None:
+        found["rollout_kl"] = experience.kl
+    if run.settings.filter_groups:
+        found["groups_filtered"] = int(alike.sum())
+    for name in {name: None for row in rows for name in row}:
+        values = [row[name] for row in rows if name in row]
+        found[name] = max(values) if name == "ratio_max" else float(np.mean(values))
+    return found | run.clock.row()
+
+
+def of_update(
+    method: Method,
+    plan: Plan,
+    rollout: Rollout,
+    adv: Tensor,
+    anchor: Tensor | None,
+    ref: Tensor | None,
+    feature: dict[str, Tensor],
+) -> dict[str, float]:
+    """What the ratios and the penalty of an update look like, at the features before it."""
+    row = {}
+    if "order_logp" in feature:
+        row["order_impossible"] = _impossible(plan, feature["order_logp"])
+    ratios, old = method, anchor
+    if method.linear and plan.replay:  # it has no anchor: the sampler's record stands in for one
+        ratios = dataclasses.replace(method, features=("logp",))
+        recorded = {"logp": rollout.logp.expand(plan.scored.shape)}
+        old = methods.reduced(ratios, plan, rollout, recorded)
+    if old is not None:
+        row |= methods.ratio_diagnostics(ratios, plan, rollout, feature, old, adv)
+    return row | _penalty(method, plan, rollout, anchor, ref, feature)
+
+
+def _impossible(plan: Plan, order_logp: Tensor) -> float:
+    """Share of states whose recorded positions the present weights could not have chosen: F = 0 in
+    (4.2)."""
+    states = order_logp.sum(-1)[plan.valid & plan.scored.any(-1)]
+    # In float64 the logarithm of the smallest number is lower still.
+    least = math.log(torch.finfo(torch.float32).tiny) + 0.1
+    return float((states <= least).double().mean()) if len(states) else 0.0
+
+
+def _penalty(
+    method: Method,
+    plan: Plan,
+    rollout: Rollout,
+    anchor: Tensor | None,
+    ref: Tensor | None,
+    feature: dict[str, Tensor],
+) -> dict[str, float]:
+    """The KL that the method penalises: k3 (7.2), whatever its form, or the exact one."""
+    if method.kl is None:
+        return {}
+    if method.kl.form == "exact":
+        present = plan.scored
+        return {"kl": float(feature["kl_ref"][present].mean())} if present.any() else {}
+    ll = methods.kl_target(method, plan, rollout, feature)
+    present = alg.entries(plan, method.reduction)[0].expand_as(ll)
+    kl = alg.kl_term(ll, anchor if ref is None else ref, form="k3")
+    return {"kl": float(kl[present].mean())}
+
+
+def rollout_kl(run: Run, step: int, rollout: Rollout) -> float | None:
+    """KL(policy of an approximate sampler || policy of the network) of a kept token, nats.
+
+    Two steps of each response, drawn uniformly, are scored as the network has them: 2 / T of the
+    calls of the rollout. Unbiased for the mean over the kept tokens where the order does not depend
+    on the tokens; with low_confidence it is that of the selected tokens. None at temperature 0,
+    where the policy is a point mass and most KLs are infinite or 0.
+    """
+    s = run.settings.sampler
+    if s.temperature == 0:
+        return None
+    noise = keyed_generator(run.settings.seed, step, "rollout_kl")
+    plan = alg.replay_plan(rollout, noise, num_states=min(2, s.num_steps), min_entropy=0.0)
+    run.clock.count("rollout_kl", plan.network_calls)
+    with run.clock.phase("rollout_kl"):
+        how = {"temperature": s.temperature, "size": run.settings.micro_batch}
+        found = shared_features(run.network, rollout, plan, processes=run.processes, **how)
+    kl = alg.kl_term(rollout.logp.expand_as(found["logp"]), found["logp"], form="k3")
+    drawn = plan.weight[..., None] * (plan.scored & rollout.keep)
+    return float((drawn * kl).sum() / rollout.keep.sum())

@@ -1,0 +1,206 @@
+"""Pre-training of the tiny masked diffusion LM itself: supervised, on a task's demonstrations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from minidrl import algorithms as alg
+from minidrl import denoiser, loop
+from minidrl import features as feat
+from minidrl.algorithms import Rollout
+from minidrl.features import Network
+from minidrl.keyed import keyed_generator, keyed_seed
+from minidrl.run import checkpoints, config, files, memory, runs
+from minidrl.run.launch import RunError, stop_requests, tell_notes
+from minidrl.run.runs import MetricsLog
+from minidrl.run.train import make_optimizer, prepare, stopped
+from minidrl.run.trainer import evaluate
+from minidrl.tasks import Problem, held_out
+from minidrl.tasks.text import encode_prompts, encode_responses
+
+
+def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict:
+    """Train a fresh network by maximising the ELBO (count form, padding included).
+
+    The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of
+    hidden tokens equally likely. Returns and writes the summary; its ``distinct_problems`` are
+    those met so far, each key once.
+    """
+    prepare(settings)
+    held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
+    memory.check_pretraining(settings)
+    with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+        try:
+            return _pretrain(settings, out, checkpoint, asked)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            lost = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
+            if not settings.workers or not lost:
+                raise
+            said = "a process that makes demonstrations was ended from outside (out of memory?)"
+            raise RunError(f"{said}; --resume goes on from the last checkpoint") from None
+
+
+def _pretrain(
+    settings: config.Pretrain, out: Path, checkpoint: Path | None, asked: Callable[[], int]
+) -> dict:
+    tok, state = settings.task.tokenizer(), {"step": 0, "seconds": 0.0, "met": []}
+    model = _untrained(settings, tok)
+    network = denoiser.compiled(model) if settings.compile else model
+    optimizer = make_optimizer(model, settings.optimizer)
+    if checkpoint is not None:
+        stored = runs.load_checkpoint(checkpoint, model, optimizer)
+        state |= runs.complete(stored, ("seconds", "met"), checkpoint)
+    log = MetricsLog(out, checkpoint, state["step"])
+    if checkpoint is not None:
+        runs.write_config(out, settings)
+    tell_notes()
+    started = time.perf_counter() - state["seconds"]
+    last, met = settings.stop_after or settings.steps, set(state["met"])
+    steps = range(state["step"], last)
+
+    def save(step: int) -> Path:
+        reached = {"step": step, "seconds": time.perf_counter() - started, "met": sorted(met)}
+        runs.save_checkpoint(out / f"checkpoint-{step}", model, tok, optimizer, reached)
+        return out / f"checkpoint-{step}"
+
+    batches = demonstration_rollouts(settings, tok, steps)
+    bar = tqdm(steps, desc="pretrain", initial=state["step"], total=last, mininterval=2)
+    with contextlib.closing(batches):  # whose processes end with it
+        for step in bar:
+            if signal := asked():
+                bar.close()
+                save(step)
+                raise stopped(signal, out, step, last)
+            problems, rollout = next(batches)
+            lr = loop.learning_rate(settings.optimizer, step, settings.steps)
+            loss = elbo_loss(network, rollout, settings, step)
+            loss.backward()
+            try:
+                norm = loop.optimizer_step(model, optimizer, settings.optimizer, lr)
+            except FloatingPointError as error:
+                raise RunError(
+                    f"step {step}: {error}; stopped, {save(step)} is from before it"
+                ) from None
+            met.update(problem.key for problem in problems)
+            if step % 50 == 0:
+                bar.set_postfix(loss=f"{loss.item():.3f}")
+                measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
+                log.write({"step": step + 1} | measured)
+            if settings.save_every and (step + 1) % settings.save_every == 0:
+                save(step + 1)
+    facts = {
+        "steps": last,
+        "seconds": round(time.perf_counter() - started, 1),
+        "parameters": model.num_parameters(),
+        "distinct_problems": len(met),
+    }
+    return _pretrained(settings, out, model, tok, facts)
+
+
+def _pretrained(
+    settings: config.Pretrain, out: Path, model: denoiser.Denoiser, tok: Any, facts: dict
+) -> dict:
+    """The base is written, judged on held-out problems, and summed up."""
+    with files.into(out) as part:
+        checkpoints.save(model, tok, part)
+    how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
+    judged = evaluate(model, tok, settings.task, settings.sampler, **how)
+    return runs.write_summary(out, facts | {"held_out": judged})
+
+
+def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:
+    block_causal = settings.sampler.attention == "block_causal"
+    block_length = settings.sampler.block_length if block_causal else None
+    sizes = dataclasses.asdict(settings.network)
+    return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstrations:
+    """What step ``i`` of a pre-training learns from, item ``i``: problems of the pre-training
+    split, their prompts and mask, and a response to each; in main memory. Or why there is none: an
+    error that a worker process raises would reach the run with its traceback for a message."""
+
+    settings: config.Pretrain
+    tok: Any
+
+    def __getitem__(self, step: int) -> tuple | ValueError:
+        try:
+            return self._made(step)
+        except ValueError as error:
+            return error
+
+    def _made(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
+        settings, task = self.settings, self.settings.task
+        rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
+        problems = task.problems(settings.batch_size, rng, "pretrain")
+        where = (task.prompt_length, "cpu", task.prompt_format)
+        prompt, prompt_mask = encode_prompts(self.tok, problems, *where)
+        texts = task.demonstrations(problems, rng, step / settings.steps)
+        response = encode_responses(self.tok, texts, settings.sampler.length)
+        return problems, prompt, prompt_mask, response
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _begin_worker(number: int) -> None:
+    """Each worker is one thread, and leaves Ctrl-C to the run, which saves first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def demonstration_rollouts(
+    settings: config.Pretrain, tok: Any, steps: Sequence[int]
+) -> Iterator[tuple[Sequence[Problem], Rollout]]:
+    """The problems of each step, and their demonstrations in the shape of a Rollout.
+
+    ``workers`` processes make them ahead: a GPU learns from a batch sooner than one process makes
+    the next. Which numbers are drawn depends on the step alone.
+    """
+    items = DataLoader(
+        Demonstrations(settings, tok),
+        batch_size=None,
+        sampler=steps,
+        collate_fn=_unchanged,
+        num_workers=settings.workers,
+        # A forked process would hold the run's lock after the run's death.
+        multiprocessing_context="spawn" if settings.workers else None,
+        worker_init_fn=_begin_worker,
+        generator=torch.Generator(),  # else a number is drawn from torch's own
+    )
+    for item in items:
+        if isinstance(item, ValueError):
+            raise item
+        problems, *tensors = item
+        prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
+        words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
+        yield problems, Rollout.of(response, **words)
+
+
+def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:
+    """-ELBO / L of a batch, one masked state a sequence; of a block-causal model one a block."""
+    block_causal = settings.sampler.attention == "block_causal"
+    plan_of = alg.block_elbo_plan if block_causal else alg.elbo_count_plan
+    noise = keyed_generator(settings.seed, step, "masks")
+    plan = plan_of(rollout, noise, num_states=1, domain="all", strata=False)
+    (states,) = feat.state_chunks(plan, len(rollout.response))
+    found = feat.state_features(model, rollout, plan, states, temperature=1.0)["logp"]
+    logp = torch.zeros_like(plan.scored, dtype=found.dtype).flatten(0, 1)
+    logp = logp.index_copy(0, states, found).view_as(plan.scored)
+    ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
+    return -ll.mean() / rollout.response.shape[1]

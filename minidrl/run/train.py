@@ -1,0 +1,261 @@
+"""An RL run in a folder: what drives minidrl/loop.py.
+
+``train`` opens the folder, builds what the loop works on (``start``), evaluates before, between
+and after, writes a line of metrics a step, and saves checkpoints; a resumed run goes on from the
+newest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from minidrl import denoiser, loop, sampler
+from minidrl.methods import Method
+from minidrl.run import checkpoints, config, distributed, memory, report, runs
+from minidrl.run.launch import Interrupted, RunError, stop_requests, tell_notes
+from minidrl.run.precheck import method_of
+from minidrl.run.runs import MetricsLog
+from minidrl.run.trainer import evaluate
+from minidrl.tasks import held_out
+from minidrl.tasks.text import encode_prompts
+
+log = logging.getLogger("minidrl")
+
+
+def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
+    """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png; returns summary.json."""
+    together = distributed.collectively
+    together(lambda: memory.check(settings))
+    together(lambda: held_out(settings.task, settings.evaluate.n, settings.evaluate.skip))
+    run = None
+    try:
+        run = together(lambda: start(settings))
+        return _train(run, out, resume)
+    except torch.OutOfMemoryError as error:
+        raise memory.out_of_memory(error, settings, out, run.clock.now if run else "") from None
+
+
+def _train(run: loop.Run, out: Path, resume: bool) -> dict:
+    settings = run.settings
+    with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+        state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
+        if checkpoint is not None:
+            state |= distributed.collectively(lambda: restore(run, checkpoint))
+        rows = distributed.collectively(
+            lambda: MetricsLog(out, checkpoint, state["step"], settings.tensorboard)
+        )
+        if checkpoint is not None:
+            distributed.on_main(lambda: runs.write_config(out, settings))
+        if state["solved_before"] is None:
+            with checkpoints.blamed(run.model, settings.model):
+                state["solved_before"] = _evaluate(run, rows, 0, 0.0)
+        tell_notes()
+        _steps(run, rows, out, state, asked)
+        return _finish(run, rows, out, state)
+
+
+def _steps(
+    run: loop.Run, rows: MetricsLog, out: Path, state: dict, asked: Callable[[], int]
+) -> None:
+    """The steps that are left, each with its line; Interrupted where one was ``asked`` to stop."""
+    s, first = run.settings, state["step"]
+    started = time.perf_counter() - state["seconds"]
+    words = {"desc": run.method.name, "initial": first, "total": s.steps, "mininterval": 1}
+    quiet = {} if distributed.is_main() else {"disable": True}  # else as TQDM_DISABLE says
+    with tqdm(**words, **quiet) as bar:
+        steps = loop.train(run, first)
+        for step in range(first, s.steps):
+            if signal := distributed.on_main(asked):
+                bar.close()
+                save(run, out / f"checkpoint-{step}", state)
+                raise stopped(signal, out, step, s.steps)
+            try:
+                row = next(steps)
+            except FloatingPointError as error:
+                kept = runs.checkpoint_folders(out)
+                last = f"{kept[-1]} is the last checkpoint" if kept else "there is no checkpoint"
+                raise RunError(f"step {step}: {error}; stopped, {last}") from None
+            if step == first:  # no step needs more than the first
+                memory.report_peak(s, run.model.device)
+            seconds = time.perf_counter() - started
+            state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
+            bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")
+            bar.update()
+            rows.write(row | {"seconds": seconds})
+            if step + 1 < s.steps:
+                if s.evaluate.every and (step + 1) % s.evaluate.every == 0:
+                    _evaluate(run, rows, step + 1, seconds)
+                if s.save_every and (step + 1) % s.save_every == 0:
+                    save(run, out / f"checkpoint-{step + 1}", state)
+
+
+def stopped(signal: int, out: Path, step: int, steps: int) -> Interrupted:
+    """What is raised by a run that was asked to stop, once its checkpoint is written."""
+    saved = out / f"checkpoint-{step}"
+    return Interrupted(f"stopped after {step} of {steps} steps; {saved} is saved", signal)
+
+
+def _evaluate(run: loop.Run, rows: MetricsLog, step: int, seconds: float) -> float:
+    s = run.settings
+    decoding = dataclasses.replace(s.sampler, temperature=s.evaluate.temperature)
+    how = {"n": s.evaluate.n, "skip": s.evaluate.skip, "micro_batch": s.micro_batch}
+    with run.clock.phase("evaluation"):
+        scores = evaluate(run.model, run.tok, run.task, decoding, **how)
+    row = {"step": step, "seconds": seconds, "eval/temperature": s.evaluate.temperature}
+    rows.write(row | {f"eval/{key}": value for key, value in scores.items()})
+    return scores["solved"]
+
+
+def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
+    s = run.settings
+    if state["solved_after"] is None:  # else the checkpoint is there already
+        state["solved_after"] = _evaluate(run, rows, s.steps, state["seconds"])
+        save(run, out / f"checkpoint-{s.steps}", state)
+    rows.close()
+    distributed.on_main(lambda: report.can_draw() and report.write_curve(out))
+    summary = {
+        "method": run.method.name,
+        "seed": s.seed,
+        "steps": s.steps,
+        "seconds": round(state["seconds"], 1),
+        "solved_before": state["solved_before"],
+        "solved_after": state["solved_after"],
+        "evaluated_on": s.evaluate.n,
+        "temperature": s.evaluate.temperature,
+    }
+    return distributed.on_main(lambda: runs.write_summary(out, summary))
+
+
+def save(run: loop.Run, folder: Path, state: dict) -> None:
+    """A checkpoint: weights, optimiser, counters."""
+    runs.save_checkpoint(folder, run.model, run.tok, run.optimizer, state)
+
+
+def restore(run: loop.Run, checkpoint: Path) -> dict:
+    """Go on from a checkpoint; returns its counters."""
+    state = runs.load_checkpoint(checkpoint, run.model, run.optimizer)
+    run.updates = state["step"] * run.settings.num_iterations
+    return runs.complete(state, ("seconds", "solved_before"), checkpoint)
+
+
+# ------------------------------------------------------------------------- what a run is built from
+
+
+def start(settings: config.Train) -> loop.Run:
+    """All that the loop works on, from settings: networks, method, optimiser."""
+    method = method_of(settings)  # raises before anything is loaded or written
+    distributed.check_settings(settings)
+    prepare(settings)
+    model, tok, reference = load_policy(settings, method)
+    _check_fits(model, tok, settings)
+
+    def compiled(network: denoiser.Denoiser) -> denoiser.Denoiser:
+        return denoiser.compiled(network) if settings.compile else network
+
+    network = actor = compiled(model)
+    if settings.rollout_dtype != "float32":
+        actor = compiled(denoiser.rounded(model, getattr(torch, settings.rollout_dtype)))
+    distributed.shard(model, reference, actor, compute_dtype=settings.compute_dtype)
+    if settings.sampler.cache in sampler.APPROXIMATE:
+        said = "rollouts are off-policy; the metric rollout_kl says how far"
+        log.warning(f"sampler.cache {settings.sampler.cache}: {said}")
+    return loop.Run(
+        settings=settings,
+        task=settings.task,
+        method=_with_constants(method, settings),
+        model=model,
+        tok=tok,
+        optimizer=make_optimizer(model, settings.optimizer),
+        reference=reference,
+        network=network,
+        actor=actor,
+        processes=distributed,
+    )
+
+
+def prepare(settings: config.Train | config.Pretrain) -> None:
+    """Threads and the precision of float32 products, for the whole process.
+
+    ``threads`` 0 leaves the number as it is. Raises ValueError for a device that is not there.
+    """
+    try:
+        torch.empty(0, device=settings.device).tolist()  # meta has no numbers
+    except (RuntimeError, AssertionError):
+        allowed = "cpu, and cuda where torch finds a GPU"
+        raise ValueError(f"device: got {settings.device!r}; allowed {allowed}") from None
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
+
+
+def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
+    """(network to train, tokenizer, reference policy or None).
+
+    With adapters the reference is the same network with its adapters off; otherwise it is a second
+    copy. A method that compares with none has none.
+    """
+    lora = settings.lora
+    dtype = None if settings.dtype == "stored" else getattr(torch, settings.dtype)
+    how = (settings.model, settings.device, dtype)
+    model, tok = checkpoints.load(*how, **({"quantize": True} if settings.quantize else {}))
+    if denoiser.has_adapters(model):
+        allowed = "a base (--resume continues a run)"
+        raise ValueError(f"model: got {settings.model!r}, which holds adapters; allowed {allowed}")
+    if lora.rank:
+        words = dataclasses.asdict(lora)
+        denoiser.add_adapters(model, **words, seed=settings.seed, base=settings.model)
+    if settings.gradient_checkpointing:
+        denoiser.checkpoint_activations(model)
+    if method.kl is None or method.kl.target != "reference":
+        return model, tok, None
+    return model, tok, denoiser.without_adapters(model) if lora.rank else checkpoints.load(*how)[0]
+
+
+def _check_fits(model: denoiser.Denoiser, tok: Any, settings: config.Train) -> None:
+    """ValueError where prompts, positions or attention of the run do not fit the network."""
+    width, length = settings.task.prompt_length, settings.sampler.length
+    if settings.task.prompt_format == "chat":  # what it refuses, it refuses here
+        encode_prompts(tok, settings.task.held_out(1), width, prompt_format="chat")
+    else:
+        sampler.check_positions(getattr(model, "model", None), width, length)
+    sampler.check_attention(model, settings.sampler)
+
+
+def _with_constants(method: Method, settings: config.Train) -> Method:
+    """The method; where its plan has a control variate (2.12), with the constants of the base."""
+    if "constants" not in method.plan.keywords:
+        return method
+    found = checkpoints.control_variate(settings.model, settings.sampler.order)
+    if found is None:  # the plan is unbiased without them
+        path = Path(settings.model) / checkpoints.CONSTANTS
+        log.warning(f"no control variate: {path} has none for {settings.sampler.order} order")
+    return dataclasses.replace(method, plan=partial(method.plan, constants=found))
+
+
+def make_optimizer(model: nn.Module, settings: config.Optimizer) -> torch.optim.AdamW:
+    """AdamW over the parameters that are trained: all of them, or the adapters.
+
+    Its moments are there from the start, so that the first step needs as much memory as any other.
+    """
+    parameters = [p for _, p in denoiser.trained(model)]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+    )
+    moments = ("exp_avg", "exp_avg_sq")
+    zeros = [{key: torch.zeros_like(p) for key in moments} for p in parameters]
+    slots = {i: {"step": torch.tensor(0.0)} | slot for i, slot in enumerate(zeros)}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": slots})
+    return optimizer
