@@ -1,6 +1,5 @@
 """The command line and the settings: what a user types, and the one line that answers a mistake."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import yaml
 import tiny
 from minidrl import gradient, methods, oracle
 from minidrl.methods import METHODS
-from minidrl.run import cards, config, estimators, rehearsal, report, runs, trainer
+from minidrl.run import config, estimators, report, runs, trainer
 from minidrl.run.cli import main
 from minidrl.tasks.countdown import Countdown
 
@@ -66,32 +65,9 @@ MISTAKES = {
     "--stepz 5": "stepz: unknown key (did you mean steps?); allowed model,",
     "--optimizer.learning_rat 5": "optimizer.learning_rat: unknown key (did you mean optimizer.learning_rate?)",
     "--xyzzy=5": "xyzzy: unknown key; allowed",
-    "--steps many": "steps: got 'many'; allowed a value of type int",
-    "--steps 1.5": "steps: got 1.5; allowed a value of type int",
-    "--steps true": "steps: got True; allowed a value of type int",
-    "--optimizer.learning_rate fast": "optimizer.learning_rate: got 'fast'; allowed a value of type float",
     "--optimizer.learning_rate .nan": "optimizer.learning_rate: got nan",
-    "--optimizer.learning_rate .inf": "optimizer.learning_rate: got inf; allowed finite numbers above 0",
-    "--optimizer.learning_rate -1": "optimizer.learning_rate: got -1.0; allowed finite numbers above 0",
     "--optimizer.learning_rate -1e-3": "optimizer.learning_rate: got -0.001",
-    "--optimizer.max_grad_norm 0": "minidrl: optimizer.max_grad_norm: got 0.0; allowed numbers above 0",
-    "--optimizer.beta1 1": "optimizer.beta1: got 1.0; allowed 0 up to, not including, 1",
-    "--optimizer.weight_decay=-1": "optimizer.weight_decay: got -1.0; allowed from 0",
-    "--optimizer.warmup -1": "optimizer.warmup: got -1; allowed from 0",
-    "--optimizer.schedule linear": "optimizer.schedule: got 'linear'; allowed constant, cosine",
-    "--optimizer 3": "optimizer: got 3; allowed a section with keys learning_rate,",
     "--steps.more 3": "steps.more: got a value below 'steps', which is no section",
-    "--steps -5": "steps: got -5; allowed from 1",
-    "--num_prompts 0": "num_prompts: got 0; allowed from 1",
-    "--num_generations=-1": "num_generations: got -1; allowed from 1",
-    "--num_iterations 0": "num_iterations: got 0; allowed from 1",
-    "--micro_batch 0": "micro_batch: got 0; allowed from 1",
-    "--save_every -1": "save_every: got -1; allowed from 0",
-    "--threads -1": "threads: got -1; allowed from 0",
-    "--evaluate.n 0": "evaluate.n: got 0; allowed from 1",
-    "--evaluate.every -1": "evaluate.every: got -1; allowed from 0",
-    "--evaluate.temperature -0.5": "evaluate.temperature: got -0.5; allowed from 0",
-    "--evaluate.temperature .inf": "minidrl: evaluate.temperature: got inf; allowed 0 (greedy), and numbers from 1e-06",
     "--sampler.temperature -1": "temperature: got -1.0; allowed 0 (greedy), and numbers from 1e-06",
     "--sampler.temperature 0": "sampler.temperature: got 0; allowed above 0",
     "--sampler.order sideways": "order: got 'sideways'; allowed random, low_confidence, left_to_right",
@@ -100,8 +76,6 @@ MISTAKES = {
     "--task.reward kind": "task.reward: got 'kind'; allowed strict,",
     "--task.prompt_format poem": "task.prompt_format: got 'poem'; allowed plain, chat",
     "--task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the tokenizer of /",
-    "--dtype float16": "dtype: got 'float16'; allowed stored, float32, bfloat16",
-    "--compute_dtype float16": "compute_dtype: got 'float16'; allowed weights, bfloat16",
     "--compute_dtype bfloat16": "compute_dtype: got 'bfloat16' with dtype stored; allowed weights, or dtype float32",
     "--compute_dtype bfloat16 --dtype float32": "compute_dtype: got 'bfloat16' with one process; allowed weights, or several",
     "--compute_dtype bfloat16 --dtype float32 --rollout_dtype bfloat16": "compute_dtype: got 'bfloat16' with rollout_dtype",
@@ -109,14 +83,9 @@ MISTAKES = {
     "--quantize true": "quantize: got True; allowed with lora.rank from 1",
     "--quantize true --lora.rank 2 --rollout_dtype bfloat16": "quantize: got True; allowed with lora.rank from 1 and without",
     "--gradient_checkpointing true --compile true": "gradient_checkpointing: got True with compile; allowed one of the two",
-    "--lora.rank -1": "lora.rank: got -1; allowed from 0",
-    "--lora.alpha 0": "lora.alpha: got 0.0; allowed numbers above 0, up to 1e+06",
-    "--lora.target_modules []": "lora.target_modules: got []; allowed names of linear layers, at least one",
-    "--lora.target_modules q_proj": "lora.target_modules: got 'q_proj'; allowed a value of type list",
     "--lora.rank 2 --lora.target_modules [attn_out]": "lora.target_modules: got 'attn_out', which matches no module",
     "--device quantum": "device: got 'quantum'; allowed cpu",
     "--method_options.plan.states 3": "method_options.plan.states: no such option of reinforce; allowed plan.num_states,",
-    "--method_options 3": "method_options: got 3; allowed a value of type dict",
     "--steps [1": "steps: got '[1'; allowed a value in YAML",
     "--model nowhere": "model: got 'nowhere', which holds no config.json",
     "--model=.": "model: got '.', which holds no config.json",
@@ -171,13 +140,10 @@ METHOD_MISTAKES = {
     "grpo --method_options.kl.beta 0.1": "method_options.kl.beta: got 0.1; allowed with kl.form and kl.beta both",
     "grpo --method_options.aggregation max": "method_options.aggregation: got 'max' for grpo; allowed sequence_mean,",
     "ppo --sampler.temperature 0": "sampler.temperature: got 0; allowed above 0, ppo scores at the sampling temperature",
-    "ppo --rollout_dtype float16": "rollout_dtype: got 'float16'; allowed float32, bfloat16",
-    "ppo --rollout_dtype 16": "rollout_dtype: got 16; allowed a value of type str",
     "trace-block": "sampler.attention: got 'bidirectional'; allowed block_causal, as trace-block scores all blocks at once",
     "ppo --sampler.attention causal": "attention: got 'causal'; allowed bidirectional, block_causal",
     "ppo --sampler.block_length 3": "block_length: got 3; allowed a divisor of length = 4",
     "ppo --sampler.cache exact": "cache: got 'exact' with attention bidirectional; allowed none, prefix, dual",
-    "ppo --filter_groups maybe": "filter_groups: got 'maybe'; allowed a value of type bool",
     "ppo --filter_groups true --num_generations 1": "filter_groups: got True with num_generations 1; allowed from 2",
 }
 
@@ -242,13 +208,9 @@ def test_a_rollout_without_a_record_is_refused_by_the_module_itself():
 
 
 PRETRAIN_MISTAKES = {
-    "--steps 0": "steps: got 0; allowed from 1",
-    "--batch_size 0": "batch_size: got 0; allowed from 1",
     "--task.hit_share 2": "task.hit_share: got 2.0; allowed 0 to 1",
     "--task.late_hit_share=-0.1": "task.late_hit_share: got -0.1; allowed 0 to 1",
     "--hit_share 0.5": "hit_share: unknown key",
-    "--save_every -1": "save_every: got -1; allowed from 0",
-    "--network.num_attention_heads 0": "network.num_attention_heads: got 0; allowed from 1",
     "--device quantum": "device: got 'quantum'; allowed cpu",
     "--model base": "model: unknown key",
 }
@@ -267,9 +229,6 @@ FILES = {
     "": "holds NoneType; allowed a mapping",
     "model: base\n": "sampler: missing; it has no default",
     "model: base\nsampler: {order: random}\n": "sampler.temperature: missing; it has no default",
-    "model: base\nsampler: 3\n": "sampler: got 3; allowed a section with keys order,",
-    "model: 3\nsampler: {}\n": "model: got 3; allowed a value of type str",
-    "1: 2\n": "1: unknown key",
 }
 
 
@@ -354,94 +313,6 @@ def test_overrides_in_both_spellings_reach_the_settings(folder, capfd):
     assert settings.num_prompts == RUN["num_prompts"], "the file's other values stay"
 
 
-def test_a_number_in_scientific_notation_is_a_number(folder):
-    (folder / "run.yaml").write_text(yaml.safe_dump(RUN) + "optimizer: {learning_rate: 3e-4, warmup: 2}\n")
-    assert yaml.safe_load("3e-4") == "3e-4", "what YAML 1.1 makes of it"
-    optimizer = config.load(config.Train, "run.yaml").optimizer
-    assert (optimizer.learning_rate, optimizer.warmup) == (3e-4, 2)
-
-
-def test_a_model_in_a_config_is_relative_to_the_config_and_one_in_an_option_to_the_user(folder, monkeypatch):
-    (folder / "elsewhere").mkdir()
-    monkeypatch.chdir(folder / "elsewhere")
-    assert config.load(config.Train, "../run.yaml").model == str(folder / "base")
-    assert config.load(config.Train, "../run.yaml", {"model": "mine"}).model == "mine"
-
-
-def test_no_limit_on_the_gradient_norm_can_be_asked_for(folder):
-    assert config.load(config.Train, "run.yaml", {"optimizer.max_grad_norm": ".inf"}).optimizer.max_grad_norm == float("inf")
-
-
-def test_settings_are_given_by_name_and_stay_as_they_were_checked(folder):
-    loaded = [config.load(config.Train, "run.yaml"), config.load(config.Pretrain, "base.yaml")]
-    for settings in (*loaded, config.Network(), config.Optimizer(), config.Evaluation(), config.Lora()):
-        first = dataclasses.fields(settings)[0].name
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(settings, first, -1)
-        with pytest.raises(TypeError, match="positional"):
-            type(settings)(getattr(settings, first))
-
-
-UNSAID = {
-    config.Train: {"steps": 100, "num_prompts": 16, "num_generations": 12, "num_iterations": 1, "micro_batch": 128}
-    | {"seed": 0, "save_every": 0, "threads": 0, "method": "reinforce", "dtype": "stored", "rollout_dtype": "float32"},
-    config.Pretrain: {"steps": 1000, "stop_after": 0, "batch_size": 128, "seed": 0, "save_every": 0, "threads": 0},
-    config.Optimizer: {
-        "learning_rate": 3e-4,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "warmup": 0,
-    },
-    config.Evaluation: {"n": 512, "temperature": 1.0, "every": 0, "skip": 0},
-    config.Lora: {"rank": 0, "alpha": 64.0},
-    config.Network: {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256},
-}
-
-
-@pytest.mark.parametrize("kind", UNSAID, ids=lambda kind: kind.__name__)
-def test_what_a_config_does_not_say_means_what_it_meant_when_the_run_was_started(kind):
-    """A config that leaves a key out is another run as soon as the key has another default."""
-    task = {"sampler": dataclasses.replace(tiny.SAMPLER, length=8)} if kind in (config.Train, config.Pretrain) else {}
-    settings = kind(**task)
-    assert {key: getattr(settings, key) for key in UNSAID[kind]} == UNSAID[kind]
-
-
-def test_settings_at_the_edge_of_what_is_allowed(folder):
-    words = {"optimizer.beta1": 0.0, "optimizer.beta2": 0.0, "filter_groups": True, "num_generations": 2}
-    settings = config.load(config.Train, "run.yaml", words | {"num_iterations": 4096})
-    assert (settings.optimizer.beta1, settings.filter_groups, settings.num_iterations) == (0.0, True, 4096)
-    assert config.Network(num_hidden_layers=1024) and config.Lora(rank=2**16, alpha=1e6)
-    with pytest.raises(ValueError, match="^filter_groups: got True with num_generations 1; allowed from 2"):
-        config.load(config.Train, "run.yaml", words | {"num_generations": 1})
-
-
-@pytest.mark.parametrize("kind", [config.Train, config.Pretrain])
-def test_settings_survive_being_written_down(kind, folder):
-    settings = config.load(kind, folder / ("run.yaml" if kind is config.Train else "base.yaml"), {"optimizer.beta2": 0.9})
-    assert config.from_dict(kind, yaml.safe_load(yaml.safe_dump(config.to_dict(settings)))) == settings
-
-
-CONFIGS = sorted((Path(__file__).parents[1] / "tiny_configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_config_that_ships_is_valid(path):
-    text = yaml.safe_load(path.read_text())
-    settings = config.load(config.Pretrain if "network" in text else config.Train, path)
-    assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
-    if "method" in text:
-        assert rehearsal.method_of(settings).name == text["method"]
-
-
-def test_the_name_of_a_model_on_the_hub_is_no_path(folder):
-    (folder / "run.yaml").write_text(yaml.safe_dump(RUN | {"model": "GSAI-ML/LLaDA-8B-Instruct"}))
-    assert config.load(config.Train, "run.yaml").model == "GSAI-ML/LLaDA-8B-Instruct"
-    (folder / "GSAI-ML").mkdir()  # then it is a folder beside the config
-    assert config.load(config.Train, "run.yaml").model == str(folder / "GSAI-ML/LLaDA-8B-Instruct")
-
-
 def test_memory_is_told_before_anything_is_loaded(folder, capfd, monkeypatch):
     monkeypatch.setattr(trainer.checkpoints, "load", lambda *_: pytest.fail("a network was loaded"))
     (folder / "base/model.safetensors").unlink()
@@ -460,17 +331,6 @@ def test_out_of_memory_is_status_2(folder, capfd, monkeypatch):
     monkeypatch.setattr(gradient, "second_pass", full)
     status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
     assert status == 2 and error.splitlines()[-1].startswith("minidrl: micro_batch: got 128, out of memory in the update")
-
-
-def test_a_changed_run_is_noticed(folder):
-    settings = config.load(config.Train, "run.yaml")
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(settings)))
-    config.check_unchanged(settings, folder)
-    other = dataclasses.replace(settings, steps=9, seed=1)
-    with pytest.raises(ValueError, match="^steps: got 9; allowed 1, with which the run in .* was started$"):
-        config.check_unchanged(other, folder)
-    with pytest.raises(ValueError, match="^seed: got 1; allowed 0"):
-        config.check_unchanged(other, folder, free=("steps",))
 
 
 # ---------------------------------------------------------------------------------------------------------------- verbs
@@ -557,18 +417,6 @@ def test_compare_continues_an_interrupted_run(folder, capfd):
     assert run(capfd, *words)[0] == 0
     rows = report.read_metrics(folder / "all/reinforce-3e-4-1-0")
     assert [row["step"] for row in rows if "reward" in row] == [1, 2, 3]
-
-
-def test_methods_in_json_and_as_a_table(capfd):
-    status, out, error = run(capfd, "methods", "--json")
-    rows = json.loads(out)
-    assert status == 0 and error == "" and [row["method"] for row in rows] == list(METHODS)
-    assert all(row["source"] and row["objective"] and row["likelihood"] for row in rows)
-    told = {key for key in rows[0] if key not in ("method", "title", "source", "differs", "records")}
-    assert len({tuple(row[key] for key in sorted(told)) for row in rows}) == len(rows), "two rows differ in visible words"
-    assert told < set(cards.METHOD_COLUMNS)
-    table = run(capfd, "methods")[1]
-    assert len(table.splitlines()) == len(METHODS) + 2 and all(f"| {name}" in table for name in METHODS)
 
 
 def test_estimators_in_json(capfd):

@@ -1,0 +1,222 @@
+"""The settings of a run: what a file and the command line may say, and the one line that answers a mistake."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from minidrl.methods import METHODS
+from minidrl.run import config
+
+SAMPLER = {"order": "left_to_right", "temperature": 1.0, "length": 4, "block_length": 4, "tokens_per_step": 1}
+RUN = {"model": "base", "task": {"num_numbers": 2, "held_out_share": 0.3}, "sampler": SAMPLER, "steps": 1}
+RUN_BASE = {"task": RUN["task"], "sampler": SAMPLER, "steps": 3}
+RUN |= {"method": "reinforce", "method_options": {"plan.min_entropy": 0.02}}
+CONFIGS = sorted((Path(__file__).parents[1] / "tiny_configs").glob("*.yaml"))
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (tmp_path / "base").mkdir()
+    return tmp_path / "run.yaml"
+
+
+def load(path: Path, **overrides) -> config.Train:
+    return config.load(config.Train, path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "stepz 5": "stepz: unknown key (did you mean steps?); allowed model,",
+    "optimizer.learning_rat 5": "optimizer.learning_rat: unknown key (did you mean optimizer.learning_rate?)",
+    "sampler.lenght 5": "sampler.lenght: unknown key (did you mean sampler.length?)",
+    "task.max_num 5": "task.max_num: unknown key (did you mean task.max_number?)",
+    "xyzzy 5": "xyzzy: unknown key; allowed model,",
+    "steps many": "steps: got 'many'; allowed a valid integer",
+    "steps 1.5": "steps: got 1.5; allowed a valid integer",
+    "steps 0": "steps: got 0; allowed greater than 0",
+    "steps [1": "steps: got '[1'; allowed a value in YAML",
+    "steps.more 3": "steps.more: got a value below 'steps', which is no section",
+    "save_every -1": "save_every: got -1; allowed greater than or equal to 0",
+    "optimizer.learning_rate fast": "optimizer.learning_rate: got 'fast'; allowed a valid number",
+    "optimizer.learning_rate .nan": "optimizer.learning_rate: got nan; allowed a finite number",
+    "optimizer.learning_rate -1e-3": "optimizer.learning_rate: got -0.001; allowed greater than 0",
+    "optimizer.max_grad_norm .nan": "optimizer.max_grad_norm: got nan; allowed greater than 0",
+    "optimizer.beta1 1": "optimizer.beta1: got 1; allowed less than 1",
+    "optimizer.schedule linear": "optimizer.schedule: got 'linear'; allowed 'constant' or 'cosine'",
+    "optimizer 3": "optimizer: got 3; allowed a dictionary",
+    "task 3": "task: got 3; allowed a section",
+    "task.name chess": "task.name: got 'chess'; allowed countdown, sudoku",
+    "task.num_numbers 7": "task.num_numbers: got 7; allowed 2, 3, 4",
+    "task.num_numbers many": "task.num_numbers: got 'many'; allowed a valid integer",
+    "evaluate.temperature -0.5": "evaluate.temperature: got -0.5; allowed greater than or equal to 0",
+    "sampler.temperature -1": "sampler.temperature: got -1.0; allowed 0 (greedy)",
+    "sampler.order sideways": "sampler.order: got 'sideways'; allowed random, low_confidence",
+    "sampler.block_length 3": "sampler.block_length: got 3; allowed a divisor of length = 4",
+    "sampler.length 1": "sampler.block_length: got 4; allowed a divisor of length = 1",
+    "dtype float16": "dtype: got 'float16'; allowed 'stored', 'float32' or 'bfloat16'",
+    "compute_dtype bfloat16": "compute_dtype: got 'bfloat16' with dtype stored; allowed weights, or dtype float32",
+    "quantize true": "quantize: got True; allowed with lora.rank from 1",
+    "filter_groups maybe": "filter_groups: got 'maybe'; allowed a valid boolean",
+    "lora.target_modules []": "lora.target_modules: got []; allowed list should have at least 1 item",
+    "lora.target_modules q_proj": "lora.target_modules: got 'q_proj'; allowed a valid list",
+    "device quantum": "device: got 'quantum'; allowed cpu, cuda",
+    "method_options 3": "method_options: got 3; allowed a valid dictionary",
+    "model 3": "model: got 3; allowed a valid string",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_setting_is_one_line_that_names_it(mistake, path):
+    key, _, value = mistake.partition(" ")
+    with pytest.raises(ValueError) as caught:
+        config.load(config.Train, path, {key: value})
+    said = str(caught.value)
+    assert said.startswith(MISTAKES[mistake]) and "\n" not in said
+
+
+BELONG_TOGETHER = {
+    "quantize": {"quantize": True, "lora.rank": 2, "rollout_dtype": "bfloat16"},
+    "compute_dtype": {"compute_dtype": "bfloat16", "dtype": "float32", "lora.rank": 2},
+    "gradient_checkpointing": {"gradient_checkpointing": True, "compile": True},
+    "filter_groups": {"filter_groups": True, "num_generations": 1},
+    "sampler.length": {"sampler.length": 2, "sampler.block_length": 2},
+}
+
+
+@pytest.mark.parametrize("key", BELONG_TOGETHER)
+def test_settings_that_do_not_go_together(key, path):
+    with pytest.raises(ValueError, match=f"^{key}: got .*; allowed "):
+        config.load(config.Train, path, BELONG_TOGETHER[key])
+
+
+FILES = {
+    "steps: [1": "is no YAML",
+    "- 1\n- 2\n": "holds list; allowed a mapping",
+    "": "holds NoneType; allowed a mapping",
+    "model: base\n": "sampler: missing; it has no default",
+    "sampler: {order: random}\n": "sampler.temperature: missing; it has no default",
+    "a: !!python/object/apply:os.system ['true']": "is no YAML",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_wrong_file_is_one_line(text, path):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=FILES[text]) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_pretraining_has_settings_of_its_own(path):
+    path.write_text(yaml.safe_dump(RUN_BASE))
+    assert config.load(config.Pretrain, path).task.name == "countdown"
+    for key, value, said in (
+        ("stop_after", 4, "stop_after: got 4; allowed up to steps"),
+        ("task.name", "gsm8k", "task.name: got 'gsm8k', which has no demonstrations"),
+        ("network.num_attention_heads", 0, "network.num_attention_heads: got 0; allowed"),
+        ("model", "base", "model: unknown key"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            config.load(config.Pretrain, path, {key: value})
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def test_numbers_in_every_usual_notation(path):
+    path.write_text(yaml.safe_dump(RUN | {"method_options": {}}) + "optimizer: {learning_rate: 3e-4, beta2: '0.5'}\n")
+    settings = load(path, steps="1e3", optimizer__weight_decay="1E-2", method_options="{plan.min_entropy: 2e-2}")
+    assert (settings.optimizer.learning_rate, settings.optimizer.weight_decay) == (3e-4, 1e-2)
+    assert (settings.steps, settings.optimizer.beta2) == (1000, 0.5) and isinstance(settings.steps, int)
+    assert settings.method_options == {"plan.min_entropy": 0.02}
+    assert load(path, optimizer__max_grad_norm=".inf").optimizer.max_grad_norm == float("inf")
+
+
+def test_a_model_in_a_config_is_relative_to_the_config_and_one_in_an_option_to_the_user(path, monkeypatch):
+    (path.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(path.parent / "elsewhere")
+    assert load(Path("../run.yaml")).model == str(path.parent / "base")
+    assert load(Path("../run.yaml"), model="mine").model == "mine"
+
+
+def test_the_name_of_a_model_on_the_hub_is_no_path(path):
+    path.write_text(yaml.safe_dump(RUN | {"model": "GSAI-ML/LLaDA-8B-Instruct"}))
+    assert load(path).model == "GSAI-ML/LLaDA-8B-Instruct"
+    (path.parent / "GSAI-ML").mkdir()  # then it is a folder beside the config
+    assert load(path).model == str(path.parent / "GSAI-ML/LLaDA-8B-Instruct")
+
+
+def test_files_of_a_task_are_relative_to_the_config(path):
+    path.write_text(yaml.safe_dump(RUN | {"task": {"name": "gsm8k", "train_path": "rows.jsonl", "prompt_format": "chat"}}))
+    assert load(path).task.train_path == str(path.parent / "rows.jsonl")
+
+
+def test_another_method_leaves_out_the_options_that_it_does_not_have(path, caplog):
+    assert load(path, method="grpo").method_options == {}
+    assert "grpo has no plan.min_entropy, which the file sets for reinforce: left out" in caplog.text
+    assert load(path).method_options == RUN["method_options"]
+
+
+def test_another_task_keeps_only_how_a_model_is_asked(path, caplog):
+    path.write_text(yaml.safe_dump(RUN | {"task": {"num_numbers": 2, "prompt_format": "chat", "max_prompt_length": 300}}))
+    task = load(path, task__name="gsm8k").task
+    assert (task.name, task.prompt_format, task.max_prompt_length) == ("gsm8k", "chat", 300)
+    assert "num_numbers of the file are settings of countdown: left out for gsm8k" in caplog.text
+
+
+def test_settings_stay_as_they_were_checked(path):
+    settings = load(path)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.steps = 3
+    assert dataclasses.replace(settings, steps=3).steps == 3
+    with pytest.raises(ValueError, match="steps"):
+        dataclasses.replace(settings, steps=-3)
+
+
+# ------------------------------------------------------------------------------------------------------- what is stored
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_config_that_ships_is_valid_and_survives_being_written_down(path):
+    text = yaml.safe_load(path.read_text())
+    kind = config.Pretrain if "network" in text else config.Train
+    settings = config.load(kind, path)
+    assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
+    assert kind is config.Pretrain or settings.method in METHODS
+    assert config.from_dict(kind, yaml.safe_load(config.dumped(settings))) == settings
+
+
+UNSAID = {
+    config.Train: {"steps": 100, "num_prompts": 16, "num_generations": 12, "num_iterations": 1, "micro_batch": 128}
+    | {"seed": 0, "save_every": 0, "threads": 0, "method": "reinforce", "dtype": "stored", "rollout_dtype": "float32"},
+    config.Pretrain: {"steps": 1000, "stop_after": 0, "batch_size": 128, "seed": 0, "save_every": 0, "threads": 0},
+    config.Optimizer: {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    | {"warmup": 0},
+    config.Evaluation: {"n": 512, "temperature": 1.0, "every": 0, "skip": 0},
+    config.Lora: {"rank": 0, "alpha": 64.0},
+    config.Network: {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256},
+}
+
+
+@pytest.mark.parametrize("kind", UNSAID, ids=lambda kind: kind.__name__)
+def test_what_a_config_does_not_say_means_what_it_meant_when_the_run_was_started(kind):
+    """A config that leaves a key out is another run as soon as the key has another default."""
+    sampler = SAMPLER | {"length": 8}
+    data = {"sampler": sampler} if kind in (config.Train, config.Pretrain) else {}
+    settings = config.from_dict(kind, data)
+    assert {key: getattr(settings, key) for key in UNSAID[kind]} == UNSAID[kind]
+
+
+def test_a_changed_run_is_noticed(path):
+    settings = load(path)
+    (path.parent / "config.yaml").write_text(config.dumped(settings))
+    config.check_unchanged(settings, path.parent)
+    other = dataclasses.replace(settings, steps=9, seed=1)
+    with pytest.raises(ValueError, match="^steps: got 9; allowed 1, with which the run in .* was started$"):
+        config.check_unchanged(other, path.parent)
+    with pytest.raises(ValueError, match="^seed: got 1; allowed 0"):
+        config.check_unchanged(other, path.parent, free=("steps",))
