@@ -188,40 +188,6 @@ answer(
     (4 * 2.0**4, "That takes the factor of the calls for a deviation: it gives a quarter of the deviation, and half is asked."),
 )
 
-# ------------------------------------------------------------------------- 02a: estimators, measured
-
-# With the best alpha the variance left is 1 - correlation^2 of what it was.
-answer(
-    "02a", "1", sqrt(1 - 1 / 4),
-    "Put the best alpha = cov(Z, C) / var(C) into the variance of Z - alpha C: which power of the correlation is left?",
-    (1 / 2, "That leaves three quarters of the variance: the correlation enters squared, as what is removed."),
-    (3 / 4, "That is the square of the correlation."),
-    (1 / 4, "That is the share of the variance that is left."),
-)
-# Uniform: (9 + 1) / (4 / 2) = 5. The law of (2.14): ((3 + 1) / 2)^2 = 4.
-answer(
-    "02a", "2, q", 3 / 4,
-    "(2.14): the probability of a count is proportional to the square root of its mean square v.",
-    (9 / 10, "That is proportional to the mean squares; (2.14) has their square roots."),
-    (1 / 4, "That is q(2): the noisier count is asked, and drawn more often."),
-)
-answer(
-    "02a", "2, factor", 4 / 5,
-    "Put q = 1/2 and your q into the left side of (2.14), with L = 2, and divide.",
-    (5 / 4, "That is the other way round."),
-    (1.0, "So it is where both mean squares are equal."),
-    (sqrt(4 / 5), "That is the factor of the deviation."),
-)
-# d is log P(i, j) / (P(i) P(j)).
-answer(
-    "02a", "3", log(0.4 / 0.25),
-    "What is the log-probability of the first token when both are hidden, and what with the second one visible?",
-    (log(0.4), "That is the log of the joint probability."),
-    (log(0.8), "That is the log-probability once the other token is visible; the change is asked."),
-    (-log(0.4 / 0.25), "The other way round: after, less before."),
-    (0.4 / 0.25, "That is the ratio of the probabilities; an effect is a difference of their logs."),
-)
-
 # ------------------------------------------------------------------------------------ 03: policy gradients
 
 N = 8
@@ -581,12 +547,6 @@ def adapters(rank: int) -> int:
     return layers * rank * (4 * (D + D) + 3 * (D + hidden))
 
 
-def rollout(tokens: int, steps: int) -> float:
-    """Operations of one answer: (110.12) a step, with 32 positions of the block through the head."""
-    body = 2 * tokens * (layers * (4 * D**2 + 3 * D * hidden) + adapters(128))
-    return steps * (body + 4 * tokens**2 * D * layers + 2 * 32 * V * D)
-
-
 # Four float32 numbers a trained weight: itself, its gradient, two moments (110.8).
 answer(
     "11", "1", 4 * 4 * adapters(16) / 1e9,
@@ -596,15 +556,4 @@ answer(
     (2 * 4 * adapters(16) / 1e9, "Count again: weight, gradient and two moments, all in float32."),
     (3 * 4 * adapters(16) / 1e9, "That is three numbers a weight: itself, its gradient, and how many moments?"),
     (adapters(16) / 1e9, "That counts weights; how many bytes has each, and what else is kept of it?"),
-)
-answer(
-    "11a", "1", rollout(200 + 1024, 512) / rollout(200 + 256, 128),
-    "Four times the steps, and each step is a forward over prompt and response: how much does (110.12) grow from 456 tokens?",
-    (4 * 1224 / 456, "That grows each step with its tokens; attention grows with their square, and the head not at all."),
-    (4 * (1224 / 456) ** 2, "That lets everything grow with the square of the tokens; only attention does."),
-    (4.0 * 4, "That forgets the prompt: a step has 200 tokens more, before and after."),
-    (4.0, "That counts the steps; each of them is longer, too."),
-    (8.0, "Four times the steps, and a step that is not just twice as long: prompt and answer have 456 tokens, then 1,224."),
-    (rollout(1224, 512) / rollout(456, 128) / 4, "That is one step; there are more of them, too."),
-    within=0.05,
 )

@@ -6,11 +6,9 @@ outputs can therefore be compared literally.
 """
 
 import ast
-import html
 import inspect
 import json
 import math
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +25,6 @@ from answers import ANSWERS
 from minidrl.algorithms import Plan
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", "#666666"
-# All seven fit in 1,300 pixels; the column that a narrower page cuts is the one with the widest words.
-CLAIM_COLUMNS = ("claim", "stated in", "seeds", "result", "holds if", "verdict", "decided by")
 MOST = 4  # elements of a tensor that a check prints
 WIDE = 110  # columns of a check's line: a longer one is broken in two, and the page does not wrap it
 CELLS = {"visible": "white", "hidden only": "#cccccc", "hidden and scored": BLUE}  # of a plan's picture
@@ -265,36 +261,6 @@ def _defined(node: ast.stmt) -> set[str]:
         return {node.name}
     names = [name for name in ast.walk(node) if isinstance(name, ast.Name)] if isinstance(node, ast.Assign) else []
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
-
-
-def claims(section: str, *starts: str) -> None:
-    """Display the rows of a section of CLAIMS.md: what is stated, what was found, the criterion, and where it is decided.
-
-    starts: how the claims that are shown begin; none shows all of the section.
-    Raises: ValueError for a section that is not there, and for a start with which no claim of it begins.
-    """
-    text = (Path(__file__).parents[1] / "research" / "CLAIMS.md").read_text(encoding="utf-8")
-    heads, *parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
-    found = dict(zip(parts[::2], parts[1::2], strict=True))
-    if section not in found:
-        raise ValueError(f"section: got {section!r}; allowed {', '.join(found)}")
-    lines = [line.strip("|") for line in found[section].splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    columns = [rows[0].index(name) for name in CLAIM_COLUMNS]
-    stated = [row for row in rows[2:] if row[columns[0]].startswith(starts or "")]
-    for start in starts:
-        if not any(row[columns[0]].startswith(start) for row in stated):
-            raise ValueError(f"starts: got {start!r}; allowed how a claim of {section} begins")
-    table = [[row[column] for column in columns] for row in [rows[0], *stated]]
-    table.insert(1, ["---"] * len(columns))
-    text = "\n".join(f"| {' | '.join(row)} |" for row in table)
-    display(Markdown(re.sub(r"`([^`]+)`", _breakable, text)))
-
-
-def _breakable(code: re.Match) -> str:
-    """Code that a narrow table may break behind _, / and .; what stands between backticks cannot be broken."""
-    parts = re.split("(?<=[_/.])(?=.)", html.escape(code[1], quote=False))
-    return f"<code>{'<wbr>'.join(parts)}</code>"
 
 
 def without_docstrings(source: str) -> str:

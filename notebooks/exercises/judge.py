@@ -31,6 +31,7 @@ from torch import Tensor
 from minidrl.methods import Method
 
 HERE = Path(__file__).resolve().parent
+CLONES = [up / "tests" for up in HERE.parents if (up / "tests/laws.py").exists()]
 KINDS = {"bool": torch.bool, "int": torch.int64}
 
 
@@ -323,7 +324,7 @@ def examine(name: str) -> None:
     try:
         load()
     except ModuleNotFoundError as error:
-        if (HERE.parent / "tests" / "laws.py").exists():
+        if CLONES:
             print(f"the exercises need {error.name}: pip install -r requirements.txt")
         else:
             print("tests/laws.py is the judge: open this in a clone of the project")
@@ -405,7 +406,7 @@ def load() -> None:
     """The laws of tests/ and the tasks beside this file."""
     if TASKS:
         return
-    for folder in (HERE, HERE.parent / "tests"):
+    for folder in (HERE, *CLONES[:1]):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     import laws  # noqa: F401
