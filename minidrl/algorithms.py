@@ -23,7 +23,7 @@ Notation
     B = G x N      sequences = prompts x generations, prompt-major: rows g*N .. g*N+N-1
                    answer prompt g
     P, L, V        prompt positions, response positions, vocabulary
-    T              P + L in shapes; in formulas, the steps of the sampler
+    T              positions of the network's input, P + L; of a trajectory, its steps
     K              masked states of a plan: the network is called K times a sequence
     hidden         True = the model sees [MASK] there
     keep           True = the token counts: up to and including the first EOS
@@ -40,9 +40,9 @@ Notation
     beta           weight of the KL term
     cap, epsilon_low, epsilon_high    clipping
 
-Other letters in a shape belong to their function alone: R rows of the vocabulary head,
-S states in a row, and so on. Where a function uses a letter of the list for something
-else, its docstring says so.
+Other letters in a shape belong to their function alone: S states of a call, R positions
+that go through the vocabulary head, M of several kinds. Where a function uses a letter
+of the list for something else, its docstring says so.
 
 Conventions. Losses are minimised. All randomness of an estimator lives in its ``Plan``
 and comes from an explicit ``torch.Generator`` on the CPU, drawn for the whole global
@@ -516,7 +516,8 @@ def quadrature_plan(
     bernoulli    each position hidden with probability t, weight 1/t: GDPO, by accounts
     rounded      l = round(1 + t (n-1)) positions, weight n/l: the count that a hidden
                  position sees on average
-    stochastic   l rounded up or down at random, so that its mean is 1 + t (n-1); n/l
+    stochastic   l rounded up or down at random, so that its mean is 1 + t (n-1), weight
+                 n/l
     floor        l = floor(t n) positions, weight 1/t: the released code; a node with
                  l = 0 is lost
 
@@ -856,8 +857,8 @@ def _step_entropy(rollout: Rollout, num_steps: int) -> Float[Tensor, "T B"]:
 def _choose(
     valid: Bool[Tensor, "T B"], num_states: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, "K B"], Float[Tensor, " B"]]:
-    # num_states of each row's valid steps without replacement, and the factor (how many
-    # there were) / (how many were taken).
+    # num_states of each response's valid steps without replacement, and the factor
+    # (how many there were) / (how many were taken).
     noise = _uniform(tuple(valid.shape), generator, valid.device)
     order = noise.masked_fill(~valid, torch.inf).argsort(0)
     available = valid.sum(0)
@@ -1413,7 +1414,7 @@ def sandwich(
 
 
 def _groups(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, "G N"]:
-    # The rewards of each prompt's responses in a row of their own.
+    # A row for each prompt: the rewards of its responses.
     if reward.requires_grad:
         raise ValueError("reward: carries a gradient; rewards are data, detach them")
     if num_generations < 1 or reward.shape[0] % num_generations:
@@ -1655,13 +1656,13 @@ def log_ratio(
     exp of it is the likelihood ratio. It is the importance ratio where ll and anchor
     are the log-probabilities of the whole action, and the anchor is the behaviour
     policy's: it then corrects for the staleness of off-policy samples, or for the
-    train-inference mismatch between sampler and trainer. Replayed tokens are the whole
-    action in random or fixed order. In confidence order the choice of positions is part
-    of it, and a ratio of tokens without (4.2) is no importance ratio.
+    train-inference mismatch between sampler and trainer. In random or fixed order the
+    choice of positions cancels, and replayed tokens are enough. In confidence order the
+    choice depends on the weights, and a ratio of tokens without (4.2) is no importance
+    ratio.
 
     Source: PPO's ratio (arXiv 1707.06347); what stands in the denominator is each
     paper's choice.
-    Shapes: those of ll at any level.
     Special cases: 0 where both come from the same weights, plan and precision. With
     fresh masks for the anchor it is noise even then: the ratio's mean exceeds 1
     (Jensen) and its tail is log-normal. That is no importance weight of anything. An
@@ -1669,6 +1670,8 @@ def log_ratio(
     """
     if anchor.requires_grad:
         raise ValueError("anchor: carries a gradient; old values are data, detach them")
+    # In logs, in which a small change of a small likelihood is not lost. The anchor is
+    # fixed: only ll moves with the weights.
     return ll - anchor
 
 
@@ -1685,7 +1688,6 @@ def kl_term(
                            direction, KL(reference || policy), the forward KL
 
     Source: Schulman's note on KL estimators (2020); k3 in GRPO, k2 in ESPO.
-    Shapes: those of ll at any level.
     Special cases: 0 where policy and reference agree. The gradients in the table are
     means over samples of the policy; they are tested by enumeration. A ref with a
     gradient, and another form, are refused.
@@ -1705,11 +1707,12 @@ def kl_term(
 
 # ======================================================================== 8. Objectives
 #
-# Each returns a loss per entry of ll, and which entries its clip or mask cut; ll,
-# anchor and adv have one shape. Judge it by its gradient: the value of a surrogate
-# means nothing. On a single on-policy update every clip is inert: with one plan, credit
-# and score (5.3), objectives differ only through reuse of a rollout and noise in the
-# ratio. confident_clip is the exception: it weighs tokens even then.
+# Each returns a loss per entry of ll, and which entries its clip or mask cut. ll,
+# anchor and adv have one shape, of any level where a docstring names none. Judge an
+# objective by its gradient: the value of a surrogate means nothing. On a single
+# on-policy update every clip is inert: with one plan, credit and score (5.3),
+# objectives differ only through reuse of a rollout and noise in the ratio.
+# confident_clip is the exception: it weighs tokens even then.
 #
 # What multiplies -adv grad ll, at ratio r (pi and mu: the token's probability now and
 # in the sampler; s: the sign of adv):
@@ -1768,7 +1771,7 @@ def reinforce(
     This is the score-function estimator of the policy gradient.
 
     Source: REINFORCE (Williams, 1992).
-    Shapes: any level; the anchor is not read.
+    Shapes: the anchor is not read, and may be None.
     Special cases: the gradient is -adv grad ll. It is exact for on-policy samples when
     ll is the log-probability of what was sampled. The loss is linear in ll: its
     coefficients do not depend on the current weights, so the two-pass backward skips
@@ -1794,7 +1797,7 @@ def ppo_clip(
     Source: the clipped surrogate objective of PPO (proximal policy optimization, arXiv
     1707.06347); GRPO (arXiv 2402.03300); unequal sides, asymmetric clipping:
     clip-higher, decoupled clip of DAPO (arXiv 2503.14476).
-    Shapes: any level. With sequence reduction and normalizer = length it is GSPO (group
+    Shapes: with sequence reduction and normalizer = length it is GSPO (group
     sequence policy optimization, arXiv 2507.18071).
     Special cases: the gradient is -adv ratio grad ll, and 0 where adv > 0 and ratio > 1
     + epsilon_high, or adv < 0 and ratio < 1 - epsilon_low. The clipping is conditional:
@@ -1966,7 +1969,6 @@ def trust_mask(
 
     Source: DPPO (arXiv 2602.04879, eq. 12). With ``outside`` from (8.7) it is DPPO's
     Binary-TV mask or Binary-KL mask, from (8.8) its Top-K mask.
-    Shapes: those of ll.
     Special cases: PPO's clip is the case outside = |ratio - 1| > epsilon.
     """
     # adv says which way the update pushes, log ratio where the policy stands.
@@ -2037,7 +2039,8 @@ def drpo(
     return _surrogate(-(ratio * adv - penalty), torch.sign(adv) * (pi - mu) > delta)
 
 
-# Kin: other ways to weigh and to clip, and objectives that are not a ratio's.
+# Kin: other ways to weigh, to clip and to penalise, and two objectives that are built
+# otherwise: a regression (GDSD) and a bound of the ratio (BGPO).
 
 
 @declares(reinforce_on_policy=True)
@@ -2056,7 +2059,6 @@ def truncated_is(
     Source: truncated importance sampling (TIS: floor 0, cap 2 to 5); CISPO (arXiv
     2506.13585, cap 1 + epsilon_high; verl's code has the floor 1 - epsilon_low as
     well); StableDRL's clip without its normaliser.
-    Shapes: any level.
     Special cases: the gradient is -w adv grad score; it is never cut to 0, and w is at
     most cap. cap = inf, floor = 0 gives the gradient of ratio adv. Other bounds than 0
     <= floor < cap are refused.
@@ -2086,7 +2088,6 @@ def dual_clip(
     """(8.6) PPO's loss (8.2), where adv < 0 at most -bound adv.
 
     Source: dual-clip PPO (arXiv 1912.09729); verl's default with bound 3.
-    Shapes: any level.
     Special cases: the gradient is that of (8.2), and 0 where adv < 0 and ratio > bound:
     the bypass of the conditional clip ends at bound. A bound of 1 or less is refused.
     """
@@ -2134,7 +2135,6 @@ def spo(
     """(8.12) loss = -(ratio adv - |adv| (ratio - 1)^2 / (2 epsilon)).
 
     Source: SPO, simple policy optimization (arXiv 2401.16025).
-    Shapes: any level.
     Special cases: the gradient is -adv ratio w grad ll, w = 1 - sign(adv) (ratio - 1) /
     epsilon: a straight line in the ratio, 0 at 1 + sign(adv) epsilon, corrective
     beyond. It is unbounded: w = -494 for a token that went from 0.0001 to 0.01 (epsilon
@@ -2675,7 +2675,7 @@ def control_variate_plan(
     """(2.12) ELBO from arcs (2.11), their counts drawn from q (2.14), with a control
     variate H (2.13) from the states that the rollout has visited:
 
-        B^ = c + 1/K sum_k 1/(n q(l_k)) [n/l_k sum_{i in M_k} logp_i - H(M_k) + E H - c]
+        ll = c + 1/K sum_k 1/(n q(l_k)) [n/l_k sum_{i in M_k} logp_i - H(M_k) + E H - c]
 
     ``constants`` are those of unsolved and of solved responses: 20 of H, 30 of q, and 7
     of c, which is linear, too. They are read with the records ``seen_logp`` and
