@@ -14,9 +14,8 @@ import torch
 import yaml
 
 import tiny
-from minidrl import __main__ as cli
 from minidrl import sampler
-from minidrl.run import evaluation, files, intervals, trainer
+from minidrl.run import cli, evaluation, files, intervals, trainer
 from minidrl.run.cli import main
 from minidrl.tasks.countdown import tokenizer
 from minidrl.tasks.text import encode_prompts

@@ -131,14 +131,14 @@ def test_a_prompt_that_is_not_whole_blocks_is_said(tmp_path, monkeypatch):
 
 MISTAKES = {
     "no folder": (["nowhere/at/all"], "holds no config.json"),
-    "a dtype": (["--dtype", "float16"], "dtype: got 'float16'; allowed stored, float32, bfloat16"),
+    "a dtype": (["--dtype", "float16"], "dtype: got 'float16'; allowed 'stored', 'float32' or 'bfloat16'"),
     "a device": (["--device", "abacus"], "device: got 'abacus'; allowed cpu, cuda, cuda:0 and so on"),
     "a prompt alone": (["--prompt", "5,5,2>20:"], "answer: got None with prompt '5,5,2>20:'; allowed both or none"),
     "an answer alone": (["--answer", "4"], "answer: got '4' with prompt None; allowed both or none"),
-    "an empty answer": (["--prompt", "5,5,2>20:", "--answer", ""], "answer: got ''; allowed text, or leave it out"),
+    "an empty answer": (["--prompt", "5,5,2>20:", "--answer", ""], "answer: got '' with prompt '5,5,2>20:'; allowed both or none"),
     "a short text": (["--text", "5*8=40"], "text: got '5*8=40', 6 tokens; allowed from 8"),
     "no such folder": (["--out", "nowhere/at/all"], "out: got 'nowhere/at/all'; allowed a folder"),
-    "an option": (["--xyzzy", "5"], "--xyzzy: unknown option"),
+    "an option": (["--xyzzy", "5"], "No such option: --xyzzy"),
 }
 
 

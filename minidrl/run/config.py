@@ -41,6 +41,8 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed
 Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["highest", "high"]
 MOST = 2**20  # TODO: until rehearsal and cli have moved off
+Norm = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 
 # ----------------------------------------------------------------------------------------- sections
@@ -64,7 +66,7 @@ class Optimizer:
     beta1: Share = 0.9
     beta2: Share = 0.99
     weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 1.0  # .inf: no clipping
+    max_grad_norm: Norm = 1.0  # .inf: no clipping
     warmup: NonNegativeInt = 0  # updates in which the rate rises linearly
     schedule: Literal["constant", "cosine"] = "constant"  # after that; cosine falls to a tenth
 
@@ -89,9 +91,7 @@ class Lora:
 
     rank: NonNegativeInt = 0  # 0: no adapters
     alpha: PositiveFloat = 64.0  # alpha / rank is their scale
-    target_modules: Annotated[list[str], Field(min_length=1)] = field(
-        default_factory=lambda: list(LINEAR)
-    )
+    target_modules: Names = field(default_factory=lambda: list(LINEAR))  # their layers
 
 
 def _default_task() -> Task:
@@ -332,10 +332,10 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise ValueError(_one_line(error, kind, where)) from None
+        raise ValueError(in_one_line(error, kind, where)) from None
 
 
-def _one_line(error: ValidationError, kind: type, where: str) -> str:
+def in_one_line(error: ValidationError, kind: type, where: str = "") -> str:
     """The first of pydantic's errors as ``key: got value; allowed ..``."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
     *parents, name = map(str, found["loc"] or ("",))
