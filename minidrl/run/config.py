@@ -40,10 +40,11 @@ log = logging.getLogger("minidrl")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
 Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["highest", "high"]
-MOST = 2**20  # TODO: until rehearsal and cli have moved off
 Norm = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+# Keys of older configs, and what took their places.
+SUCCESSORS = {key: f"task.{key}" for key in ("hit_share", "late_hit_share")}
 
 # ----------------------------------------------------------------------------------------- sections
 
@@ -341,6 +342,8 @@ def in_one_line(error: ValidationError, kind: type, where: str = "") -> str:
     *parents, name = map(str, found["loc"] or ("",))
     key = where + ".".join(map(str, found["loc"]))
     if found["type"] == "unexpected_keyword_argument":
+        if key in SUCCESSORS:
+            return f"{key}: no key any more; allowed in its place {SUCCESSORS[key]}"
         for parent in parents:
             kind = typing.get_type_hints(kind)[parent]
         known = [f.name for f in dataclasses.fields(kind)]
