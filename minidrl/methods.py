@@ -1,19 +1,19 @@
-"""Methods: a paper as a row of the choices that algorithms.py offers; the table; what a row does
-with a rollout.
+"""Methods: a paper as a record of the choices that algorithms.py offers; the table of them; what a
+method does with a rollout; and which of its numbers a run may replace.
 
-To read a row: which states are looked at (plan, refresh), what the ratio is taken of and against
+To read a method: which states are looked at (plan, refresh), what the ratio is taken of and against
 (reduction, normalizer, anchor, temperature), how rewards become advantages (credit, step_value),
 what is done with them (objective, extra, kl), and how it is summed (aggregation). To write one:
 give these words. If a paper needs a function that algorithms.py does not have, it is one new
-function there and one new row here.
+function there and one new record here.
 
 A bare name follows what its ``source`` names (paper, accounts, code). ``-released`` is the official
 code, quirks included, held to its own numbers by the tests. What is not as there is in ``differs``.
 Numbers (clips, temperatures of weights, K) are the published ones where they make sense for a model
 of any size; a run's ``method_options`` replace them.
 
-The trainer executes a row in this order: rollout (needs), plan, credit, anchor, features, loss,
-update. It reads the fields and knows no row by name.
+The loop executes a method in this order: rollout (needs), plan, credit, anchor, features, loss,
+update. It reads the fields and knows no method by name.
 """
 
 from __future__ import annotations
@@ -26,55 +26,13 @@ from functools import partial as P
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from minidrl import algorithms as alg
-from minidrl.algorithms import (
-    Advantage,
-    Entries,
-    Plan,
-    Rollout,
-    Surrogate,
-    arc_plan,
-    block_elbo_plan,
-    block_plan,
-    block_replay_plan,
-    complementary_plan,
-    confident_clip,
-    control_variate_plan,
-    coupled_plan,
-    dppo,
-    dppo_released,
-    drpo,
-    dual_clip,
-    elbo_count_plan,
-    entropy_plan,
-    group_mean,
-    group_z_score,
-    leave_one_out,
-    mean_field_plan,
-    merged_plan,
-    ppo_clip,
-    prediction_plan,
-    progress_advantage,
-    quadrature_plan,
-    regression,
-    reinforce,
-    replay_plan,
-    response_length,
-    sandwich,
-    scheduled_plan,
-    self_normalized_clip,
-    softmax_contrast,
-    spo,
-    stepwise_advantage,
-    tangent,
-    topk_divergence,
-    truncated_is,
-)
+from minidrl.algorithms import Advantage, Entries, Plan, Rollout, Surrogate
 
-# ================================================================================= 1. What a row is
+# ============================================================================== 1. What a method is
 
 
 class KL(NamedTuple):
@@ -91,8 +49,9 @@ class KL(NamedTuple):
     target: str = "reference"
 
 
-# The words that a row may use where it makes a choice by name.
+# The words that a method may use where it makes a choice by name.
 CHOICES = {
+    "family": ("main", "variant", "kin", "own"),
     "reduction": alg.LEVELS,
     "normalizer": ("none", "kept_length", "padded_length"),
     "anchor": ("behaviour", "old", "none"),
@@ -102,7 +61,7 @@ CHOICES = {
     "step_value": ("none", "greedy", "sampled", "proposed"),
     "aggregation": alg.AGGREGATIONS,
 }
-# Records that a row's words ask of the sampler; the entropy is recorded for every row.
+# Records that a method's words ask of the sampler; the entropy is recorded for every method.
 RECORDS = {
     "none": (),
     "greedy": ("one_step",),
@@ -115,9 +74,11 @@ RECORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A paper as a row: which of the choices above it makes. No method has code of its own outside
-    the table.
+    """A paper as a record: which of the choices above it makes. No method has code of its own
+    outside the table.
 
+    family        main: the papers that this project is about. variant: these papers read in
+                  another way, or with a part taken out. kin: related papers. own: this project's
     plan          the masked states: a function of (rollout, generator)
     refresh       fixed: one plan for all updates on a rollout. paired: a new plan an update, all
                   scored by the old weights first; both sides of a ratio share their masks, as in
@@ -125,7 +86,7 @@ class Method:
                   from its own plan (the ratio is then noise). scheduled: as paired, and the
                   plan is told how far the updates on this rollout have come (``progress``, 0 to 1)
                   and given a generator that is the same for all of them (``schedule``)
-    order         the sampler's order that the row is about; another one is refused
+    order         the sampler's order that the method is about; another one is refused
     anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the
                   first update. none
     temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour needs
@@ -145,8 +106,9 @@ class Method:
     """
 
     name: str
-    title: str
+    family: str = "own"
     source: str
+    title: str
     differs: str
     plan: partial
     refresh: str = "fixed"
@@ -174,7 +136,7 @@ class Method:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the sampler must record for this row, beside the entropy."""
+        """What the sampler must record for this method, beside the entropy."""
         asked = (self.step_value, *self.features, self.plan.func.__name__)
         return tuple(name for word in asked for name in RECORDS.get(word, ()))
 
@@ -204,355 +166,360 @@ class Method:
 METHODS: dict[str, Method] = {}
 
 
-def row(name: str, source: str, title: str, **words: Any) -> None:
-    """Enter a method into the table."""
+def row(name: str, family: str, *, like: str = "", **words: Any) -> None:
+    """Enter a method; what it does not say is as in the method that it is ``like``."""
     if name in METHODS:
-        raise ValueError(f"row: got {name!r} twice; allowed one row a name")
-    METHODS[name] = Method(name=name, source=source, title=title, **words)
+        raise ValueError(f"row: got {name!r} twice; allowed one method a name")
+    known = vars(METHODS[like]) if like else {}
+    METHODS[name] = Method(**{**known, **words, "name": name, "family": family})
 
 
-# ===================================================================================== 2. The table
+# ==================================================================================== 2. The table
 #
-# A row is a record of six lines: name, source and title; how it differs from its source; the
-# states; the ratio; the credit; the objective. What a row does not say: refresh "fixed", order
-# "any", temperature "one", normalizer "none", step_value "none", no extra, no KL term, features
-# ("logp",). P is functools.partial.
+# A record says what the method does (title), how it differs from its source, the states, the ratio,
+# the credit and the objective. A relative says only in what it is not ``like`` another method. What
+# neither says: refresh "fixed", order "any", temperature "one", normalizer "none", step_value
+# "none", no extra, no KL term, features ("logp",). P is functools.partial.
+
+EVERY_STEP = P(alg.replay_plan, num_states=None, min_entropy=0.0)
 
 # fmt: off
 
-# The recorded trajectory, with the sampler's own probabilities.
-row("reinforce", "Williams 1992; Dr. GRPO (arXiv 2503.20783)", "policy gradient of the trajectory",
-  differs="token-only score: exact for random and fixed orders, biased for confidence order",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
+# ------------------------------------------------ 2.1 The papers of this project, and the baselines
+
+# The recorded trajectory. On the first update of an on-policy rollout reinforce, ppo, dppo and drpo
+# have one gradient: what differs is reuse and mismatch. The native setting of the last three is the
+# order from left to right, where every token has an exact probability; in other orders they inherit
+# the bias of the token-only score.
+row("reinforce", "main", source="Williams 1992; Dr. GRPO (arXiv 2503.20783)",
+  title="Follows the policy gradient of the recorded trajectory, without a ratio.",
+  differs="The score is that of the revealed tokens alone: exact where the order is random or "
+  "fixed, biased where positions are chosen by confidence.",
+  plan=EVERY_STEP,
   anchor="none", temperature="sampling", reduction="step",
-  credit=P(group_mean),
-  objective=P(reinforce), aggregation="sequence_mean")
-row("replay-grpo", "code of d2 (arXiv 2509.21474), TraceRL (2509.06949)", "PPO clip on all steps",
-  differs="anchored on the sampler's log-probabilities; clip and z-score of GRPO; token-only score",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="step",
-  credit=P(group_z_score, ddof=1, eps=0.0001),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
-row("replay-uniform", "AGRPO (arXiv 2510.04019), by accounts", "some steps, drawn uniformly",
-  differs="unbiased: weight T/K; without AGRPO's clip; control of egspo; otherwise as reinforce",
-  plan=P(replay_plan, num_states=4, min_entropy=0.0),
-  anchor="none", temperature="sampling", reduction="step",
-  credit=P(group_mean),
-  objective=P(reinforce), aggregation="sequence_mean")
+  credit=P(alg.group_mean),
+  objective=P(alg.reinforce), aggregation="sequence_mean")
+row("ppo", "main", source="PPO (arXiv 1707.06347)",
+  title="Clips one ratio for each revealed token.",
+  differs="The ratio is that of a token in the state in which it was drawn, which is exact from "
+  "left to right. Advantages are centred in the group; there is no critic.",
+  plan=EVERY_STEP,
+  anchor="behaviour", temperature="sampling", reduction="token",
+  credit=P(alg.group_mean),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
+row("dppo-tv", "main", like="ppo", source="DPPO (arXiv 2602.04879), eq. 12 and 13",
+  title="Masks a token whose probability has moved too far (binary total variation).",
+  objective=P(alg.dppo, delta=0.15, form="tv"))
+row("dppo-kl", "main", like="ppo", source="DPPO (arXiv 2602.04879), eq. 12 and 15",
+  title="Masks a token whose binary KL divergence from the sampler's policy is too large.",
+  objective=P(alg.dppo, delta=0.05, form="kl"))
+row("drpo", "main", like="ppo", source="DRPO (arXiv 2606.09821), eq. 8 as quoted in its code",
+  title="Penalises the square of a token's shift of probability, in the place of a mask.",
+  differs="delta lies inside (0, 1), where its boundary exists; the authors' value is that of "
+  "drpo-released. The ratio is that of a token in the state in which it was drawn.",
+  objective=P(alg.drpo, delta=0.15))
 
 # Likelihoods estimated from random masks: an ELBO a sequence, or one look at the whole response
 # (mean field).
-row("grpo", "GRPO (arXiv 2402.03300)", "GRPO with one ELBO ratio a sequence",
-  differs="the likelihood is an ELBO; geometric mean per token as in GSPO (2507.18071); no KL",
-  plan=P(elbo_count_plan, num_states=4, domain="keep", strata=True),
+row("grpo", "main", source="GRPO (arXiv 2402.03300)",
+  title="Clips one ratio of ELBOs for each sequence.",
+  differs="GRPO has a ratio for each token. Here the likelihood is an ELBO of the sequence, and "
+  "its ratio a geometric mean over the tokens, as in GSPO (arXiv 2507.18071). There is no KL term.",
+  plan=P(alg.elbo_count_plan, num_states=4, domain="keep", strata=True),
   anchor="old", reduction="sequence", normalizer="kept_length",
-  credit=P(group_z_score, ddof=1, eps=0.0001),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
-row("diffu-grpo", "d1 (arXiv 2504.12216), eq. 4", "one-step mean field, prompt masking",
-  differs="the paper's per-sequence mean; the released code averages over a micro-batch's tokens",
-  plan=P(mean_field_plan, p_mask_prompt=0.15),
+  credit=P(alg.group_z_score, ddof=1, eps=0.0001),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+row("diffu-grpo-released", "main", source="code of d1 (dllm-reasoning/d1)",
+  title="Clips token ratios of a one-step mean field, with part of the prompt hidden.",
+  differs="The loss is the mean over all tokens, here of the global batch and there of a "
+  "micro-batch.",
+  plan=P(alg.mean_field_plan, p_mask_prompt=0.15),
   anchor="old", refresh="paired", reduction="token", kl=KL("k3", 0.04),
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean")
-row("diffu-grpo-released", "d1's code (dllm-reasoning/d1)", "one-step mean field, prompt masking",
-  differs="mean over all tokens; here of the global batch, there of the micro-batch",
-  plan=P(mean_field_plan, p_mask_prompt=0.15),
-  anchor="old", refresh="paired", reduction="token", kl=KL("k3", 0.04),
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
-row("gdpo", "GDPO (arXiv 2510.08554), by accounts", "semi-deterministic Monte Carlo ELBO (SDMC)",
-  differs="ratio of sequence ELBOs, loss divided by the length; no KL (the released beta is 0)",
-  plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
-  anchor="old", reduction="sequence",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean")
-row("gdpo-released", "GDPO's code (KevinRojas1499/GDPO)", "SDMC ELBO, one ratio a sequence",
-  differs="floor(t L) hidden, weight 1/t, padding scored, ratio to the power 1/L, masks not shared",
-  plan=P(quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"),
+  credit=P(alg.group_mean),
+  objective=P(alg.ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
+row("gdpo-released", "main", source="code of GDPO (KevinRojas1499/GDPO)",
+  title="Clips one ratio a sequence, of a semi-deterministic Monte Carlo ELBO (SDMC).",
+  differs="As the code, which hides floor(t L) tokens and weighs them by 1/t, scores the padding, "
+  "raises the ratio to the power 1/L, and draws new masks for each side of a ratio.",
+  plan=P(alg.quadrature_plan, num_nodes=3, masks_per_node=1, counts="floor", domain="all"),
   anchor="old", refresh="independent", reduction="sequence", normalizer="padded_length",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean")
-row("gdpo-arcs", "this project; GDPO (arXiv 2510.08554) by accounts", "ELBO from arcs of a circle",
-  differs="unbiased at any length; three calls, as gdpo; less noise where measured (elbo_error.md)",
-  plan=P(arc_plan, num_states=3, domain="keep"),
-  anchor="old", reduction="sequence",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean_token_mean")
+  credit=P(alg.group_mean),
+  objective=P(alg.ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="sequence_mean")
 
-# Weights instead of ratios. The published code draws new masks for every update and keeps the
-# old value of its own masks (``refresh`` independent), so that the weights are noise on the
-# first update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a
-# sequence's ratio may be dozens of nats (notebook 06a), and the weights then say almost nothing
-# about the ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
-row("stabledrl", "StableDRL (arXiv 2603.06743), by accounts", "weights clipped and self-normalised",
-  differs="eps = 5, ratio of sequences: by accounts; sandwich of SPG (2510.09541); ELBO by count",
-  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-  anchor="old", refresh="independent", reduction="sequence",
-  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
-row("stabledrl-released", "StableDRL's code (JianyuanZhong/StableDRL)", "block-wise masks",
-  differs="cap 5 on the ratio of token means; there the softmax spans the rows of a call",
-  plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
+# Weights instead of ratios. The published code draws new masks for every update and keeps the old
+# value of its own masks (``refresh`` independent), so that the weights are noise on the first
+# update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a sequence's
+# ratio may be dozens of nats (notebook 06a), and the weights then say almost nothing about the
+# ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
+row("stabledrl-released", "main", source="code of StableDRL (JianyuanZhong/StableDRL)",
+  title="Weighs answers by clipped, self-normalised ratios of token means, from block-wise masks.",
+  differs="The softmax of the weights runs over the prompt's group; there it runs over the rows of "
+  "a call. No block is drawn twice while others last.",
+  plan=P(alg.block_plan, num_states=2, block_length=32, p_mask=0.15),
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
-  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-  objective=P(self_normalized_clip, cap=5.0), aggregation="group_sum")
-row("stabledrl-elbo", "StableDRL (arXiv 2603.06743), by accounts", "stabledrl on the plain ELBO",
-  differs="eps = 5 by accounts; score is the ELBO, not ELBO and EUBO; ratio of per-token means",
-  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-  anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
-  credit=P(group_mean),
-  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
-row("stabledrl-cv", "this project, on accounts of arXiv 2603.06743", "weights from a quieter ELBO",
-  differs="stabledrl-elbo at three calls; control variate from the rollout's own states (2.12)",
-  plan=P(control_variate_plan, num_states=3, domain="keep", constants=None),
-  anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
-  credit=P(group_mean),
-  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
-row("clip-only", "StableDRL (arXiv 2603.06743), by accounts", "ablation: weights clipped only",
-  differs="divided by N instead of the sum of the group's weights; surrogate of SPG (2510.09541)",
-  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-  anchor="old", refresh="independent", reduction="sequence",
-  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-  objective=P(truncated_is, floor=0.0, cap=6.0), aggregation="sequence_mean")
-row("self-norm-only", "StableDRL (arXiv 2603.06743), by accounts", "ablation: weights not clipped",
-  differs="no cap; surrogate of SPG (2510.09541)",
-  plan=P(elbo_count_plan, num_states=2, domain="keep", strata=True),
-  anchor="old", refresh="independent", reduction="sequence",
-  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-  objective=P(self_normalized_clip, cap=math.inf), aggregation="group_sum")
-row("spg", "code of SPG (arXiv 2510.09541), facebookresearch/SPG", "sandwiched policy gradient",
-  differs="as released (length-weighted; paper: mean), but no block twice while others last",
-  plan=P(block_plan, num_states=2, block_length=32, p_mask=0.15),
-  anchor="none", refresh="paired", reduction="sequence", normalizer="kept_length",
-  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-  objective=P(reinforce), aggregation="length_weighted")
-
+  credit=P(alg.group_mean), extra=P(alg.sandwich, eubo_beta=1.5, omega=0.5),
+  objective=P(alg.self_normalized_clip, cap=5.0), aggregation="group_sum")
+row("stabledrl", "variant", like="stabledrl-released",
+  source="StableDRL (arXiv 2603.06743), by accounts",
+  title="Weighs answers by clipped, self-normalised ratios of whole sequences.",
+  differs="The paper's body was not read. By accounts its eps is 5, so that a ratio is capped at "
+  "6, and its ratio is that of sequences; the ELBO by count is this project's choice, and the "
+  "score is the sandwich of SPG (arXiv 2510.09541).",
+  plan=P(alg.elbo_count_plan, num_states=2, domain="keep", strata=True),
+  normalizer="none",
+  objective=P(alg.self_normalized_clip, cap=6.0))
 # Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans
 # whose blocks share a forward.
-row("stabledrl-block", "StableDRL (arXiv 2603.06743), by accounts", "stabledrl on a staircase",
-  differs="by accounts, its code has none; clean stream as the cache has it; sandwich of SPG",
-  plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
-  anchor="old", refresh="independent", reduction="sequence",
-  credit=P(group_mean), extra=P(sandwich, eubo_beta=1.5, omega=0.5),
-  objective=P(self_normalized_clip, cap=6.0), aggregation="group_sum")
-row("trace-block", "code of TraceRL (arXiv 2509.06949); DiPO (2512.22234)", "block-wise PPO clip",
-  differs="no value network; one ratio a step, against the sampler's own log-probabilities; no KL",
-  plan=P(block_replay_plan),
-  anchor="behaviour", temperature="sampling", reduction="step",
-  credit=P(group_z_score, ddof=1, eps=0.0001),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
+row("stabledrl-block", "main", like="stabledrl",
+  title="Is stabledrl for block-wise models, with all blocks in one staircase forward.",
+  differs="By accounts of the paper: its code has no staircase. The clean stream attends as the "
+  "sampler's cache does, and the score is the sandwich of SPG (arXiv 2510.09541).",
+  plan=P(alg.block_elbo_plan, num_states=2, domain="keep", strata=True))
 
 # Some steps of the trajectory, and what a state was worth before its step. The score of the
-# revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact
-# does not: (4.2), with a threshold (4.5).
-row("egspo", "EGSPO (arXiv 2603.12554): accounts, code", "PPO clip on the most uncertain steps",
-  differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
-  plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
-  anchor="behaviour", temperature="sampling", reduction="step",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-sa", "EGSPO-SA (arXiv 2603.12554): accounts, code", "egspo with stepwise advantages",
-  differs="scored at the sampling temperature; sum over the chosen steps; token-only score; no KL",
-  plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
-  anchor="behaviour", temperature="sampling", reduction="step", step_value="greedy",
-  credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-exact", "EGSPO (arXiv 2603.12554): accounts, code", "egspo, exact kernel of the sampler",
-  differs="position factor (4.2) is minidrl's; tokens and positions, against the old weights",
-  plan=P(entropy_plan, num_states=4, shared=False, weight="sum"),
-  anchor="old", temperature="sampling", reduction="step",
-  credit=P(group_mean), features=("logp", "order_logp"),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-released", "EGSPO's code (vishnutez/egspo-dllm-rl)", "PPO clip on uncertain steps",
-  differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
-  plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
+# revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact does
+# not: (4.2), with a threshold (4.5).
+row("egspo-released", "main", source="code of EGSPO (vishnutez/egspo-dllm-rl)",
+  title="Clips one ratio for each of the eight steps of highest entropy.",
+  differs="As the code: it scores at temperature 1, takes the mean over the ranks and the tokens "
+  "of a step, and has a KL term. Steps after the last counted token do not compete, and old values "
+  "are in float32.",
+  plan=P(alg.entropy_plan, num_states=8, shared=False, weight="token_mean"),
   anchor="old", reduction="step", kl=KL("k3", 0.04),
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-sa-released", "EGSPO's code (vishnutez/egspo-dllm-rl)", "egspo, stepwise advantages",
-  differs="temperature 1, mean over ranks and tokens of a step, KL; deciding steps; float32 anchor",
-  plan=P(entropy_plan, num_states=8, shared=False, weight="token_mean"),
-  anchor="old", reduction="step", step_value="greedy", kl=KL("k3", 0.04),
-  credit=P(stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
+  credit=P(alg.group_mean),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
+row("egspo-sa-released", "main", like="egspo-released",
+  title="Is egspo with advantages of its own for each step: reward less that of a greedy "
+  "completion.",
+  step_value="greedy",
+  credit=P(alg.stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"))
 
-# Trust regions: one ratio a revealed token, anchored on what the sampler saw. Their native
-# setting is left-to-right order (``sampler.order``), where every token has an exact
-# probability; elsewhere they inherit the bias of the token-only score. On the first update of
-# an on-policy rollout all of them have the gradient of reinforce: what differs is reuse and
-# mismatch.
-row("ppo", "PPO (arXiv 1707.06347)", "one clipped ratio a revealed token",
-  differs="the token's probability when drawn: exact from left to right; centred, no critic",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
-row("ppo-released", "verl's vanilla policy loss", "one clipped ratio a revealed token",
-  differs="dual clip at 3, token mean",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="token_mean")
-row("clip-higher", "DAPO (arXiv 2503.14476)", "PPO with a wider clip above",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.28), aggregation="token_mean")
-row("gspo", "GSPO (arXiv 2507.18071)", "one ratio a sequence, geometric mean of revealed tokens",
-  differs="the likelihood of the recorded trajectory in the place of the sequence's",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="sequence", normalizer="kept_length",
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.0003, epsilon_high=0.0004), aggregation="sequence_mean")
-row("cispo", "CISPO (arXiv 2506.13585)", "clipped importance weights, no gradient lost",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(truncated_is, floor=0.0, cap=5.0), aggregation="token_mean")
-row("cispo-released", "verl's cispo", "clipped importance weights, no gradient lost",
-  differs="the weight has a floor as well",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(truncated_is, floor=0.8, cap=1.28), aggregation="token_mean")
-row("tis", "truncated importance sampling, verl's cap", "weights where sampler and policy differ",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(truncated_is, floor=0.0, cap=2.0), aggregation="fixed_length")
-row("spo", "SPO (arXiv 2401.16025)", "quadratic penalty on the ratio",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(spo, epsilon=0.2), aggregation="fixed_length")
-row("dppo-tv", "DPPO (arXiv 2602.04879), eq. 12, 13", "mask by the token's shift: Binary-TV",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(dppo, delta=0.15, form="tv"), aggregation="fixed_length")
-row("dppo-kl", "DPPO (arXiv 2602.04879), eq. 12, 15", "mask by the token's binary KL divergence",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(dppo, delta=0.05, form="kl"), aggregation="fixed_length")
-row("dppo-topk", "DPPO (arXiv 2602.04879), eq. 12, 14, 16", "mask by the likeliest tokens: Top-K",
-  differs="the token's probability in the state in which it was drawn: exact from left to right",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean), extra=P(topk_divergence, form="tv"), features=("logp", "topk_logp"),
-  objective=P(dppo, delta=0.15, form=None), aggregation="fixed_length")
-row("dppo-tv-released", "verl's dppo_tv", "mask by the token's shift of probability",
-  differs="truncated, detached weight times logp; token mean",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(dppo_released, delta=0.15, form="tv", cap=20.0), aggregation="token_mean")
-row("dppo-kl-released", "verl's dppo_kl", "mask by the token's binary KL divergence",
-  differs="truncated, detached weight times logp; token mean",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean")
-row("drpo", "DRPO (arXiv 2606.09821), eq. 8 quoted in its code", "quadratic penalty on the shift",
-  differs="delta inside (0, 1), where its boundary exists; the authors' value is drpo-released",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(drpo, delta=0.15), aggregation="fixed_length")
-row("drpo-released", "Tencent-Hunyuan/UniRL, delta = 12.5", "quadratic penalty on the shift",
-  differs="at this delta no token can reach the boundary; the code clamps the log ratio to 20",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="behaviour", temperature="sampling", reduction="token",
-  credit=P(group_mean),
-  objective=P(drpo, delta=12.5), aggregation="fixed_length")
+# ------------------------------------------------ 2.2 The same papers read otherwise, and ablations
 
-# Papers from outside the families above.
-row("tracerl", "TraceRL (arXiv 2509.06949): accounts, code", "PPO clip on tokens, steps merged",
-  differs="without its value network; mean over a response's tokens; merge 2, not 8",
-  plan=P(merged_plan, merge=2),
+row("diffu-grpo", "variant", like="diffu-grpo-released", source="d1 (arXiv 2504.12216), eq. 4",
+  differs="As the paper, with the mean over a response's tokens and then over responses; the "
+  "released code takes it over all tokens of a micro-batch.",
+  aggregation="sequence_mean_token_mean")
+row("gdpo", "variant", like="gdpo-released", source="GDPO (arXiv 2510.08554), by accounts",
+  title="Clips the whole sequence's ratio of an SDMC ELBO, with masks shared by its two sides.",
+  differs="The paper's body was not read. By accounts the ratio is that of ELBOs of sequences, and "
+  "the loss is divided by the length. There is no KL term, as the released beta is 0.",
+  plan=P(alg.quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
+  refresh="fixed", normalizer="none", aggregation="sequence_mean_token_mean")
+row("stabledrl-elbo", "variant", like="stabledrl",
+  title="Is stabledrl with the ELBO alone, and ratios of token means.",
+  differs="By accounts eps is 5. The score is the ELBO and not a sandwich of ELBO and EUBO, and "
+  "the ratio is that of token means.",
+  normalizer="kept_length", extra=None)
+row("clip-only", "variant", like="stabledrl",
+  title="Clips stabledrl's weights and does not normalise them.",
+  differs="An ablation. The weights are divided by N in the place of their sum over the group; the "
+  "score is the sandwich of SPG (arXiv 2510.09541).",
+  objective=P(alg.truncated_is, floor=0.0, cap=6.0), aggregation="sequence_mean")
+row("self-norm-only", "variant", like="stabledrl",
+  title="Normalises stabledrl's weights and does not clip them.",
+  differs="An ablation. There is no cap; the score is the sandwich of SPG (arXiv 2510.09541).",
+  objective=P(alg.self_normalized_clip, cap=math.inf))
+row("egspo", "variant", like="egspo-released", source="EGSPO (arXiv 2603.12554): accounts, code",
+  title="Clips one ratio for each of the four steps of highest entropy.",
+  differs="It is scored at the sampling temperature, against the sampler's record, as the sum over "
+  "the chosen steps and without a KL term. The score is that of the tokens alone.",
+  plan=P(alg.entropy_plan, num_states=4, shared=False, weight="sum"),
+  anchor="behaviour", temperature="sampling", kl=None)
+row("egspo-sa", "variant", like="egspo", source="EGSPO-SA (arXiv 2603.12554): accounts, code",
+  title="Is egspo with advantages of its own for each step: reward less that of a greedy "
+  "completion.",
+  step_value="greedy",
+  credit=P(alg.stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"))
+row("dppo-topk", "variant", like="ppo", source="DPPO (arXiv 2602.04879), eq. 12, 14 and 16",
+  title="Masks a token where the likeliest tokens together have moved too far.",
+  extra=P(alg.topk_divergence, form="tv"), features=("logp", "topk_logp"),
+  objective=P(alg.dppo, delta=0.15, form=None))
+row("dppo-tv-released", "variant", like="dppo-tv", source="verl's dppo_tv",
+  differs="As verl's code: a truncated, detached weight times logp, and the mean over all tokens.",
+  objective=P(alg.dppo_released, delta=0.15, form="tv", cap=20.0), aggregation="token_mean")
+row("dppo-kl-released", "variant", like="dppo-kl", source="verl's dppo_kl",
+  differs="As verl's code: a truncated, detached weight times logp, and the mean over all tokens.",
+  objective=P(alg.dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean")
+row("drpo-released", "variant", like="drpo", source="code of DRPO (Tencent-Hunyuan/UniRL)",
+  differs="delta is 12.5, at which no token can reach the boundary. The code clamps the log-ratio "
+  "to 20, which is not done here.",
+  objective=P(alg.drpo, delta=12.5))
+row("ppo-released", "variant", like="ppo", source="verl's vanilla policy loss",
+  title="Clips one ratio for each revealed token, and bad answers from above as well.",
+  differs="As verl's code: a dual clip at 3, and the mean over all tokens.",
+  objective=P(alg.dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0),
+  aggregation="token_mean")
+
+# ------------------------------------------------------------------------------ 2.3 Related papers
+
+# The recorded trajectory, a ratio a step.
+row("replay-grpo", "kin", like="reinforce",
+  source="code of d2 (arXiv 2509.21474), TraceRL (arXiv 2509.06949)",
+  title="Clips one ratio for each step of the trajectory.",
+  differs="It is anchored on the sampler's log-probabilities, with the clip and the z-score of "
+  "GRPO. The score is that of the tokens alone.",
+  anchor="behaviour",
+  credit=P(alg.group_z_score, ddof=1, eps=0.0001),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
+row("trace-block", "kin", like="replay-grpo",
+  source="code of TraceRL (arXiv 2509.06949); DiPO (arXiv 2512.22234)",
+  title="Is replay-grpo for block-wise models.",
+  differs="There is no value network and no KL term. One ratio a step is taken against the "
+  "sampler's own log-probabilities.",
+  plan=P(alg.block_replay_plan))
+row("replay-uniform", "kin", like="reinforce", source="AGRPO (arXiv 2510.04019), by accounts",
+  title="Follows the policy gradient on four steps, drawn uniformly.",
+  differs="It is unbiased by a weight of T/K and has no clip, which AGRPO has; a control of egspo.",
+  plan=P(alg.replay_plan, num_states=4, min_entropy=0.0))
+
+# One ratio a revealed token, or one weight.
+row("clip-higher", "kin", like="ppo", source="DAPO (arXiv 2503.14476)",
+  title="Clips one ratio for each revealed token, wider above than below.",
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.28), aggregation="token_mean")
+row("gspo", "kin", like="ppo", source="GSPO (arXiv 2507.18071)",
+  title="Clips one ratio a sequence, the geometric mean of those of its tokens.",
+  differs="The likelihood of the recorded trajectory takes the place of the sequence's.",
+  reduction="sequence", normalizer="kept_length",
+  objective=P(alg.ppo_clip, epsilon_low=0.0003, epsilon_high=0.0004), aggregation="sequence_mean")
+row("cispo", "kin", like="ppo", source="CISPO (arXiv 2506.13585)",
+  title="Clips detached importance weights, so that no token loses its gradient.",
+  objective=P(alg.truncated_is, floor=0.0, cap=5.0), aggregation="token_mean")
+row("cispo-released", "kin", like="cispo", source="verl's cispo",
+  differs="As verl's code: the weight has a floor as well.",
+  objective=P(alg.truncated_is, floor=0.8, cap=1.28))
+row("tis", "kin", like="ppo", source="truncated importance sampling, with verl's cap",
+  title="Weighs tokens where sampler and policy differ, up to a cap.",
+  objective=P(alg.truncated_is, floor=0.0, cap=2.0))
+row("spo", "kin", like="ppo", source="SPO (arXiv 2401.16025)",
+  title="Penalises the square of a token's ratio less one.",
+  objective=P(alg.spo, epsilon=0.2))
+row("justgrpo", "kin", like="reinforce",
+  source="code of JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO",
+  title="Reveals tokens from left to right and follows their exact policy gradient.",
+  differs="As its code, whose ratio is always 1, so that there is no clip. Tokens are scored to "
+  "the first EOS, and the mean is over all rollouts.",
+  order="left_to_right", reduction="token",
+  credit=P(alg.group_z_score, ddof=1, eps=0.0001), aggregation="fixed_length")
+row("mask-aware", "kin", source="draft code of Mask-Aware PG (arXiv 2607.15200)",
+  title="Clips one ratio of the tokens and another of their positions.",
+  differs="The code calls itself a draft. It merges the steps into 32 segments and takes 12 of "
+  "them, with all later segments as rivals of a position; here all steps are taken, those behind "
+  "the first EOS included, with the rivals of the same block.",
+  plan=EVERY_STEP,
+  anchor="old", reduction="sequence", normalizer="kept_length",
+  credit=P(alg.leave_one_out), features=("logp", "position_logp"),
+  objective=P(alg.ppo_clip, epsilon_low=3e-4, epsilon_high=4e-4), aggregation="sequence_mean")
+row("tracerl", "kin", source="TraceRL (arXiv 2509.06949): accounts, code",
+  title="Clips one ratio a token, on steps merged in pairs.",
+  differs="There is no value network. Two steps are merged, not eight, and the loss is the mean "
+  "over a response's tokens.",
+  plan=P(alg.merged_plan, merge=2),
   anchor="old", temperature="sampling", reduction="token", kl=KL("k3", 0.01, target="old"),
-  credit=P(group_z_score, ddof=1, eps=0.0001),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean_token_mean")
-row("mdpo", "code of MDPO (arXiv 2508.13148), autonomousvision/mdpo", "each step's text verified",
-  differs="4 states, not 8 to 16; none after the end; mean over responses and positions; no RCR",
-  plan=P(prediction_plan),
+  credit=P(alg.group_z_score, ddof=1, eps=0.0001),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2),
+  aggregation="sequence_mean_token_mean")
+row("mdpo", "kin", source="code of MDPO (arXiv 2508.13148), autonomousvision/mdpo",
+  title="Has the prediction of each step verified, and rewards its progress.",
+  differs="There are 4 states and not 8 to 16, none after the end of an answer, and the mean is "
+  "over responses and positions. The running confidence of its sampler is left out.",
+  plan=P(alg.prediction_plan),
   anchor="old", temperature="sampling", reduction="token",
   step_value="proposed", kl=KL("k2", 0.02),
-  credit=P(progress_advantage, num_states=4, eps=0.0001),
-  objective=P(confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
-row("gdsd", "code of GDSD (arXiv 2605.29398), GaryBall/GDSD", "log-ratios regressed on advantages",
-  differs="ELBO weights (TLC); logits uncentred, same gradient; clip 0.2, 0.28, not 0.0004; no KL",
-  plan=P(complementary_plan, num_states=4, domain="all"),
-  anchor="old", reduction="pair",
-  credit=P(leave_one_out), extra=P(response_length),
-  objective=P(regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28), aggregation="sequence_mean")
+  credit=P(alg.progress_advantage, num_states=4, eps=0.0001),
+  objective=P(alg.confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
 
-row("wd1", "wd1 (arXiv 2507.08838), read in its code (xiaohangt/wd1)", "softmax weights, no ratio",
-  differs="softmax over the prompt's group; the code's is over the rows of a call, there a group",
-  plan=P(mean_field_plan, p_mask_prompt=0.15),
+# Likelihoods from random masks.
+row("spg", "kin", like="stabledrl-released",
+  source="code of SPG (arXiv 2510.09541), facebookresearch/SPG",
+  title="Raises a lower bound for good answers and lowers a sandwich of bounds for bad ones.",
+  differs="As released, with sequences weighted by their length, where the paper has a mean. No "
+  "block is drawn twice while others last.",
+  anchor="none", refresh="paired",
+  objective=P(alg.reinforce), aggregation="length_weighted")
+row("wd1", "kin", source="wd1 (arXiv 2507.08838), read in its code (xiaohangt/wd1)",
+  title="Weighs answers by a softmax of their advantages, without a ratio.",
+  differs="The softmax runs over the prompt's group; in the code it runs over the rows of a call, "
+  "which hold one group there.",
+  plan=P(alg.mean_field_plan, p_mask_prompt=0.15),
   anchor="none", refresh="paired", reduction="sequence",
-  credit=P(softmax_contrast, psi=1.0),
-  objective=P(reinforce), aggregation="group_sum")
-
-row("justgrpo", "code of JustGRPO (arXiv 2601.15165), LeapLabTHU/JustGRPO", "left-to-right tokens",
-  differs="as its code, whose ratio is 1: no clip; scored to the first EOS, over all rollouts",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  order="left_to_right", anchor="none", temperature="sampling", reduction="token",
-  credit=P(group_z_score, ddof=1, eps=0.0001),
-  objective=P(reinforce), aggregation="fixed_length")
-
-row("espo", "ESPO (arXiv 2512.03759), read in its code (ML-GSAI/ESPO)", "one ELBO ratio a sequence",
-  differs="counts are not stratified over the rows of a call; beta as in its yaml (0.001 to 0.01)",
-  plan=P(complementary_plan, num_states=4, domain="all"),
+  credit=P(alg.softmax_contrast, psi=1.0),
+  objective=P(alg.reinforce), aggregation="group_sum")
+row("espo", "kin", source="ESPO (arXiv 2512.03759), read in its code (ML-GSAI/ESPO)",
+  title="Clips one ratio of ELBOs for each sequence, from masks and their complements.",
+  differs="The counts are not stratified over the rows of a call. beta is that of its yaml, 0.01; "
+  "its scripts have 0.001 to 0.01.",
+  plan=P(alg.complementary_plan, num_states=4, domain="all"),
   anchor="old", refresh="paired", reduction="sequence", normalizer="padded_length",
-  credit=P(leave_one_out), kl=KL("k2", 0.01, of="per_token"),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
-
-row("ebpo-block", "EBPO (arXiv 2602.08676), eq. 4 and 5", "one block-ELBO ratio a sequence",
-  differs="the report has no numbers: clip, credit as in a re-implementation (DARE, 16 masks)",
-  plan=P(block_elbo_plan, num_states=2, domain="keep", strata=True),
+  credit=P(alg.leave_one_out), kl=KL("k2", 0.01, of="per_token"),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+row("gdsd", "kin", source="code of GDSD (arXiv 2605.29398), GaryBall/GDSD",
+  title="Regresses log-ratios on advantages.",
+  differs="The weights are those of its TLC variant, an ELBO's. Logits are not centred, which "
+  "leaves the gradient as it is; the clip is 0.2 and 0.28 in the place of 0.0004; there is no KL "
+  "term.",
+  plan=P(alg.complementary_plan, num_states=4, domain="all"),
+  anchor="old", reduction="pair",
+  credit=P(alg.leave_one_out), extra=P(alg.response_length),
+  objective=P(alg.regression, psi=1.0, epsilon_low=0.2, epsilon_high=0.28),
+  aggregation="sequence_mean")
+row("ebpo-block", "kin", source="EBPO (arXiv 2602.08676), eq. 4 and 5",
+  title="Clips one ratio of block-wise ELBOs for each sequence, for block-wise models.",
+  differs="The report has no numbers: clip and credit are those of a re-implementation (DARE), "
+  "which has 16 masks.",
+  plan=P(alg.block_elbo_plan, num_states=2, domain="keep", strata=True),
   anchor="old", reduction="sequence",
-  credit=P(group_z_score, ddof=1, eps=1e-06),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
-
-row("coupled-grpo", "DiffuCoder (arXiv 2506.20639) and its code", "token ratios of coupled masks",
-  differs="as its code, with the token mean over the global batch, there over the micro-batch",
-  plan=P(coupled_plan, low=0.2, high=0.8),
+  credit=P(alg.group_z_score, ddof=1, eps=1e-06),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
+row("coupled-grpo", "kin", source="DiffuCoder (arXiv 2506.20639) and its code",
+  title="Clips token ratios estimated from masks and their complements.",
+  differs="As its code, with the mean over the tokens of the global batch; there it is over those "
+  "of a micro-batch.",
+  plan=P(alg.coupled_plan, low=0.2, high=0.8),
   anchor="old", refresh="paired", reduction="position", kl=KL("k3", 0.01),
-  credit=P(leave_one_out),
-  objective=P(ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
-
-row("bgpo", "BGPO (arXiv 2510.11683), by accounts and DARE's code", "linear bound of the ratio",
-  differs="numbers, clips and padded length as in a re-implementation (DARE); strata a response",
-  plan=P(elbo_count_plan, num_states=16, domain="keep", strata=True),
+  credit=P(alg.leave_one_out),
+  objective=P(alg.ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
+row("bgpo", "kin", source="BGPO (arXiv 2510.11683), by accounts and DARE's code",
+  title="Replaces the ratio by a bound that is linear for good answers, one mask at a time.",
+  differs="Numbers, clips and the padded length are those of a re-implementation (DARE). The "
+  "strata are of a response's own draws.",
+  plan=P(alg.elbo_count_plan, num_states=16, domain="keep", strata=True),
   anchor="old", reduction="state", normalizer="padded_length",
-  credit=P(group_z_score, ddof=1, eps=1e-06),
-  objective=P(tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0), aggregation="length_weighted")
-
-row("unigrpo", "UniGRPO (arXiv 2505.15809) as in facebookresearch/igpo", "masks grow each update",
-  differs="by that code: the paper was not read, its re-implementations disagree; padding scored",
-  plan=P(scheduled_plan, min_t=0.1, domain="all", progress=0.0),
+  credit=P(alg.group_z_score, ddof=1, eps=1e-06),
+  objective=P(alg.tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0),
+  aggregation="length_weighted")
+row("unigrpo", "kin", source="UniGRPO (arXiv 2505.15809) as in facebookresearch/igpo",
+  title="Clips token ratios, with more tokens hidden at each update.",
+  differs="It follows that code: the paper was not read, and its re-implementations disagree. "
+  "Padding is scored.",
+  plan=P(alg.scheduled_plan, min_t=0.1, domain="all", progress=0.0),
   anchor="old", refresh="scheduled", reduction="token", kl=KL("k3", 0.01),
-  credit=P(group_mean),
-  objective=P(ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="entry_mean")
+  credit=P(alg.group_mean),
+  objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="entry_mean")
 
-row("mask-aware", "draft code of Mask-Aware PG (arXiv 2607.15200)", "clips tokens, positions",
-  differs="draft code; 12 of 32 merged segments there; here all steps, past EOS, rivals by block",
-  plan=P(replay_plan, num_states=None, min_entropy=0.0),
-  anchor="old", reduction="sequence", normalizer="kept_length",
-  credit=P(leave_one_out), features=("logp", "position_logp"),
-  objective=P(ppo_clip, epsilon_low=3e-4, epsilon_high=4e-4), aggregation="sequence_mean")
+# -------------------------------------------------------------------------- 2.4 This project's own
+
+row("gdpo-arcs", "own", like="gdpo", source="this project; GDPO (arXiv 2510.08554) by accounts",
+  title="Is gdpo with an ELBO from arcs of a circle.",
+  differs="The estimator is unbiased at any length. It takes three calls, as gdpo does, and had "
+  "less noise wherever that was measured.",
+  plan=P(alg.arc_plan, num_states=3, domain="keep"))
+row("stabledrl-cv", "own", like="stabledrl-elbo",
+  source="this project; StableDRL (arXiv 2603.06743) by accounts",
+  title="Is stabledrl-elbo with weights from a quieter ELBO.",
+  differs="It takes three calls, and a control variate from the rollout's own states (2.12).",
+  plan=P(alg.control_variate_plan, num_states=3, domain="keep", constants=None))
+row("egspo-exact", "own", like="egspo",
+  source="this project; EGSPO (arXiv 2603.12554): accounts, code",
+  title="Is egspo with the exact kernel of the sampler, the choice of positions included.",
+  differs="The position factor (4.2) is this project's. Tokens and positions are scored against "
+  "the old weights, since the sampler records the tokens alone.",
+  anchor="old", features=("logp", "order_logp"))
 
 # fmt: on
 
 
-# =========================================================================== 3. What a row computes
+# ======================================================================== 3. What a method computes
 
 
 def draw(
@@ -564,7 +531,7 @@ def draw(
     updates: int = 1,
     schedule: torch.Generator | None = None,
 ) -> Plan:
-    """The row's plan for one of the ``updates`` on a rollout, counted from 0."""
+    """The method's plan for one of the ``updates`` on a rollout, counted from 0."""
     if method.refresh != "scheduled":
         return method.plan(rollout, generator)
     progress = update / max(1, updates - 1)
@@ -584,7 +551,7 @@ def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*
 def reduced(
     method: Method, plan: Plan, rollout: Rollout, feature: dict[str, Tensor]
 ) -> Float[Tensor, "K2 B L2"]:
-    """The method's ll: logp, and order_logp where the row asks for it, with its level and
+    """The method's ll: logp, and order_logp where the method asks for it, with its level and
     normaliser; position_logp is an entry of its own, the second of each sequence."""
     logp = feature["logp"]
     if "order_logp" in method.features:
@@ -621,7 +588,7 @@ def advantages(
     reward: Float[Tensor, " B"],
     step_reward: Float[Tensor, "K B"] | None = None,
 ) -> Advantage:
-    """The row's credit: (B,), or (K, B) where each state of the plan has a value of its own
+    """The method's credit: (B,), or (K, B) where each state of the plan has a value of its own
     (``step_value``)."""
     if method.step_value == "none":
         return method.credit(reward, rollout.num_generations)
@@ -629,10 +596,10 @@ def advantages(
     return method.credit(reward, rollout.num_generations, step_reward, plan.valid, time)
 
 
-def completions(method: Method, rollout: Rollout) -> Tensor:
-    """The record (B, T, L) of the text that each state would become in one step (``step_value``)."""
-    words = {"greedy": "one_step", "sampled": "one_step_sampled", "proposed": "one_step_proposed"}
-    return alg.record(rollout, words[method.step_value])
+def completions(method: Method, rollout: Rollout) -> Int[Tensor, "B T L"]:
+    """The record of the text that each state would become in one step (``step_value``)."""
+    (name,) = RECORDS[method.step_value]
+    return alg.record(rollout, name)
 
 
 def surrogate(
@@ -643,7 +610,7 @@ def surrogate(
     adv: Advantage,
     anchor: Entries | None,
 ) -> Surrogate:
-    """The row's objective on its ll: a loss for each entry."""
+    """The method's objective on its ll: a loss for each entry."""
     ll = reduced(method, plan, rollout, feature)
     adv = adv.to(ll.dtype)[..., None].expand_as(ll)
     scale = normalizer(method, plan, rollout).to(ll.dtype)
@@ -659,7 +626,7 @@ def penalty(
     anchor: Entries | None,
     ref: Entries | None,
 ) -> Entries | None:
-    """The row's KL term, entry by entry, without its weight; None for a row without one."""
+    """The method's KL term, entry by entry, without its weight; None where it has none."""
     if method.kl is None:
         return None
     if method.kl.form == "exact":
@@ -682,7 +649,7 @@ def method_loss(
     anchor: Entries | None,
     ref: Entries | None,
 ) -> Float[Tensor, ""]:
-    """The loss of a row by (10.1): its objective, its KL term, its aggregation."""
+    """The loss of a method by (10.1): its objective, its KL term, its aggregation."""
     loss = surrogate(method, plan, rollout, feature, adv, anchor).loss
     kl = penalty(method, plan, rollout, feature, anchor, ref)
     beta = method.kl.beta if method.kl else 0.0
@@ -720,188 +687,133 @@ def ratio_diagnostics(
     return {name: float(value) for name, value in values.items()}
 
 
-# =================================================================================== 4. Its options
+# ================================================================== 4. What a run may replace in it
 
-_PARTS = ("plan", "credit", "objective", "extra")
-_WORDS = ("aggregation", "refresh", "normalizer", "reduction")
-_CREDITS = {"group_mean": {}, "leave_one_out": {}, "group_z_score": {"ddof": 1, "eps": 1e-4}}
-# ELBO estimators with three states, of the tokens that count: a row with one may have another.
-_PLANS = {
-    "elbo_time_plan": {"num_states": 3, "min_t": 1e-3},
-    "elbo_count_plan": {"num_states": 3, "strata": True},
-    "quadrature_plan": {"num_nodes": 3, "masks_per_node": 1, "counts": "bernoulli"},
-    "arc_plan": {"num_states": 3},
-    "control_variate_plan": {"num_states": 3, "constants": None},
+PARTS = ("plan", "credit", "objective", "extra")
+# A credit, and an estimator of an ELBO of the tokens that count, may be replaced by one of these.
+COMPONENTS = {
+    "credit": [P(alg.group_mean), P(alg.leave_one_out), P(alg.group_z_score, ddof=1, eps=1e-4)],
+    "plan": [
+        P(alg.elbo_time_plan, num_states=3, domain="keep", min_t=1e-3),
+        P(alg.elbo_count_plan, num_states=3, domain="keep", strata=True),
+        P(alg.quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
+        P(alg.arc_plan, num_states=3, domain="keep"),
+        P(alg.control_variate_plan, num_states=3, domain="keep", constants=None),
+    ],
 }
-_KL_WORDS = {
+COMPONENTS = {key: {p.func.__name__: p for p in parts} for key, parts in COMPONENTS.items()}
+KL_WORDS = {
     "form": ("k1", "k2", "k3", "exact"),
     "of": ("ratio", "log_likelihood", "per_token"),
     "target": ("reference", "old"),
 }
-# Below these (or on them) an option has no meaning, and the objective would not always say so.
-_ABOVE = dict.fromkeys(("delta", "epsilon", "epsilon_low", "epsilon_high", "cap", "eubo_beta"), 0)
-_ABOVE |= {"bound": 1, "psi": 0}
-_FROM = {"min_entropy": (0, math.inf), "eps": (0, math.inf), "omega": (0, 1)}  # inf itself is out
-_NUM_STATES = "plan.num_states"  # may be None, which is every step
-
-
-def with_options(method: Method, options: dict[str, Any]) -> Method:
-    """The row with some of its numbers replaced: {"plan.num_states": 4, "kl.beta": 0.0, "refresh":
-    "fixed"}.
-
-    Keys: a component and one of its keywords (plan, credit, objective, extra, kl), or a choice by
-    name (reduction, normalizer, refresh, aggregation, and credit: group_mean, leave_one_out,
-    group_z_score; where states have values of their own, step_value: greedy, sampled; where ratios
-    are taken against the sampler's record, anchor: behaviour, or old to score it anew; where the
-    plan estimates an ELBO, plan: elbo_time_plan, elbo_count_plan, quadrature_plan, arc_plan,
-    control_variate_plan, which is how estimators are compared in a row that stays as it is).
-    ``kl.beta`` 0 removes the KL term, and with it the reference model; ``kl.form`` and ``kl.beta``
-    together give a row the term that it lacks. Raises ValueError for a key that the method does not
-    have, and for a value of another kind than the present.
-    """
-    if wrong := [key for key in options if not isinstance(key, str)]:
-        allowed = ", ".join(_options(method))
-        raise ValueError(f"method_options: got the key {wrong[0]!r}; allowed {allowed}")
-    kl = {key.removeprefix("kl."): value for key, value in options.items() if key.startswith("kl.")}
-    rest = {key: value for key, value in options.items() if not key.startswith("kl.")}
-    # A credit or a plan is chosen before its numbers are given.
-    for key in sorted(rest, key=lambda key: "." in key):
-        method = _with_option(method, key, rest[key])
-    return _with_kl(method, kl) if kl else method
-
-
-def has_option(method: Method, key: str) -> bool:
-    """True where ``key`` names an option of this row (its value may still be refused)."""
-    kl_given = method.kl is not None or key in ("kl.form", "kl.beta")
-    return key in _options(method) and (kl_given or not key.startswith("kl."))
-
-
-def _with_option(method: Method, key: str, value: Any) -> Method:
-    part, _, name = key.partition(".")
-    if key == "credit":
-        return dataclasses.replace(method, credit=_credit(method, value))
-    if key == "plan" and _has_elbo(method):
-        if value not in tuple(_PLANS):
-            got = f"method_options.plan: got {value!r}"
-            raise ValueError(f"{got}; allowed {', '.join(_PLANS)}")
-        plan = partial(getattr(alg, value), **_PLANS[value], domain="keep")
-        return dataclasses.replace(method, plan=plan)
-    if allowed := _choices_of(method).get(key):
-        if value not in allowed:
-            got = f"method_options.{key}: got {value!r}"
-            raise ValueError(f"{got}; allowed {', '.join(allowed)}")
-        return dataclasses.replace(method, **{key: value})
-    if key in _WORDS:
-        return dataclasses.replace(method, **{part: value})
-    if key not in numbers(method):
-        allowed = ", ".join(_options(method))
-        raise ValueError(
-            f"method_options.{key}: no such option of {method.name}; allowed {allowed}"
-        )
-    component = getattr(method, part)
-    _check_like(key, value, component.keywords[name])
-    return dataclasses.replace(method, **{part: partial(component, **{name: value})})
-
-
-def _choices_of(method: Method) -> dict[str, tuple[str, ...]]:
-    # By name as _WORDS, and not in every row.
-    found = {}
-    if method.step_value in ("greedy", "sampled"):
-        found["step_value"] = ("greedy", "sampled")
-    if method.on_record:
-        found["anchor"] = ("behaviour", "old")
-    return found
-
-
-def _has_elbo(method: Method) -> bool:
-    # Of these plans; a row that takes more from its states, as an upper bound, keeps its own.
-    return method.plan.func.__name__ in _PLANS and method.extra is None
-
-
-def _credit(method: Method, name: Any) -> partial:
-    if method.step_value != "none":
-        now = method.credit.func.__name__
-        allowed = f"{now}, {method.name} gives each state a value of its own"
-        raise ValueError(f"method_options.credit: got {name!r}; allowed {allowed}")
-    if name not in tuple(_CREDITS):  # a list cannot be looked up
-        raise ValueError(f"method_options.credit: got {name!r}; allowed {', '.join(_CREDITS)}")
-    return partial(getattr(alg, name), **_CREDITS[name])
-
-
-def _with_kl(method: Method, given: dict[str, Any]) -> Method:
-    """The row with another KL term, a new one, or none (beta 0)."""
-    for name, value in given.items():
-        if name not in KL._fields:
-            allowed = ", ".join(_options(method))
-            what = f"method_options.kl.{name}: no such option of {method.name}"
-            raise ValueError(f"{what}; allowed {allowed}")
-        if name in _KL_WORDS and value not in _KL_WORDS[name]:
-            raise ValueError(
-                f"method_options.kl.{name}: got {value!r}; allowed {', '.join(_KL_WORDS[name])}"
-            )
-        if name == "beta" and (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 <= value < math.inf
-        ):
-            raise ValueError(f"method_options.kl.beta: got {value!r}; allowed numbers from 0")
-    if method.kl is None and not {"form", "beta"} <= given.keys():
-        name, value = next(iter(given.items()))
-        allowed = f"with kl.form and kl.beta both, {method.name} has no KL term"
-        raise ValueError(f"method_options.kl.{name}: got {value!r}; allowed {allowed}")
-    kl = KL(**{**(method.kl._asdict() if method.kl else {}), **given})
-    features = tuple(name for name in method.features if name != "kl_ref")
-    if kl.beta == 0:
-        return dataclasses.replace(method, kl=None, features=features)
-    _check_kl(method, kl)
-    return dataclasses.replace(
-        method, kl=kl, features=features + (("kl_ref",) if kl.form == "exact" else ())
-    )
-
-
-def _check_kl(method: Method, kl: KL) -> None:
-    # The old policy is present as the ll of the ratio only: not as a network, not under another
-    # normaliser.
-    if kl.of != "ratio" and (kl.form == "exact" or kl.target == "old"):
-        got = f"{kl.of!r} with form {kl.form}, target {kl.target}"
-        raise ValueError(f"method_options.kl.of: got {got}; allowed ratio")
-    if kl.target == "old" and (kl.form == "exact" or method.anchor == "none"):
-        got = f"'old' with form {kl.form}, anchor {method.anchor}"
-        raise ValueError(f"method_options.kl.target: got {got}; allowed reference")
-
-
-def _check_like(key: str, value: Any, present: Any) -> None:
-    # An option keeps its kind: a number stays a number, a word a word. The number of states may be
-    # None, which is every step.
-    kinds = (type(present),) if isinstance(present, str | bool) else (int, float)
-    kinds += (type(None),) if key == _NUM_STATES else ()
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise ValueError(f"method_options.{key}: got {value!r}; allowed a value like {present!r}")
-    low = _ABOVE.get(key.partition(".")[2])
-    if low is not None and not value > low:
-        raise ValueError(f"method_options.{key}: got {value!r}; allowed above {low}")
-    first, last = _FROM.get(key.partition(".")[2], (None, math.inf))
-    if first is not None and value == value and not (first <= value <= last and value < math.inf):
-        allowed = f"{first} to {last}" if last < math.inf else f"finite numbers from {first}"
-        raise ValueError(f"method_options.{key}: got {value!r}; allowed {allowed}")
-    if value != value:  # nan: every comparison with it is false, a filter by it lets all pass
-        raise ValueError(f"method_options.{key}: got nan; allowed a number like {present!r}")
+# Where a number must lie, if the function that reads it does not say so itself.
+ABOVE_0 = ("epsilon_low", "epsilon_high", "eubo_beta", "psi")
+FROM_0 = ("eps", "min_entropy", "beta")
 
 
 def numbers(method: Method) -> list[str]:
     """The keywords of the components that are options.
 
-    Not those that something else decides: a word that is None, and what a plan is told.
+    Not those that something else decides: a word that is None, and what a plan is told. The number
+    of states may be None, which is every step.
     """
-    parts = {part: getattr(method, part) for part in _PARTS if getattr(method, part)}
+    parts = {part: getattr(method, part) for part in PARTS if getattr(method, part)}
     words = {f"{part}.{name}": p.keywords[name] for part, p in parts.items() for name in p.keywords}
-    given = [key for key, value in words.items() if value is not None or key == _NUM_STATES]
+    given = [k for k, value in words.items() if value is not None or k == "plan.num_states"]
     return [key for key in given if key != "plan.progress"]
 
 
-def _options(method: Method) -> list[str]:
-    other = {"none": ["credit"], "proposed": []}
-    words = other.get(method.step_value, ["step_value"]) + list(_WORDS)
-    words += ["anchor"] if method.on_record else []
-    words += ["plan"] if _has_elbo(method) else []
-    return numbers(method) + [f"kl.{name}" for name in KL._fields] + words
+def choices(method: Method) -> dict[str, tuple[str, ...]]:
+    """The options that are a choice by name, each with the words that this method may use."""
+    found = {k: CHOICES[k] for k in ("aggregation", "refresh", "normalizer", "reduction")}
+    if method.step_value == "none":
+        found["credit"] = tuple(COMPONENTS["credit"])
+    if method.step_value in ("greedy", "sampled"):
+        found["step_value"] = ("greedy", "sampled")
+    if method.on_record:
+        found["anchor"] = ("behaviour", "old")
+    # A method that takes more from its states, as an upper bound, keeps its own.
+    if method.plan.func.__name__ in COMPONENTS["plan"] and method.extra is None:
+        found["plan"] = tuple(COMPONENTS["plan"])
+    return found
+
+
+def has_option(method: Method, key: str) -> bool:
+    """True where ``key`` names an option of this method (its value may still be refused)."""
+    penalty = KL._fields if method.kl else ("form", "beta")
+    return key in (*numbers(method), *choices(method), *(f"kl.{name}" for name in penalty))
+
+
+def with_options(method: Method, options: dict[str, Any]) -> Method:
+    """The method with some of its numbers and words replaced: {"plan.num_states": 4, "kl.beta":
+    0.0, "refresh": "fixed"}.
+
+    Keys: a component and one of its keywords (``numbers``), a choice by name (``choices``), and the
+    fields of a KL term. ``kl.beta`` 0 removes the term, and with it the reference model;
+    ``kl.form`` and ``kl.beta`` together give a method the one that it lacks. ValueError for a key
+    that the method does not have, and for a value of another kind than the present one.
+    """
+    penalty = {}
+    for key in sorted(options, key=lambda key: "." in str(key)):  # a component before its numbers
+        value, (part, _, name) = options[key], str(key).partition(".")
+        if key in (words := choices(method)):
+            _check(key, value, words[key])
+            chosen = COMPONENTS[key][value] if key in COMPONENTS else value
+            method = dataclasses.replace(method, **{key: chosen})
+        elif key in numbers(method):
+            component = getattr(method, part)
+            _check(key, value, component.keywords[name])
+            method = dataclasses.replace(method, **{part: partial(component, **{name: value})})
+        elif part == "kl" and name in KL._fields:
+            _check(key, value, KL_WORDS.get(name, 0.01))
+            penalty[name] = value
+        else:
+            keys = [*numbers(method), *(f"kl.{name}" for name in KL._fields), *words]
+            what = f"method_options.{key}: no such option of {method.name}"
+            raise ValueError(f"{what}; allowed {', '.join(keys)}")
+    return _with_penalty(method, penalty) if penalty else method
+
+
+def _with_penalty(method: Method, given: dict[str, Any]) -> Method:
+    """The method with another KL term, a new one, or none (beta 0)."""
+    if method.kl is None and not {"form", "beta"} <= given.keys():
+        name, value = next(iter(given.items()))
+        allowed = f"with kl.form and kl.beta both, {method.name} has no KL term"
+        raise _refused(f"kl.{name}", value, allowed)
+    kl = KL(**(method.kl._asdict() if method.kl else {}) | given)
+    # The old policy is present as the ll of the ratio only: not as a network, and not under another
+    # normaliser.
+    if kl.of != "ratio" and (kl.form == "exact" or kl.target == "old"):
+        raise _refused("kl.of", kl.of, f"ratio with form {kl.form}, target {kl.target}")
+    if kl.target == "old" and (kl.form == "exact" or method.anchor == "none"):
+        allowed = f"reference with form {kl.form}, anchor {method.anchor}"
+        raise _refused("kl.target", kl.target, allowed)
+    features = tuple(name for name in method.features if name != "kl_ref")
+    features += ("kl_ref",) if kl.form == "exact" and kl.beta else ()
+    return dataclasses.replace(method, kl=kl if kl.beta else None, features=features)
+
+
+def _check(key: str, value: Any, present: Any) -> None:
+    """A choice is one of its words; any other option keeps its kind, and a number its bounds."""
+    name = key.rpartition(".")[2]
+    if isinstance(present, tuple):
+        right, allowed = value in present, ", ".join(present)
+    elif key == "plan.num_states" and value is None:
+        return
+    elif isinstance(present, str | bool):
+        right, allowed = type(value) is type(present), f"a value like {present!r}"
+    elif type(value) not in (int, float) or math.isnan(value):
+        right, allowed = False, f"a value like {present!r}"
+    elif name == "omega":
+        right, allowed = 0 <= value <= 1, "0 to 1"
+    elif name in FROM_0:
+        right, allowed = 0 <= value < math.inf, "finite numbers from 0"
+    else:
+        right, allowed = value > 0 or name not in ABOVE_0, "above 0"
+    if not right:
+        raise _refused(key, value, allowed)
+
+
+def _refused(key: str, value: Any, allowed: str) -> ValueError:
+    return ValueError(f"method_options.{key}: got {value!r}; allowed {allowed}")

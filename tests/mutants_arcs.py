@@ -19,7 +19,7 @@ MUTANTS: list[Mutant] = [
     Mutant("", "(part + u)", "(0 * part + u)", "law_arc_plan_frequencies", where="_in_strata"),
     Mutant("", "_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])", "law_arc_plan_frequencies", where="_arcs"),
     Mutant("2.11", '_check_count("plan.num_states", num_states)', "", "law_arc_plan_states"),
-    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_methods", where="row.gdpo-arcs"),
-    Mutant("10.1", "P(arc_plan, num_states=3", "P(arc_plan, num_states=2", "law_methods", where="row.gdpo-arcs"),
+    Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_methods", where="row.gdpo"),
+    Mutant("10.1", "P(alg.arc_plan, num_states=3", "P(alg.arc_plan, num_states=2", "law_methods", where="row.gdpo-arcs"),
     Mutant("10.1", 'domain="keep"', 'domain="all"', "law_methods", where="row.gdpo-arcs"),
 ]

@@ -47,9 +47,9 @@ MUTANTS: list[Mutant] = [
     Mutant("2.14", "total / x, total / x * x", "total, total * x", COUNTS),
     Mutant("2.14", "inside * 0.01", "0 * known.first + 0.01", COUNTS),
     Mutant("2.14", "last.sum(-1) ** 2 / n", "last.sum(-1) ** 2", COUNTS),
-    Mutant("10.1", '"kept_length"', '"none"', "law_methods", where="row.stabledrl-cv"),
+    Mutant("10.1", '"kept_length"', '"none"', "law_methods", where="row.stabledrl-elbo"),
     Mutant("10.1", "num_states=3", "num_states=2", "law_methods", where="row.stabledrl-cv"),
-    Mutant("10.1", "cap=6.0", "cap=5.0", "law_clips_of_the_rows", where="row.stabledrl-cv"),
+    Mutant("10.1", "cap=6.0", "cap=5.0", "law_clips_of_the_rows", where="row.stabledrl"),
     Mutant("5.1", 'and level == "sequence"', "", HAND),
     Mutant("5.1", "ll + plan.shift[:, None]", "ll", HAND),
 ]

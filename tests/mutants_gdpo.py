@@ -112,7 +112,7 @@ MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------------------------- ratios and rows
     Mutant("7.1", "    return ll - anchor", "    return anchor - ll", "law_shared_masks_make_the_first_update_on_policy"),
     Mutant("10.1", GDPO, GDPO.replace("_token_mean", ""), "law_shared_masks_make_the_first_update_on_policy", where="row.gdpo"),
-    Mutant("10.1", GDPO, GDPO + ', normalizer="kept_length"', "law_methods", where="row.gdpo"),
+    Mutant("10.1", 'normalizer="none"', 'normalizer="kept_length"', "law_methods", where="row.gdpo"),
     Mutant(
         "10.1",
         'method if method.kl.of == "ratio" else plain',

@@ -4,15 +4,23 @@ from mutant import Mutant
 
 MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------------------------------------------ JustGRPO
-    Mutant("10.1", "credit=P(group_z_score, ddof=1", "credit=P(group_z_score, ddof=0", "law_methods", where="row.justgrpo"),
-    Mutant("10.1", 'temperature="sampling"', 'temperature="one"', "law_methods", where="row.justgrpo"),
+    Mutant(
+        "10.1", "credit=P(alg.group_z_score, ddof=1", "credit=P(alg.group_z_score, ddof=0", "law_methods", where="row.justgrpo"
+    ),
+    Mutant("10.1", 'temperature="sampling"', 'temperature="one"', "law_methods", where="row.reinforce"),
     # ---------------------------------------------------------------------------------------------------------------- ESPO
     Mutant("10.1", 'of="per_token"', 'of="log_likelihood"', "law_methods", where="row.espo"),
     Mutant("10.1", 'normalizer="padded_length"', 'normalizer="kept_length"', "law_methods", where="row.espo"),
-    Mutant("10.1", "credit=P(leave_one_out)", "credit=P(group_mean)", "law_methods", where="row.espo"),
+    Mutant("10.1", "credit=P(alg.leave_one_out)", "credit=P(alg.group_mean)", "law_methods", where="row.espo"),
     # ---------------------------------------------------------------------------------------------------------------- EBPO
     Mutant("10.1", 'reduction="sequence"', 'reduction="step"', "law_methods", where="row.ebpo-block"),
-    Mutant("10.1", "credit=P(group_z_score, ddof=1", "credit=P(group_z_score, ddof=0", "law_methods", where="row.ebpo-block"),
+    Mutant(
+        "10.1",
+        "credit=P(alg.group_z_score, ddof=1",
+        "credit=P(alg.group_z_score, ddof=0",
+        "law_methods",
+        where="row.ebpo-block",
+    ),
     # --------------------------------------------------------------------------------------------------------- coupled-GRPO
     Mutant("2.9", "[1.0, 1 / r, 1 / (1 - r)]", "[1.0, 1 / (1 - r), 1 / r]", "law_coupled_plan"),
     Mutant("2.9", "[1.0, 1 / r, 1 / (1 - r)]", "[0.0, 1 / r, 1 / (1 - r)]", "law_coupled_plan"),
@@ -71,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     # ------------------------------------------------------------------------------------------------------ Mask-Aware PG
     Mutant("10.1", "epsilon_low=3e-4", "epsilon_low=4e-4", "law_clips_of_the_rows", where="row.mask-aware"),
-    Mutant("10.1", "credit=P(leave_one_out)", "credit=P(group_mean)", "law_methods", where="row.mask-aware"),
+    Mutant("10.1", "credit=P(alg.leave_one_out)", "credit=P(alg.group_mean)", "law_methods", where="row.mask-aware"),
     Mutant("10.1", 'normalizer="kept_length"', 'normalizer="none"', "law_methods", where="row.mask-aware"),
     Mutant("10.1", 'features=("logp", "position_logp")', 'features=("logp",)', "law_methods", where="row.mask-aware"),
     Mutant("10.1", 'logp, feature["position_logp"]]', 'logp + feature["position_logp"]]', "law_methods", where="reduced"),

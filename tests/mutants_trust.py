@@ -121,8 +121,10 @@ MUTANTS: list[Mutant] = [
         where="normalizer",
     ),
     # ---------------------------------------------------------------------------------------------------------- rows
-    Mutant("10.1", "P(drpo, delta=0.15)", "P(drpo, delta=0.16)", "law_methods", where="row.drpo"),
-    Mutant("10.1", 'P(topk_divergence, form="tv")', 'P(topk_divergence, form="kl")', "law_methods", where="row.dppo-topk"),
+    Mutant("10.1", "P(alg.drpo, delta=0.15)", "P(alg.drpo, delta=0.16)", "law_methods", where="row.drpo"),
+    Mutant(
+        "10.1", 'P(alg.topk_divergence, form="tv")', 'P(alg.topk_divergence, form="kl")', "law_methods", where="row.dppo-topk"
+    ),
     Mutant("10.1", "floor=0.8, cap=1.28", "floor=0.0, cap=1.28", "law_methods", where="row.cispo-released"),
     Mutant("10.1", "epsilon_high=0.2, bound=3.0", "epsilon_high=0.2, bound=4.0", "law_methods", where="row.ppo-released"),
     # ----------------------------------------------------------------------------------------------------- diagnostics

@@ -77,6 +77,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant("6.6", "psi * (group - _average(group))", "(group - _average(group))", "law_softmax_contrast"),
     Mutant(
-        "10.1", "credit=P(softmax_contrast, psi=1.0)", "credit=P(softmax_contrast, psi=2.0)", "law_methods", where="row.wd1"
+        "10.1",
+        "credit=P(alg.softmax_contrast, psi=1.0)",
+        "credit=P(alg.softmax_contrast, psi=2.0)",
+        "law_methods",
+        where="row.wd1",
     ),
 ]

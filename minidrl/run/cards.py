@@ -95,7 +95,7 @@ def method_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 # ------------------------------------------------------------------------------- 2. Fields of a row
 
-_TOLD = ("name", "title", "source", "differs")  # prose; the rest of a row is what it does
+_TOLD = ("name", "family", "title", "source", "differs")  # prose; the rest of a row is what it does
 
 
 def fields(method: Method) -> dict[str, Any]:

@@ -164,12 +164,11 @@ def _row(node: ast.stmt) -> tuple[str, tuple[Paragraph, ...], dict[str, str]] | 
         return None
     if call.func.id != "row":
         return None
-    name, source, title = call.args
-    words = {word.arg: word.value for word in call.keywords}
-    said = [title, source, words["differs"]]
+    name, words = call.args[0], {word.arg: word.value for word in call.keywords}
+    said = [words[word] for word in ("title", "source", "differs") if word in words]
     texts = tuple(Paragraph(part.lineno, (part.value,)) for part in said)
-    parts = {part: words[part].args[0].id for part in PARTS if part in words}
-    return name.value, texts, parts
+    calls = {part: words[part] for part in PARTS if isinstance(words.get(part), ast.Call)}
+    return name.value, texts, {part: value.args[0].attr for part, value in calls.items()}
 
 
 # -------------------------------------------------------------------------------------- 2. Words
