@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mutant import Mutant
+from laws.registry import Mutant
 
 # The modules under judgement, in the order in which they import each other.
 ROOMS = (
@@ -46,7 +46,7 @@ class Stale(Exception):
 
 
 class Definition(NamedTuple):
-    """A name at the top of a module, Class.member, or row.name: its lines, from 1, and the number of its statement."""
+    """A name at the top of a module, Class.member, or row.NAME: its lines, from 1, and the number of its statement."""
 
     name: str
     first: int
@@ -62,8 +62,6 @@ def _first(node: ast.stmt) -> int:
 def _names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "row":
-        return [f"row.{node.value.args[0].value}"]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
@@ -76,37 +74,14 @@ def _definitions(body: list[ast.stmt]) -> Iterator[Definition]:
         for member in node.body if isinstance(node, ast.ClassDef) else ():
             for name in _names(member):
                 yield Definition(f"{node.name}.{name}", _first(member), member.end_lineno, number)
+        for call in ast.walk(node) if not isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
+            if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):  # a method of the table
+                yield Definition(f"row.{call.args[0].value}", call.lineno, call.end_lineno, number)
 
 
 def _squeezed(passage: str) -> str:
     """Without white space, backslashes and the commas that a line break adds before a closing bracket."""
     return re.sub(r",(?=[)\]}])", "", re.sub(r"[\s\\]", "", passage))
-
-
-def _unwrapped(source: str) -> str:
-    """The same program without the parentheses of `= (`, `return (`, .. at the end of a line: as it was before ruff broke it.
-
-    It has as many lines: those inside end with a backslash.
-    """
-    tokens, lines = list(tokenize.generate_tokens(io.StringIO(source).readline)), source.splitlines(keepends=True)
-    opened, pairs = [], []
-    for number, token in enumerate(tokens):
-        if token.string in [*"([{"]:
-            opened.append(number)
-        elif token.string in [*")]}"]:
-            pairs.append((opened.pop(), number))
-    letters = [list(line) for line in lines]
-    for start, stop in pairs:
-        inside = tokens[start + 1 : stop]
-        if inside and inside[0].type == tokenize.NL and tokens[start].string == "(":
-            before, after = tokens[start - 1].string, tokens[stop + 1]
-            if before in ("=", "return", "in", "if", "elif") and (after.type == tokenize.NEWLINE or after.string == ":"):
-                if not any(token.type == tokenize.COMMENT or token.string in ("for", ":=", "yield") for token in inside):
-                    for row, column in (tokens[start].start, tokens[stop].start):
-                        letters[row - 1][column] = " "
-                    for row in range(tokens[start].start[0], tokens[stop].start[0]):
-                        letters[row - 1][-1] = "\\\n"
-    return "".join(letter for line in letters for letter in line)
 
 
 class Text:
@@ -155,19 +130,13 @@ class Room:
         return compile(tree, str(self.path), "exec", flags=FLAGS, dont_inherit=True)
 
     @cached_property
-    def texts(self) -> tuple[Text, Text]:
-        """The source, and the same program without the parentheses that only hold a broken line together."""
-        bare = _unwrapped(self.source)
-        assert ast.dump(ast.parse(bare)) == ast.dump(ast.parse(self.source)), f"{self.path}: unwrapped, it is another program"
-        return Text(self.source), Text(bare)
+    def text(self) -> Text:
+        """The source, and which of its letters are compared."""
+        return Text(self.source)
 
-    def spans(self, definition: Definition, passage: str) -> tuple[Text, list[tuple[int, int]]]:
-        """Where the passage is, and in which of the two texts."""
-        found = [(text, text.spans(definition, passage)) for text in self.texts]
-        return found[0] if found[0][1] else found[1]
-
-    def replaced(self, definition: Definition, text: Text, span: tuple[int, int], old: str, new: str) -> CodeType:
+    def replaced(self, definition: Definition, span: tuple[int, int], old: str, new: str) -> CodeType:
         """The definition's statement with new in the place of the span, which is old without the white space around it."""
+        text = self.text
         node = self.body[definition.statement]
         new = new.lstrip() if old[0].isspace() else new
         new = new.rstrip() if old[-1].isspace() else new
@@ -212,9 +181,9 @@ def place(mutant: Mutant) -> tuple[Room, Definition]:
 def located(mutant: Mutant) -> tuple[Room, Definition, CodeType]:
     """The place of the mutant's passage, and the statement there with the passage replaced."""
     room, definition = place(mutant)
-    text, spans = room.spans(definition, mutant.old)
+    spans = room.text.spans(definition, mutant.old)
     if len(spans) == 1:
-        return room, definition, room.replaced(definition, text, spans[0], mutant.old, mutant.new)
+        return room, definition, room.replaced(definition, spans[0], mutant.old, mutant.new)
     home = f"{definition.name} ({_short(room.path)}:{definition.first})"
     said = (
         f"is {len(spans)} times in {home}: write more of it" if spans else f"is not in {home} any more: write it as it is now"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiny
-from laws_arcs import positions_model
+from laws.research import positions_model
 from minidrl import algorithms as alg
 from minidrl import oracle
 from minidrl.features import features

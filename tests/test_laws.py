@@ -12,7 +12,6 @@ import judged
 import laws
 from minidrl import methods
 from minidrl.sampler import Sampler
-from test_mutants import MUTANTS
 
 
 @pytest.mark.parametrize("name", laws.LAWS)
@@ -40,11 +39,11 @@ def test_every_law_judges_equations_that_exist():
 def test_every_equation_has_a_law_and_two_mutants_and_every_plan_its_words():
     wrong = []
     for tag, name, at in judged.equations():
-        number, needs = sum(mutant.tag == tag for mutant in MUTANTS), []
+        number, needs = sum(mutant.tag == tag for mutant in laws.MUTANTS), []
         if not any(tag in tags for tags in laws.TAGS.values()):
-            needs.append(f"a law in tests/laws_*.py under @judges({tag!r})")
+            needs.append(f"a law in tests/laws/ under @judges({tag!r})")
         if number < 2:
-            needs.append(f"{2 - number} more mutants Mutant({tag!r}, ..) in tests/mutants_*.py")
+            needs.append(f"{2 - number} more mutants, rejects(law, {tag!r}, (passage, mistake), ..), below its law")
         if name.endswith("_plan") and unknown(name):
             needs.append(f"a value for {', '.join(unknown(name))} in WORDS of tests/test_laws.py")
         if needs:
@@ -58,7 +57,7 @@ NO_EQUATION = {"family", "title", "source", "differs", "refresh", "step_value", 
 
 def test_every_field_and_every_choice_has_a_law():
     """A field, or a word that a row may use, that no law names is one that no law judges."""
-    text = "".join(path.read_text(encoding="utf-8") for path in Path(laws.__file__).parent.glob("laws*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(laws.__file__).parent.glob("*.py"))
     alg, silent = judged.SHIPPED, []
     for kind in (alg.Rollout, alg.Plan, methods.Method, methods.KL):
         for name in inspect.get_annotations(kind):
@@ -70,7 +69,7 @@ def test_every_field_and_every_choice_has_a_law():
             if f'"{word}"' not in text:
                 silent.append(f"CHOICES[{key!r}]: {word!r} is used by no row and named by no law")
     assert not silent, "\n" + "\n".join(
-        f"{line}: add a law to tests/laws_*.py and mutants of it, or see NO_EQUATION" for line in silent
+        f"{line}: add a law to tests/laws/ and mutants of it, or see NO_EQUATION" for line in silent
     )
 
 

@@ -1,38 +1,149 @@
-"""Laws of the control variate from the rollout's own states (2.12) to (2.14); they register themselves in laws.LAWS."""
+"""Laws of this project's own plans: arcs of one circle (2.11), and the control variate from the rollout's states (2.12)."""
 
 import itertools
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from laws import (
+from laws.registry import judges, rejects
+from laws.tools import (
     KEEPS,
     MODEL,
     RESPONSE,
-    Formula,
     all_orders,
     close,
     double,
     elbo_on,
-    formula,
     frequencies_agree,
-    judges,
     ll_of,
+    midpoints,
     noise,
     normal,
     positions,
     refuses,
+    repeated,
     rollout_of,
+    scored_values,
     seeded,
+    subset_number,
+    subset_scores,
     tabular,
+    variance,
+)
+from minidrl import oracle
+
+
+def positions_model(values: list[float]) -> oracle.TabularDenoiser:
+    """A model whose token 0 has log-probability values[i] at position i, whatever else is hidden."""
+    row = [[v, math.log(-math.expm1(v))] for v in values]
+    return oracle.TabularDenoiser.from_hidden_table(double([row] * 2 ** len(values)))
+
+
+@judges("2.11")
+def law_arc_plan_states(alg: Any) -> None:
+    """Each count in its stratum, weight n / (K count); all positions are hidden equally often, or once more; prompt visible."""
+    rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
+    for states, domain in itertools.product((1, 2, 3, 5), ("keep", "all")):
+        plan = alg.arc_plan(rollout, seeded(3), num_states=states, domain=domain)
+        inside = rollout.keep if domain == "keep" else torch.ones_like(rollout.keep)
+        assert plan.scored.shape == (states, 90, 4) and not plan.hidden[..., :3].any() and not plan.replay
+        assert not (plan.scored & ~inside).any() and torch.equal(plan.hidden[..., 3:], plan.scored | ~inside)
+        assert torch.equal(plan.valid, plan.scored.any(-1)) and plan.weight.dtype == torch.float64
+        for b in range(90):
+            n, times = int(inside[b].sum()), plan.scored[:, b].sum(0)[inside[b]]
+            assert int(times.max() - times.min()) <= 1, f"{times.tolist()} times hidden, {states} states"
+            for k in range(states):
+                count = int(plan.scored[k, b].sum())
+                assert k * n / states < count < (k + 1) * n / states + 1, f"count {count} of {n} in stratum {k} of {states}"
+                close(plan.weight[k, b], n / (states * count), "weight")
+    for wrong in (0, 1.5):
+        refuses(lambda wrong=wrong: alg.arc_plan(rollout, seeded(), num_states=wrong, domain="keep"), "num_states", str(wrong))
+
+
+rejects(law_arc_plan_states, "", ("< count[..., None]) & inside", "<= count[..., None]) & inside"), where="_arcs")
+rejects(law_arc_plan_states, "2.11", ('_check_count("plan.num_states", num_states)', ""))
+
+
+@judges("2.11", "5.1")
+def law_arc_plan_expectation(alg: Any) -> None:
+    """E = ELBO of the domain for every K, by enumeration of counts and orders."""
+    model = tabular(*MODEL)
+    for keep, states in itertools.product(KEEPS, (1, 2, 3)):
+        draws = list(itertools.product(midpoints(sum(keep)), all_orders(4)))
+        u, order = double([u for u, _ in draws]).expand(states, -1), double([order for _, order in draws])
+        rollout = repeated(alg, RESPONSE, keep, len(draws))
+        with noise(alg, u, order):
+            plan = alg.arc_plan(rollout, seeded(), num_states=states, domain="keep")
+        got = ll_of(alg, model, rollout, plan)[0, :, 0].mean()
+        close(got, elbo_on(model, RESPONSE, positions(keep)), f"n={sum(keep)} K={states}")
+
+
+rejects(law_arc_plan_expectation, "", ("% n < count", "< count"), where="_arcs")
+rejects(
+    law_arc_plan_expectation,
+    "2.11",
+    ("n.double() / (num_states * count)", "n.double() / count"),
+    ("n.double() / (num_states * count)", "1 / u / num_states"),
 )
 
+
+@judges("2.11")
+def law_arc_plan_frequencies(alg: Any) -> None:
+    """Counts independent, each in its stratum; given its count, every state is a uniform subset; rows differ."""
+    n, states, rows = 3, 2, 4000
+    plan = alg.arc_plan(repeated(alg, RESPONSE, KEEPS[1], rows), seeded(4), num_states=states, domain="keep")
+    law = double([[max(0.0, min((k + 1) / 2, (c + 1) / n) - max(k / 2, c / n)) * 2 for c in range(n)] for k in range(states)])
+    count = plan.scored.sum(-1) - 1
+    frequencies_agree(count[0] * n + count[1], (law[0][:, None] * law[1][None]).flatten(), "counts of two states")
+    for k in range(states):
+        chance = torch.zeros(16, dtype=torch.float64)
+        for chosen in oracle.all_subsets(4)[1:]:
+            if chosen <= positions(KEEPS[1]):
+                chance[sum(2**i for i in chosen)] = law[k][len(chosen) - 1] / math.comb(n, len(chosen))
+        frequencies_agree(subset_number(plan.scored[k]), chance, f"subsets of state {k}")
+
+
+rejects(law_arc_plan_frequencies, "", ("(part + u)", "(0 * part + u)"), where="_in_strata")
+
+
+@judges("2.11")
+def law_arcs_do_not_raise_the_variance_of_positions(alg: Any) -> None:
+    """Log-probabilities of the position alone, two states: a variance below that of the strata of (2.3)."""
+    for values in ([-0.1, -2.0, -0.5], [-1.0, -1.5, -0.2, -3.0]):
+        n = len(values)
+        cells = list(itertools.product(midpoints(n), repeat=2))
+        scores = subset_scores(positions_model(values), (0,) * n, frozenset(range(n)))
+        draws = list(itertools.product(cells, all_orders(n)))
+        u, order = double([u for u, _ in draws]).T, double([order for _, order in draws])
+        with noise(alg, u, order):
+            plan = alg.arc_plan(repeated(alg, (0,) * n, (1,) * n, len(draws)), seeded(), num_states=2, domain="keep")
+        arcs = scored_values(plan, scores)
+        # The strata by hand: two independent states, every count of a stratum as likely as its share of it.
+        means, apart = [], 0.0
+        for k in range(2):
+            share = [max(0.0, min((k + 1) / 2, (c + 1) / n) - max(k / 2, c / n)) * 2 for c in range(n)]
+            states = [
+                (share[len(m) - 1] / math.comb(n, len(m)), n / len(m) * scores[sum(2**i for i in m)].item() / 2)
+                for m in oracle.all_subsets(n)[1:]
+            ]
+            mean, spread = (float(v) for v in oracle.moments(states))
+            means.append(mean)
+            apart += spread
+        close(arcs.mean(), sum(means), "mean")
+        assert variance(arcs) < apart - 1e-6, f"arcs {variance(arcs)}, strata {apart}"
+
+
+rejects(law_arcs_do_not_raise_the_variance_of_positions, "", ("count.cumsum(0) - count", "0 * count"), where="_arcs")
+
+
 STEPS = ((2, 0, 3, 1), (0, 1, 2, 3), (1, 0, 0, 1))  # the step of each position; the last reveals two a step
+
+
 CONSTANTS = normal(2, 57, seed=5)
+
+
 CONSTANTS[:, 20:50] = CONSTANTS[:, 20:50].abs()
 
 
@@ -41,7 +152,7 @@ def seen_of(seed: int) -> np.ndarray:
     return -normal(4, 4, seed=seed).abs().numpy()
 
 
-def remembered(alg: ModuleType, keep: tuple, step: tuple, rows: int, solved: bool = True, seed: int = 7) -> Any:
+def remembered(alg: Any, keep: tuple, step: tuple, rows: int, solved: bool = True, seed: int = 7) -> Any:
     """The same response in every row, with a record of what its rollout saw."""
     seen = double(seen_of(seed)).expand(rows, -1, -1)
     records = {"seen_logp": seen, "solved": torch.full((rows,), solved)}
@@ -134,7 +245,7 @@ def cells(q: list[float], states: int) -> list[list[tuple[float, float]]]:
 
 
 @judges("2.12", "2.13")
-def law_control_variate_by_hand(alg: ModuleType) -> None:
+def law_control_variate_by_hand(alg: Any) -> None:
     """Weight and shift of every draw, with the constants of its verdict; only the sequence's ll has the shift."""
     for keep, step, (states, solved) in itertools.product(KEEPS, STEPS, ((1, False), (3, True))):
         rollout, by_hand = remembered(alg, keep, step, 8, solved), ByHand(keep, step, CONSTANTS[int(solved)])
@@ -158,8 +269,33 @@ def law_control_variate_by_hand(alg: ModuleType) -> None:
         close(whole[0, :, 0], (bare[0, :, 0] + plan.shift) / 2, "a normaliser divides the shift, too")
 
 
+rejects(
+    law_control_variate_by_hand,
+    "2.12",
+    ('record(rollout, "solved").long()', '1 - record(rollout, "solved").long()'),
+    ("own.split([20, 30, 7], -1)", "own.flip(-1).split([20, 30, 7], -1)"),
+)
+rejects(
+    law_control_variate_by_hand,
+    "",
+    ("known.effects[:2]", "known.effects[1:3]"),
+    ("(known.at_reveal, known.first", "(known.first, known.first"),
+    where="_centre_terms",
+)
+rejects(
+    law_control_variate_by_hand,
+    "2.13",
+    ("x**power for s", "x ** (power + 1) for s"),
+    ("(~masked)", "masked"),
+    ("n * x, n * x**2]", "x, x**2]"),
+)
+rejects(
+    law_control_variate_by_hand, "", ("(place + 1)", "place"), ("& inside[..., None] & inside[:, None]", ""), where="visited"
+)
+
+
 @judges("2.13")
-def law_means_of_the_terms(alg: ModuleType) -> None:
+def law_means_of_the_terms(alg: Any) -> None:
     """Closed means are the means over all masks, each of the twenty."""
     for keep, step in itertools.product(KEEPS, STEPS):
         rollout, kept = remembered(alg, keep, step, 1), sorted(positions(keep))
@@ -171,8 +307,18 @@ def law_means_of_the_terms(alg: ModuleType) -> None:
         close(alg.surrogate_means(known, rollout.keep)[0], chance @ terms, "means")
 
 
+rejects(law_means_of_the_terms, "2.13", ("s / x * x**power", "s * x**power"))
+rejects(
+    law_means_of_the_terms,
+    "",
+    ("(n - count) / (n - 1)", "(n - count) / n"),
+    ("(v * exists).sum(-1)", "v.sum(-1)"),
+    where="surrogate_means",
+)
+
+
 @judges("2.14")
-def law_of_the_law_of_counts(alg: ModuleType) -> None:
+def law_of_the_law_of_counts(alg: Any) -> None:
     """q by loops over masks; it sums to 1, and no count is left out."""
     for keep, step, v in itertools.product(KEEPS, STEPS, (0, 1)):
         rollout, by_hand = remembered(alg, keep, step, 1), ByHand(keep, step, CONSTANTS[v])
@@ -183,8 +329,18 @@ def law_of_the_law_of_counts(alg: ModuleType) -> None:
         close(q.sum(), 1.0, "sum")
 
 
+rejects(
+    law_of_the_law_of_counts,
+    "2.14",
+    ("0.03 * v.sum", "0.3 * v.sum"),
+    (".sqrt() * (count <= n)", "* (count <= n)"),
+    ("both.clamp(max=0)", "both.clamp(min=0)"),
+    ("known.effects[3]", "known.effects[2]"),
+)
+
+
 @judges("2.12", "5.1")
-def law_control_variate_expectation(alg: ModuleType) -> None:
+def law_control_variate_expectation(alg: Any) -> None:
     """E = ELBO of the domain, whatever the constants are, by enumeration of counts, with their chances, and orders."""
     model = tabular(*MODEL)
     for keep, step, states in itertools.product(KEEPS, STEPS, (1, 2)):
@@ -200,8 +356,11 @@ def law_control_variate_expectation(alg: ModuleType) -> None:
         close(got, elbo_on(model, RESPONSE, positions(keep)), f"n={sum(keep)} K={states}", atol=1e-9)
 
 
+rejects(law_control_variate_expectation, "2.12", (".sum(-1) + 1, n)", ".sum(-1).clamp(min=1), n)"))
+
+
 @judges("2.12")
-def law_control_variate_frequencies(alg: ModuleType) -> None:
+def law_control_variate_frequencies(alg: Any) -> None:
     """The counts of two states are independent, each with the law q within its half; rows differ."""
     keep, step, rows = KEEPS[0], STEPS[0], 4000
     q = ByHand(keep, step, CONSTANTS[1]).law
@@ -215,15 +374,11 @@ def law_control_variate_frequencies(alg: ModuleType) -> None:
     frequencies_agree(plan.scored[0].double().argmax(-1)[count[0] == 0], double([0.25] * 4), "a position alone")
 
 
-@formula("stabledrl-cv")
-def stabledrl_cv(f: Formula) -> Tensor:
-    """The loss of `stabledrl-elbo` at three calls: on tables nobody fitted constants, and the estimate is that of arcs."""
-    assert len(f.states) == 3
-    return f.stabledrl_elbo()
+rejects(law_control_variate_frequencies, "", ("_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])"), where="_arcs")
 
 
 @judges("2.12")
-def law_without_constants_it_is_arcs(alg: ModuleType) -> None:
+def law_without_constants_it_is_arcs(alg: Any) -> None:
     """The same states, weights and no shift; no record is read. What is missing or wrong is named."""
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
     for states, domain in itertools.product((1, 3), ("keep", "all")):
@@ -237,3 +392,6 @@ def law_without_constants_it_is_arcs(alg: ModuleType) -> None:
     for wrong, constants in itertools.product((0, 1.5), (None, CONSTANTS)):
         words = {"num_states": wrong, "domain": "keep", "constants": constants}
         refuses(lambda words=words: alg.control_variate_plan(rollout, seeded(), **words), "num_states", str(wrong))
+
+
+rejects(law_without_constants_it_is_arcs, "2.12", ("domain=domain", "domain='keep'"))

@@ -1,0 +1,509 @@
+"""Laws of the objectives, section 8. An objective is judged by its gradient; its value means nothing."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from laws.registry import judges, rejects
+from laws.tools import close, coefficients, double, normal, of, refuses, rollout_of
+
+
+@judges("8.1")
+def law_reinforce_gradient(alg: Any) -> None:
+    """Coefficient -adv, whatever ll is."""
+    adv = double([1.0, -2.0, 0.5, 0.0])
+    for seed in (23, 24):
+        close(coefficients(lambda ll: alg.reinforce(ll, None, adv, 2).loss, normal(4, seed=seed)), [-1.0, 2.0, -0.5, 0.0])
+
+
+rejects(law_reinforce_gradient, "8.1", ("_surrogate(-adv * (ll if", "_surrogate(adv * (ll if"))
+
+
+@judges("8.2")
+def law_ppo_gradient(alg: Any) -> None:
+    """-adv ratio; 0 above 1 + epsilon_high where adv > 0, and below 1 - epsilon_low where adv < 0; else it passes."""
+    low, high = 0.2, 0.5
+    ratios = [0.1, 0.7, 0.79, 0.81, 0.95, 1.0, 1.1, 1.3, 1.49, 1.51, 3.0, 1e6]
+    cases = [(ratio, adv) for ratio in ratios for adv in (2.0, -3.0, 0.0)]
+    anchor = normal(len(cases), seed=25)
+    adv = double([a for _, a in cases])
+    loss = functools.partial(alg.ppo_clip, anchor=anchor, adv=adv, num_generations=1, epsilon_low=low, epsilon_high=high)
+    got = coefficients(loss, anchor + double([math.log(r) for r, _ in cases]))
+    dead = [(a > 0 and r > 1 + high) or (a < 0 and r < 1 - low) for r, a in cases]
+    close(got, [0.0 if off else -a * r for off, (r, a) in zip(dead, cases, strict=True)], atol=1e-9)
+    assert abs(got[-2].item()) > 1e6, "with adv < 0 a large ratio passes unbounded"
+
+
+rejects(law_ppo_gradient, "8.2", ("-torch.minimum(", "-torch.maximum("))
+
+
+@judges("8.2", "8.4", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13")
+def law_objective_refusals(alg: Any) -> None:
+    """Refused by name: anchors with a gradient, and regions, caps and bounds that are empty or no numbers."""
+    x = normal(1, 4, 1, seed=28)
+    clip = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    for objective in (
+        of(alg.ppo_clip, **clip),
+        of(alg.self_normalized_clip, cap=5.0),
+        of(alg.truncated_is, floor=0.0, cap=5.0),
+    ):
+        refuses(lambda f=objective: f(x, x.clone().requires_grad_(), x, 2).loss, "anchor", "gradient")
+    for objective, key, wrong in (
+        *((of(alg.self_normalized_clip), "cap", cap) for cap in (0.0, -1.0)),
+        (of(alg.dual_clip, **clip), "bound", 1.0),
+        *((of(alg.dppo, form="tv"), "delta", delta) for delta in (0.0, -0.15, math.nan)),
+        *((of(alg.dppo_released, form="tv", cap=20.0), "delta", delta) for delta in (0.0, -0.15, math.nan)),
+        *((of(alg.spo), "epsilon", epsilon) for epsilon in (0.0, -0.15, math.nan)),
+        *((of(alg.drpo), "delta", delta) for delta in (0.0, -0.15, math.nan)),
+    ):
+        refuses(lambda f=objective, o={key: wrong}: f(x, x, x, 2, **o).loss, f"objective.{key}", str(wrong))
+    for floor, cap in ((-0.1, 5.0), (2.0, 2.0), (0.0, 0.0)):
+        call = of(alg.truncated_is, floor=floor, cap=cap)
+        refuses(lambda f=call: f(x, x, x, 2).loss, "objective", f"floor {floor}", f"cap {cap}")
+
+
+rejects(law_objective_refusals, "8.4", ('_check_above("cap", cap, 0)', '_check_above("cap", cap, -1)'))
+rejects(law_objective_refusals, "8.10", ("if not value > least:", "if value < least:"), where="_check_above")
+
+
+def weights_of(alg: Any, log_ratios: Tensor, group: int, cap: float) -> Tensor:
+    """(8.3) for a flat vector."""
+    return alg.self_normalized_weights(log_ratios[None, :, None], group, log_cap=math.log(cap))[0, :, 0]
+
+
+@judges("8.3")
+def law_self_normalized_weights(alg: Any) -> None:
+    """min(ratio, cap) over its sum in the group: the published vector, any group, sums to 1, equal shares where capped."""
+    golden = double([1.0, 2.0, 10.0, 0.25]).log()
+    close(weights_of(alg, golden, 4, 5.0), [1 / 8.25, 2 / 8.25, 5 / 8.25, 0.25 / 8.25], "cap 5")
+    close(weights_of(alg, golden, 4, 6.0), [1 / 9.25, 2 / 9.25, 6 / 9.25, 0.25 / 9.25], "cap 6")
+    logs = normal(12, seed=29, scale=2.0)
+    linear = []
+    for g in range(3):
+        capped = [min(math.exp(v), 3.0) for v in logs[4 * g : 4 * g + 4].tolist()]
+        linear += [c / sum(capped) for c in capped]
+    close(weights_of(alg, logs, 4, 3.0), linear, "log space = linear space")
+    for extreme in ([1e4, -1e4, 0.0, 3.0], [-1e4, -1e4, -1e4, -1e4], [1e4, 1e4, 1e4, 1e4]):
+        w = weights_of(alg, double(extreme), 4, 5.0)
+        assert bool(w.isfinite().all()) and bool((w >= 0).all())
+        close(w.sum(), 1.0, "sum")
+    close(weights_of(alg, double([0.7] * 4), 4, 5.0), [0.25] * 4, "equal ratios")
+    close(weights_of(alg, double([2.0, 9.0, 3.0, 70.0]), 4, 5.0), [0.25] * 4, "all above the cap")
+    close(weights_of(alg, logs, 1, 5.0), torch.ones(12), "a group of one")
+
+
+rejects(
+    law_self_normalized_weights,
+    "8.3",
+    ("return capped.softmax(2)", "return capped.exp().div(capped.exp().sum(2, keepdim=True))"),
+)
+
+
+@judges("8.3")
+def law_self_normalized_weights_stay_in_the_group(alg: Any) -> None:
+    """Other prompts do not matter; permutation equivariant inside a group; blind to a shift below the cap; K, L apart."""
+    logs = normal(8, seed=30)
+    w, changed = weights_of(alg, logs, 4, 50.0), logs.clone()
+    changed[4:] += double([3.0, -1.0, 0.0, 2.0])
+    close(weights_of(alg, changed, 4, 50.0)[:4], w[:4], "other prompts")
+    order = torch.tensor([2, 0, 3, 1, 4, 5, 7, 6])
+    close(weights_of(alg, logs[order], 4, 50.0), w[order], "permutation")
+    close(weights_of(alg, logs + double([1.0, -2.0]).repeat_interleave(4), 4, 50.0), w, "shift")
+    grid = normal(2, 8, 3, seed=31)
+    full = alg.self_normalized_weights(grid, 4, log_cap=1.0)
+    for k, i in itertools.product(range(2), range(3)):
+        close(full[k, :, i], weights_of(alg, grid[k, :, i], 4, math.e), "each state and position on its own")
+
+
+rejects(
+    law_self_normalized_weights_stay_in_the_group,
+    "8.3",
+    ("log_cap).unflatten(1, (-1, num_generations))", "log_cap).unflatten(1, (1, -1))"),
+)
+
+
+@judges("8.4")
+def law_self_normalized_gradient(alg: Any) -> None:
+    """-w adv, w detached: clipped samples still learn, and nothing flows through the ratio or the normaliser."""
+    ratio, adv = [1.0, 2.0, 10.0, 0.25, 7.0, 8.0, 0.5, 1.0], [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0]
+    anchor = normal(8, seed=32)
+    for cap in (0.6, 5.0, 6.0):
+
+        def loss(ll: Tensor, sign: float = 1.0, cap: float = cap) -> Tensor:
+            given = (ll[None, :, None], anchor[None, :, None], sign * double(adv)[None, :, None], 4)
+            return alg.self_normalized_clip(*given, cap=cap).loss
+
+        got = coefficients(loss, anchor + double(ratio).log())
+        capped = [min(r, cap) for r in ratio]
+        w = [c / sum(capped[4 * (j // 4) : 4 * (j // 4) + 4]) for j, c in enumerate(capped)]
+        close(got, [-a * b for a, b in zip(w, adv, strict=True)], f"cap {cap}")
+        assert bool((got != 0).all()), "clipped samples learn"
+        other = coefficients(functools.partial(loss, sign=-1.0), anchor + double(ratio).log())
+        close(other, -got, "weights do not see the sign of adv")
+
+
+rejects(
+    law_self_normalized_gradient,
+    "8.4",
+    ("log_ratio(ll.detach(), anchor), math", "log_ratio(ll, anchor), math"),
+    ("math.log(cap)", "math.log(1 + cap)"),
+)
+
+
+@judges("8.4", "8.1", "6.1")
+def law_self_normalized_on_policy_is_reinforce(alg: Any) -> None:
+    """Equal ratios: the mean-centred reinforce gradient over N; equal rewards: no gradient at all."""
+    ll, reward = normal(8, seed=34), normal(8, seed=35)
+    adv = alg.group_mean(reward, 4)
+    loss = lambda x, a: alg.self_normalized_clip(x[None, :, None], ll[None, :, None], a[None, :, None], 4, cap=5.0).loss  # noqa: E731
+    got = coefficients(lambda x: loss(x, adv), ll)
+    close(got, coefficients(lambda x: alg.reinforce(x, None, adv, 4).loss, ll) / 4)
+    close(got, [-(r - sum(reward.tolist()[4 * (j // 4) :][:4]) / 4) / 4 for j, r in enumerate(reward.tolist())])
+    still = alg.group_mean(torch.ones(8, dtype=torch.float64), 4)
+    close(coefficients(lambda x: loss(x, still), ll + normal(8, seed=36)), torch.zeros(8))
+
+
+rejects(law_self_normalized_on_policy_is_reinforce, "8.4", ("loss = -weights * adv * (ll", "loss = weights * adv * (ll"))
+
+
+SIDES = {"epsilon_low": 0.2, "epsilon_high": 0.3}
+
+
+def stops(slope: Tensor, ratio: Tensor, adv: Tensor) -> Tensor:
+    """An entry that is cut has no gradient."""
+    return slope == 0
+
+
+def turns_back(slope: Tensor, ratio: Tensor, adv: Tensor) -> Tensor:
+    """An entry that is cut is pushed against its advantage."""
+    return slope * adv > 0
+
+
+def weighs_otherwise(slope: Tensor, ratio: Tensor, adv: Tensor) -> Tensor:
+    """An entry that is cut has another weight than its ratio."""
+    return (slope / -adv - ratio).abs() > 1e-9
+
+
+class Case(NamedTuple):
+    """An objective of section 8, by the name of its function, with numbers that act on the points of the laws below.
+
+    words    its keywords
+    cut      what must hold of the entries that it says are cut
+    passes   bad answers with a ratio above 1.3 are let through up to this one
+    """
+
+    words: dict[str, Any]
+    cut: Callable[[Tensor, Tensor, Tensor], Tensor] = stops
+    passes: float = 1.3
+
+
+CASES = {
+    "reinforce": Case({}),
+    "ppo_clip": Case(SIDES, passes=math.inf),
+    "self_normalized_clip": Case({"cap": 1.4}, lambda slope, ratio, adv: ratio > 1.4),
+    "truncated_is": Case({"floor": 0.7, "cap": 1.4}, weighs_otherwise),
+    "dual_clip": Case({**SIDES, "bound": 1.6}, passes=1.6),
+    "dppo": Case({"delta": 0.05, "form": "tv"}),
+    "dppo_released": Case({"delta": 0.05, "form": "kl", "cap": 1.5}, weighs_otherwise),
+    "spo": Case({"epsilon": 0.25}, turns_back),
+    "drpo": Case({"delta": 0.05}, turns_back),
+    "confident_clip": Case(SIDES, passes=math.inf),
+    "tangent": Case({**SIDES, "bound": 1.6}, passes=1.6),
+    "regression": Case({**SIDES, "psi": 0.1, "length": 3}),
+}
+
+
+def objectives(alg: Any) -> dict[str, Callable]:
+    """Every objective that a method uses, with the numbers of its case."""
+    for name, method in alg.METHODS.items():
+        objective = method.objective.func.__name__
+        assert objective in CASES, f"{objective}, the objective of {name}: add a Case to CASES of tests/laws/objectives.py"
+    return {name: functools.partial(getattr(alg, name), **case.words) for name, case in CASES.items()}
+
+
+@judges("8.1", "8.2", "8.4", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13", "8.14", "8.15", "8.16")
+def law_cut_is_what_the_clip_does(alg: Any) -> None:
+    """cut: the gradient is 0, stops growing with the ratio, or is turned back; bypass: a bad answer above the clip, uncut."""
+    anchor, adv = normal(1, 60, 1, seed=90, scale=0.7) - 1.2, normal(1, 60, 1, seed=91)
+    anchor = anchor.clamp(max=-0.6)
+    ll = (anchor + normal(1, 60, 1, seed=92, scale=0.5)).clamp(max=-1e-3)
+    ratio = (ll - anchor).exp()
+    for name, objective in objectives(alg).items():
+        result, case = objective(ll, None if name == "reinforce" else anchor, adv, 4), CASES[name]
+        expected = case.cut(coefficients(lambda x, f=objective: f(x, anchor, adv, 4).loss, ll), ratio, adv)
+        assert bool(expected.any()) == (name != "reinforce") and not expected.all(), f"{name}: its Case shows nothing"
+        assert torch.equal(result.cut, expected), f"{name}: what it calls cut is not what its gradient does (CASES)"
+        passed = (adv < 0) & (ratio > 1.3) & (ratio <= case.passes)
+        assert torch.equal(result.bypass, passed), f"{name}: it should let bad answers through up to {case.passes} (CASES)"
+
+
+rejects(law_cut_is_what_the_clip_does, "8.1", ("score is None else score))", "score is None else score), adv < 0)"))
+rejects(law_cut_is_what_the_clip_does, "8.5", ("(ratio > cap) | (ratio < floor)", "ratio > cap"))
+rejects(
+    law_cut_is_what_the_clip_does,
+    "8.6",
+    ("beyond = (adv < 0) &", "beyond = (adv > 0) &"),
+    (".exp() > bound)", ".exp() > 1 + bound)"),
+    ("cut | beyond", "cut"),
+)
+rejects(law_cut_is_what_the_clip_does, "8.11", ("~inside | (u.exp() > cap)", "u.exp() > cap"))
+rejects(law_cut_is_what_the_clip_does, "8.12", ("torch.sign(adv) * (ratio - 1) > epsilon", "(ratio - 1).abs() > epsilon"))
+rejects(law_cut_is_what_the_clip_does, "8.14", ("* loss, cut, bypass)", "* loss, cut & (anchor > -1), bypass)"))
+rejects(law_cut_is_what_the_clip_does, "8.15", ("(u < low) | (u > high)", "u > high"))
+rejects(
+    law_cut_is_what_the_clip_does,
+    "",
+    ("for where in (cut, bypass)", "for where in (~never if cut is None else cut, bypass)"),
+    ("for where in (cut, bypass)", "for where in (cut, ~never if bypass is None else bypass)"),
+    where="_surrogate",
+)
+rejects(law_cut_is_what_the_clip_does, "8.16", ("((adv < 0) & below) | beyond", "((adv < 0) & below)"))
+
+
+@judges("8.1", "8.2", "8.4", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13", "8.14", "8.15")
+def law_objectives_are_what_they_declare(alg: Any) -> None:
+    """linear: coefficients that do not depend on ll. reinforce_on_policy: at ll = anchor they are a constant times -adv.
+
+    needs_advantage: they are 0 where adv is 0. Each declaration is true, and what is not declared is not so.
+    """
+    anchor, adv = -normal(1, 8, 1, seed=93).abs() - 0.7, normal(1, 8, 1, seed=94)
+    ll = anchor + normal(1, 8, 1, seed=95, scale=0.1)
+    for name, objective in objectives(alg).items():
+        told = objective.func
+
+        def slope(x: Tensor, against: Tensor, a: Tensor, f: Callable = objective) -> Tensor:
+            return coefficients(lambda y: f(y, against, a, 4).loss, x)
+
+        moved = torch.equal(slope(ll, anchor, adv), slope(ll - 0.05, anchor, adv))
+        assert told.linear == moved, f"{name}: mend linear of its @declares"
+        factors = [slope(x, x, adv) / -adv for x in (anchor, anchor - 0.5)]
+        constant = bool((torch.stack(factors) - factors[0].flatten()[0]).abs().max() < 1e-12)
+        assert told.reinforce_on_policy == constant, f"{name}: mend reinforce_on_policy of its @declares"
+        silent = not slope(ll, anchor, 0 * adv).any()
+        assert told.needs_advantage == silent, f"{name}: mend needs_advantage of its @declares"
+
+
+rejects(
+    law_objectives_are_what_they_declare, "8.1", ("@declares(linear=True, reinforce_on_policy=True)", "@declares(linear=True)")
+)
+rejects(
+    law_objectives_are_what_they_declare,
+    "8.11",
+    ("@declares(reinforce_on_policy=True)", "@declares(linear=True, reinforce_on_policy=True)"),
+)
+rejects(law_objectives_are_what_they_declare, "8.14", ("@declares()", "@declares(reinforce_on_policy=True)"))
+rejects(law_objectives_are_what_they_declare, "8.15", (", needs_advantage=False", ""), ("reinforce_on_policy=True, ", ""))
+rejects(
+    law_objectives_are_what_they_declare,
+    "",
+    ("function.linear = linear", "function.linear = reinforce_on_policy"),
+    ("= needs_advantage", "= not needs_advantage"),
+    where="declares",
+)
+rejects(law_objectives_are_what_they_declare, "8.16", ("@declares(reinforce_on_policy=True)", "@declares()"))
+
+
+@judges("8.16")
+def law_tangent(alg: Any) -> None:
+    """Its mean over masks lies below adv exp(mean d), with equality at d = 0 in value and gradient; dual clip by hand."""
+    wide = {"epsilon_low": 1e9, "epsilon_high": 1e9, "bound": 1e9}
+    d = normal(6, 5, seed=110, scale=0.7)
+    for a in (1.5, -2.0):
+        adv = torch.full_like(d, a)
+        below = -alg.tangent(d, 0 * d, adv, 1, **wide).loss.mean(0)
+        assert bool((below <= a * d.mean(0).exp() + 1e-12).all()), f"adv {a}: no bound"
+        close(coefficients(lambda x, adv=adv: alg.tangent(x, 0 * d, adv, 1, **wide), 0 * d), -adv, "on policy")
+    cases = [(r, a) for r in (-0.5, 0.1, 0.7, 1.0, 1.25, 2.5, 4.0) for a in (2.0, -3.0, 0.0)]
+    at = double([r - 1 if a > 0 else math.log(abs(r)) for r, a in cases])
+    adv = double([a for _, a in cases])
+    found = coefficients(lambda x: alg.tangent(x, 0 * x.detach(), adv, 1, epsilon_low=0.2, epsilon_high=0.3, bound=3.0), at)
+    for (r, a), slope in zip(cases, found.tolist(), strict=True):
+        r = r if a > 0 else abs(r)
+        dead = (a > 0 and r > 1.3) or (a < 0 and (r < 0.8 or r > 3.0))
+        close(slope, 0.0 if dead else -a * (1 if a > 0 else r), f"ratio {r}, adv {a}")
+    refuses(lambda: alg.tangent(at, at, adv, 1, **{**wide, "bound": 1.0}), "objective.bound", "1.0")
+
+
+rejects(law_tangent, "8.16", ("torch.where(adv > 0, 1 + d, d.exp())", "d.exp()"), ("torch.minimum(loss, -bound * adv)", "loss"))
+
+
+@judges("8.5")
+def law_truncated_weights(alg: Any) -> None:
+    """Coefficient -clip(ratio, floor, cap) adv: detached, capped on either sign of adv, floored, and 0 only where adv is."""
+    ratios, cases = [1e-4, 0.1, 0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 4.9, 5.1, 1e6], [1.0, -2.0, 0.0]
+    adv = double([a for _ in ratios for a in cases])
+    anchor = normal(len(adv), seed=65)
+    ll = anchor + double([math.log(r) for r in ratios for _ in cases])
+    for floor, cap in ((0.0, 5.0), (0.8, 1.28), (0.0, math.inf), (0.3, 0.6)):
+        loss = functools.partial(alg.truncated_is, anchor=anchor, adv=adv, num_generations=3, floor=floor, cap=cap)
+        weight = [min(max(r, floor), cap) for r in ratios for _ in cases]
+        got = coefficients(loss, ll)
+        close(got, [-w * a for w, a in zip(weight, adv.tolist(), strict=True)], f"floor {floor}, cap {cap}", 1e-9)
+        assert bool(((got != 0) == (adv != 0)).all()), "a sample that teaches nothing"
+        close(loss(ll).loss, -double(weight) * adv * ll, "value: weight times ll", 1e-9)
+    free = functools.partial(alg.truncated_is, anchor=anchor, adv=adv, num_generations=3, floor=0.0, cap=math.inf)
+    close(coefficients(free, ll), coefficients(lambda x: -(x - anchor).exp() * adv, ll), "no clip: ratio adv", 1e-9)
+    on_policy = coefficients(lambda x: alg.truncated_is(x, ll, adv, 3, floor=0.8, cap=1.28).loss, ll)
+    close(on_policy, coefficients(lambda x: alg.reinforce(x, None, adv, 3).loss, ll), "at ratio 1: reinforce")
+
+
+rejects(law_truncated_weights, "8.5", ("-ratio.clamp(floor, cap)", "-ratio.clamp(max=cap)"))
+
+
+@judges("8.1", "8.4", "8.5")
+def law_score_carries_the_gradient(alg: Any) -> None:
+    """Where a row scores something else, the whole gradient flows through that, and none through ll."""
+    anchor, adv = normal(1, 8, 1, seed=67), normal(1, 8, 1, seed=68)
+    ratio = [0.2, 1.0, 3.0, 9.0, 0.5, 2.0, 0.01, 30.0]
+    capped = [min(r, 5.0) for r in ratio]
+    share = [c / sum(capped[4 * (j // 4) : 4 * (j // 4) + 4]) for j, c in enumerate(capped)]
+    calls = {
+        "reinforce": (lambda ll, s: alg.reinforce(ll, None, adv, 4, score=s).loss, [1.0] * 8),
+        "truncated": (lambda ll, s: alg.truncated_is(ll, anchor, adv, 4, floor=0.0, cap=5.0, score=s).loss, capped),
+        "self-normalised": (lambda ll, s: alg.self_normalized_clip(ll, anchor, adv, 4, cap=5.0, score=s).loss, share),
+    }
+    for name, (call, weight) in calls.items():
+        ll = (anchor + double(ratio).log()[None, :, None]).requires_grad_()
+        score = normal(1, 8, 1, seed=69).requires_grad_()
+        through = torch.autograd.grad(call(ll, score).sum(), (ll, score), allow_unused=True)
+        assert through[0] is None or not through[0].any(), f"{name}: a gradient through the ratio"
+        close(through[1], -double(weight)[None, :, None] * adv, name)
+
+
+rejects(
+    law_score_carries_the_gradient,
+    "8.5",
+    ("ratio = log_ratio(ll.detach(), anchor).exp()", "ratio = log_ratio(ll, anchor).exp()"),
+)
+rejects(law_score_carries_the_gradient, "8.1", ("_surrogate(-adv * (ll if score is None else score))", "_surrogate(-adv * ll)"))
+
+
+@judges("8.3", "8.4", "8.2")
+def law_published_vector(alg: Any) -> None:
+    """Ratios 1, 2, 10, 1/4 with adv 1, -1, 1/2, -1/2: the weighted sum is 1/6 at cap 5, and GRPO's coefficients beside it.
+
+    The weighted advantages do not sum to 0 although the advantages do: the weights move the baseline.
+    """
+    ratio, adv = double([1.0, 2.0, 10.0, 0.25]), double([1.0, -1.0, 0.5, -0.5])
+    anchor = torch.zeros(1, 4, 1, dtype=torch.float64)
+    loss = lambda x: alg.self_normalized_clip(x[None, :, None], anchor, adv[None, :, None], 4, cap=5.0).loss  # noqa: E731
+    weighted = -coefficients(loss, ratio.log())
+    close(weighted, [4 / 33, -8 / 33, 10 / 33, -1 / 66], "cap 5")
+    close(weighted.sum(), 1 / 6, "sum")
+    clip = functools.partial(alg.ppo_clip, anchor=anchor[0, :, 0], adv=adv, num_generations=4)
+    grpo = lambda x: clip(x, epsilon_low=0.2, epsilon_high=0.2).loss / 4  # noqa: E731
+    close(-coefficients(grpo, ratio.log()), [0.25, -0.5, 0.0, 0.0], "GRPO")
+
+
+rejects(
+    law_published_vector,
+    "8.3",
+    ("capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios.clamp(max=math.log1p(math.exp(log_cap)))"),
+)
+
+
+@judges("8.3")
+def law_concentration_needs_a_floor(alg: Any) -> None:
+    """Ratios in [low, cap]: the largest weight and the effective sample size are bounded. Without a floor they are not.
+
+    Largest: cap / (cap + (N-1) low). Effective sample size 1 / sum w^2: at least 4 low cap N / (low + cap)^2 (Kantorovich).
+    """
+    for group, low, cap, seed in itertools.product((4, 8), (0.1, 0.5), (2.0, 6.0), range(5)):
+        u = normal(group, seed=seed, scale=3.0).sigmoid()
+        ends = double([1.0] + [0.0] * (group - 1)) if seed == 0 else u.round() if seed == 1 else u
+        logs = (low + (2 * cap - low) * ends).log()  # some of them above the cap
+        w = weights_of(alg, logs, group, cap)
+        size = 1 / w.square().sum().item()
+        assert w.max().item() <= cap / (cap + (group - 1) * low) + 1e-12, "the largest weight"
+        assert 4 * low * cap * group / (low + cap) ** 2 - 1e-9 <= size <= group + 1e-9, "effective sample size"
+        if seed == 0:
+            close(w.max(), cap / (cap + (group - 1) * low), "the bound is reached")
+    alone = weights_of(alg, double([1e6, 1e-9, 1e-9, 1e-9]).log(), 4, 6.0)
+    assert alone.max().item() > 1 - 1e-8, "the cap bounds no share"
+
+
+rejects(law_concentration_needs_a_floor, "8.3", ("capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios"))
+
+
+@judges("8.4", "8.2", "8.5")
+def law_one_large_ratio(alg: Any) -> None:
+    """adv < 0 and a ratio that grows: GRPO's gradient grows with it, clipped ones stop at the cap, normalised ones at adv g."""
+    g, adv = normal(4, 3, seed=71), double([1.0, -1.5, 0.5, -1.0])
+    zero, limit = torch.zeros(4, dtype=torch.float64), (adv[:, None] * g).norm(dim=1).max().item()
+    norms = {"grpo": [], "clip": [], "stable": [], "normalised": []}
+    for ratio in (1e2, 1e5, 1e8):
+        ll = double([0.1, math.log(ratio), -0.3, -0.2])
+        wide, flat = (zero[None, :, None], adv[None, :, None]), {"anchor": zero, "adv": adv, "num_generations": 4}
+        loss = {
+            "grpo": lambda x, flat=flat: alg.ppo_clip(x, **flat, epsilon_low=0.2, epsilon_high=0.2).loss / 4,
+            "clip": lambda x, flat=flat: alg.truncated_is(x, **flat, floor=0.0, cap=6.0).loss / 4,
+            "stable": lambda x, wide=wide: alg.self_normalized_clip(x[None, :, None], *wide, 4, cap=6.0).loss,
+            "normalised": lambda x, wide=wide: alg.self_normalized_clip(x[None, :, None], *wide, 4, cap=math.inf).loss,
+        }
+        for name in norms:
+            norms[name].append((coefficients(loss[name], ll) @ g).norm().item())
+    close(norms["grpo"][2] / norms["grpo"][1], 1000.0, "linear in the ratio", 1e-3)
+    assert max(norms["clip"]) <= 6 * limit and norms["clip"][0] == norms["clip"][2], "stops at the cap"
+    assert max(norms["stable"]) <= limit and max(norms["normalised"]) <= limit, "in the hull, whatever the cap"
+    close(norms["normalised"][2], (adv[1] * g[1]).norm().item(), "without a cap one answer is the whole gradient", 1e-4)
+
+
+rejects(law_one_large_ratio, "8.2", ("torch.minimum(ratio * adv, clipped", "torch.minimum(ratio.clamp(max=1e3) * adv, clipped"))
+
+
+@judges("7.1", "8.4")
+def law_common_noise_cancels(alg: Any) -> None:
+    """Noise that a group shares leaves its normalised weights alone below the cap; clipped weights move with it."""
+    logs, adv = normal(8, seed=72, scale=0.3), normal(8, seed=73)
+    anchor = torch.zeros(8, dtype=torch.float64)
+    stable = lambda x: alg.self_normalized_clip(x[None, :, None], anchor[None, :, None], adv[None, :, None], 4, cap=50.0).loss  # noqa: E731
+    clip = lambda x: alg.truncated_is(x, anchor, adv, 4, floor=0.0, cap=50.0).loss  # noqa: E731
+    for shift in (-2.0, 1.5):
+        close(coefficients(stable, logs + shift), coefficients(stable, logs), "normalised")
+        close(coefficients(clip, logs + shift), math.exp(shift) * coefficients(clip, logs), "clipped", 1e-9)
+
+
+rejects(law_common_noise_cancels, "8.5", ("anchor).exp()", "anchor)"))
+
+
+@judges("8.14")
+def law_confident_clip(alg: Any) -> None:
+    """PPO's gradient times exp(anchor), which is data."""
+    ll, anchor, adv = -normal(20, seed=64).abs(), -normal(20, seed=65).abs() - 0.1, normal(20, seed=66)
+    clip = {"epsilon_low": 0.2, "epsilon_high": 0.3}
+    got = coefficients(lambda x: alg.confident_clip(x, anchor, adv, 4, **clip).loss, ll)
+    for j in range(20):
+        ratio = math.exp(float(ll[j] - anchor[j]))
+        stopped = (adv[j] > 0 and ratio > 1.3) or (adv[j] < 0 and ratio < 0.8)
+        close(got[j], 0.0 if stopped else -float(adv[j]) * ratio * math.exp(float(anchor[j])), f"entry {j}")
+
+
+rejects(law_confident_clip, "8.14", ("Surrogate(anchor.exp() * loss", "Surrogate(ll.exp() * loss"))
+
+
+@judges("8.15")
+def law_regression(alg: Any) -> None:
+    """d/d ll of (clip(u)/L - psi adv)^2: 2 (u/L - psi adv)/L inside the clip, 0 outside; least where u = L psi adv."""
+    anchor, adv, psi, length = normal(9, seed=67), normal(9, seed=68), 0.7, 5
+    u = double([-0.5, -0.21, -0.1, 0.0, 0.05, 0.1, 0.2, 0.4, 3.0])
+    options = {"psi": psi, "epsilon_low": 0.2, "epsilon_high": 0.3, "length": length}
+    got = coefficients(lambda x: alg.regression(x, anchor, adv, 3, **options).loss, anchor + u)
+    for j in range(9):
+        inside = math.log(0.8) < u[j] < math.log(1.3)
+        close(got[j], 2 * (float(u[j]) / length - psi * float(adv[j])) / length if inside else 0.0, f"u = {float(u[j])}")
+    goal = double([length * psi * 0.01])
+    still = coefficients(lambda x: alg.regression(x, double([0.0]), double([0.01]), 1, **options).loss, goal)
+    close(still, [0.0], "at the target")
+    assert alg.response_length(None, None, None, None, rollout_of(alg, [[1, 2, 0]]), None) == {"length": 3}
+
+
+rejects(
+    law_regression,
+    "8.15",
+    ("(u.clamp(low, high) / length - psi * adv).square()", "(u.clamp(low, high) / length + psi * adv).square()"),
+)

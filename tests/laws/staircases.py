@@ -1,0 +1,415 @@
+"""Laws of one forward for all blocks of a response: the mask (4.3), inputs, features and gradients, the head in parts."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiny
+from laws.blocks import KEPT, plan_of, sampler_of
+from laws.registry import judges, rejects
+from laws.tools import Watched, close, graph_features, likeliest, normal, positions, refuses, rollout_of, seeded
+from minidrl import denoiser, oracle
+from minidrl.tasks.countdown import tokenizer
+
+
+@functools.cache
+def networks() -> tuple[Any, Any]:
+    """A block-causal network in float64, and a reference; answers far from uniform."""
+    found = []
+    for seed in (0, 1):
+        model = denoiser.build(tiny.SIZES, tokenizer(), seed, block_length=2).eval().double()
+        with torch.no_grad():
+            model.model.lm_head.weight.mul_(10)
+        found.append(tiny.exact(model))
+    return found[0], found[1]
+
+
+@functools.cache
+def tables() -> tuple[Any, Any]:
+    """The same as tables."""
+    return tuple(oracle.TabularDenoiser.random(6, 2, seeded(seed)) for seed in (4, 5))
+
+
+def staircases(alg: Any) -> Iterator[tuple[str, Any, Any, Any, Any]]:
+    """(name, model, reference, rollout, plan): a table and a network, states of random masks and of a trajectory."""
+    for name, (model, reference), tokens in (("table", tables(), 2), ("network", networks(), model_tokens())):
+        response = torch.randint(0, tokens, (5, 6), generator=seeded(6))
+        within = torch.stack([torch.randperm(2, generator=seeded(i)) for i in range(15)]).view(5, 6)
+        steps = within + torch.arange(6) // 2 * 2
+        ended = torch.tensor(KEPT).sum(1)[:, None] <= torch.arange(6) // 2 * 2
+        fields = {"unmask_step": steps.masked_fill(ended, -1), "sampler": sampler_of(6, 2, "low_confidence")}
+        fields["prompt"] = torch.tensor([[3, 5, 4], [7, 6, 8], [4, 4, 3], [5, 9, 7], [3, 3, 8]])
+        fields["prompt_mask"] = torch.arange(3) >= torch.tensor([0, 2, 1, 0, 3])[:, None]
+        rollout = rollout_of(alg, response, KEPT, **fields)
+        if name == "table":
+            rollout = replace(rollout, records=likeliest(model, rollout, 2))
+        plans = {"masks": plan_of(alg, rollout, num_states=3), "trajectory": alg.block_replay_plan(rollout, seeded())}
+        for kind, plan in plans.items():
+            model.zero_grad()
+            reference.zero_grad()
+            yield f"{name}, {kind}", model, reference, rollout, plan
+
+
+def model_tokens() -> int:
+    """Ordinary tokens of the network: [MASK] is not drawn."""
+    return tokenizer().mask_token_id
+
+
+ALL = ("logp", "entropy", "order_logp", "position_logp", "kl_ref")
+
+
+@judges("4.1", "4.2", "2.8", "3.5")
+def law_one_forward_is_all_forwards(alg: Any) -> None:
+    """Every feature of a staircase plan is that of the same states in a forward each; for any split; zero where not scored."""
+    for name, model, reference, rollout, plan in staircases(alg):
+        names = (*ALL, "topk_logp") if rollout.records else ALL
+        ask = functools.partial(alg.features, model, rollout, temperature=0.7, names=names, reference=reference)
+        truth = ask(replace(plan, block_length=None))
+        assert all(float(value.abs().max()) > 0.1 for value in truth.values()), f"{name}: nothing to see"
+        for size in (1, 4, 256):
+            got = ask(plan, size=size)
+            for key in names:
+                close(got[key], truth[key], f"{name}, {key}, {size} forwards at a time", 1e-12)
+            assert not got["logp"][~plan.scored].any()
+
+
+rejects(
+    law_one_forward_is_all_forwards,
+    "2.8",
+    ("hidden = plan.hidden | _after_visible_prompt(rollout, later)", "hidden = plan.hidden"),
+)
+rejects(
+    law_one_forward_is_all_forwards,
+    "4.1",
+    ("[states][:, rollout.prompt.shape[1] :]", "[states][:, : rollout.response.shape[1]]"),
+    where="_staircase",
+)
+
+
+@judges("4.1")
+def law_staircase_features_are_those_of_the_model(alg: Any) -> None:
+    """logp and entropy of a table's staircase by the oracle, state by state."""
+    for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2):
+        got = alg.features(model, rollout, plan, temperature=0.6, names=("logp", "entropy"))
+        for k, b in itertools.product(range(len(plan.scored)), range(5)):
+            response, hidden = tuple(rollout.response[b].tolist()), positions(plan.hidden[k, b, 3:])
+            logp, scored = oracle.token_logp(model, response, hidden, 0.6), positions(plan.scored[k, b])
+            close(got["logp"][k, b], [logp[i].item() if i in scored else 0.0 for i in range(6)], f"{name}: logp")
+            state = tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response))
+            p = (model.logits_at(state).detach() / 0.6).softmax(-1)
+            entropy = [-float((p[i] * p[i].log()).sum()) if i in scored else 0.0 for i in range(6)]
+            close(got["entropy"][k, b], entropy, f"{name}: entropy")
+
+
+rejects(
+    law_staircase_features_are_those_of_the_model,
+    "4.1",
+    (
+        "own = alg.block_numbers(rollout).expand(len(by_block), 1, -1)\n    hidden = by_block.gather(1, own)[:, 0]",
+        "own = alg.block_numbers(rollout).flip(0).expand(len(by_block), 1, -1)\n    hidden = by_block.gather(1, own)[:, 0]",
+    ),
+    where="_staircase",
+)
+
+
+def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
+    """A function of all features that no sum of their parts gives: exponentials of sequence sums, and products of features."""
+    c = normal(len(ALL), *plan.scored.shape, seed=7)
+
+    def loss(feature: dict) -> Tensor:
+        parts = [c[i] * feature[name] for i, name in enumerate(ALL)]
+        return sum((0.1 * part).sum((0, 2)).exp().sum() for part in parts) + (parts[0] * parts[1]).sum()
+
+    return loss
+
+
+@judges("4.3")
+def law_staircase_mask(alg: Any) -> None:
+    """Who sees whom in [prompt; clean; noisy], token by token; padding is seen by no one; positions count real tokens."""
+    prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
+    for length, size, clean in itertools.product((4, 6), (1, 2), ("block", "causal")):
+        kind = ["prompt"] * 3 + ["clean"] * length + ["noisy"] * length
+        place = [0] * 3 + [*range(length)] * 2
+        got = alg.staircase_mask(prompt_mask, length, size, clean=clean)
+        assert got.shape == (2, 1, 3 + 2 * length, 3 + 2 * length)
+        for n, q, k in itertools.product(range(2), range(len(kind)), range(len(kind))):
+            earlier, same = place[k] // size < place[q] // size, place[k] // size == place[q] // size
+            upto = earlier or same if clean == "block" else place[k] <= place[q]
+            sees = {
+                ("prompt", "prompt"): True,
+                ("clean", "prompt"): True,
+                ("noisy", "prompt"): True,
+                ("clean", "clean"): upto,
+                ("noisy", "clean"): earlier,
+                ("noisy", "noisy"): same,
+            }.get((kind[q], kind[k]), False)
+            real = kind[k] != "prompt" or bool(prompt_mask[n, k])
+            assert bool(got[n, 0, q, k]) == (sees and real), f"{clean}, blocks of {size}: {kind[q]} {q}, {kind[k]} {k}"
+        close(alg.staircase_positions(prompt_mask, length)[0, 1:], [0, 1, *[2 + i for i in range(length)] * 2], "positions")
+    whole = alg.block_causal(torch.tensor([[0, 0, 1, 1, 2]]), torch.tensor([[False, True, True, True, True]]))
+    close(whole[0, 0], [[0, 1, 0, 0, 0]] * 2 + [[0, 1, 1, 1, 0]] * 2 + [[0, 1, 1, 1, 1]], "block-causal")
+    for size in (0, 3):
+        refuses(lambda size=size: alg.staircase_mask(prompt_mask, 4, size, clean="block"), "block_length", str(size), "4")
+    refuses(lambda: alg.staircase_mask(prompt_mask, 4, 2, clean="all"), "clean stream", "'all'", "block", "causal")
+
+
+rejects(
+    law_staircase_mask,
+    "4.3",
+    ("rank[None, :] <= rank[:, None]", "rank[None, :] < rank[:, None]"),
+    ("block[None, :] < noisy[:, None]", "block[None, :] <= noisy[:, None]"),
+    ("noisy[None, :] == noisy[:, None]", "noisy[None, :] <= noisy[:, None]"),
+    ('block if clean == "block" else place', 'place if clean == "block" else block'),
+)
+rejects(
+    law_staircase_mask,
+    "",
+    ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1]"),
+    ("[prompt, response, response]", "[prompt, response, response + length]"),
+    where="staircase_positions",
+)
+rejects(
+    law_staircase_mask,
+    "",
+    ("block[:, None, :] <= block", "block[:, None, :] < block"),
+    ("visible & attention_mask", "visible | attention_mask"),
+    where="block_causal",
+)
+
+
+@judges("4.1", "4.2", "2.8", "3.5")
+def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
+    """The gradient in all weights, of a loss of all features, is that of one graph over a forward a state; for any split."""
+    for name, model, reference, rollout, plan in staircases(alg):
+        loss, more = joint_loss(plan), {"temperature": 0.7, "names": ALL, "reference": reference}
+        feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ALL, 0.7, reference=reference)
+        value = loss(feature)
+        value.backward()
+        truth = tiny.gradient(model)
+        assert float(truth.abs().max()) > 0.1, f"{name}: no gradient"
+        for size in (1, 4, 256):
+            close(alg.two_pass_backward(model, rollout, plan, loss, size=size, **more).loss, value, f"{name}: loss", 1e-12)
+            close(tiny.gradient(model), truth, f"{name}: gradient, {size} forwards at a time", 1e-12)
+        assert not any(p.grad is not None and bool(p.grad.any()) for p in reference.parameters()), "the reference is data"
+
+
+rejects(
+    law_two_passes_of_a_staircase_are_the_joint_graph,
+    "",
+    ("+ row[:, None]).split(size)", "+ row[:, None] * 0).split(size)"),
+    where="state_chunks",
+)
+
+
+@judges("4.1")
+def law_second_pass_skips_whole_forwards(alg: Any) -> None:
+    """A forward is done if one of its states has a cotangent, and not otherwise; the gradient is that of these states."""
+    for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2, 4):
+        chosen = torch.zeros_like(plan.scored)
+        chosen[4, 0], chosen[1, 2], chosen[2, 2] = plan.scored[4, 0], plan.scored[1, 2], plan.scored[2, 2]
+        feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ("logp",), 0.7)
+        (feature["logp"] * chosen).sum().backward()
+        truth = tiny.gradient(model)
+        cotangent = {"logp": chosen.double()}
+        _, calls = alg.second_pass(model, rollout, plan, cotangent, temperature=0.7, size=1)
+        assert calls == 2, f"{name}: {calls} forwards"
+        close(tiny.gradient(model), truth, f"{name}: gradient", 1e-12)
+
+
+rejects(
+    law_second_pass_skips_whole_forwards,
+    "",
+    (
+        "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)",
+        "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks))[:, 0]",
+    ),
+    where="Plan.needed",
+)
+
+
+@contextmanager
+def head_numbers(alg: Any, numbers: int) -> Iterator[None]:
+    """At most this many logits at a time."""
+    before, alg.HEAD_NUMBERS = alg.HEAD_NUMBERS, numbers
+    try:
+        yield
+    finally:
+        alg.HEAD_NUMBERS = before
+
+
+def kept_logits(loss: Callable[[dict], Tensor], ask: Callable[[Any], dict], model: Any) -> tuple[Tensor, int]:
+    """A loss on the features of a model, and the rows of logits that its graph keeps for the way back."""
+    kept = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(len(x) if x.ndim == 2 and x.shape[1] == model.vocab_size else 0)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        value = loss(ask(model))
+    return value, sum(kept)
+
+
+@judges("4.1", "4.2")
+def law_head_in_parts(alg: Any) -> None:
+    """At most HEAD_NUMBERS logits at a time, none kept for the way back: the same features, the same gradient.
+
+    As many calls of the head for as many states, whichever they are: processes that share weights wait for each other in it.
+    """
+    for name, model, reference, rollout, plan in staircases(alg):
+        names, loss = (*ALL, "topk_logp") if rollout.records else ALL, joint_loss(plan)
+        more = {"names": names, "temperature": 0.7, "reference": reference}
+        ask = functools.partial(graph_features, alg, rollout=rollout, plan=plan, **more)
+        truth, kept = kept_logits(loss, ask, model)
+        truth.backward()
+        gradient, rows = tiny.gradient(model), Watched(model)
+        assert kept > 0 and float(gradient.abs().max()) > 1e-3, f"{name}: nothing to see"
+        model.zero_grad()
+        with head_numbers(alg, 4 * model.vocab_size):
+            value, kept = kept_logits(loss, ask, rows)
+            assert len(rows.rows) > 4 and max(rows.rows) <= 4, f"{name}: rows at a time"
+            assert kept == 0, f"{name}: logits of {kept} rows kept"
+            value.backward()
+            calls = set()
+            for states in alg.state_chunks(plan, 4):
+                if len(states) == 4 * plan.blocks:
+                    some = Watched(model)
+                    alg.state_features(some, rollout, plan, states, temperature=0.7, names=ALL[:4])
+                    calls.add(len(some.rows))
+            assert len(calls) == 1, f"{name}: calls of the head {calls}"
+        close(value, truth.item(), f"{name}: loss", 1e-12)
+        close(tiny.gradient(model), gradient, f"{name}: gradient", 1e-12)
+        assert all(p.grad is None for p in reference.parameters()), f"{name}: the reference is data"
+
+
+rejects(
+    law_head_in_parts,
+    "4.1",
+    ("if count > 1 and torch.is_grad_enabled():", "if False:"),
+    ("max(1, count)", "min(1, count)"),
+    where="_in_parts",
+)
+rejects(law_head_in_parts, "4.2", ("len(states) * rollout.sampler.block_length", "int(passed.sum())"), where="_order_logp")
+
+
+class Witness:
+    """A network that remembers what it was given, and answers at random; a state's own forward is refused."""
+
+    mask_token_id = 9
+
+    def __init__(self) -> None:
+        self.seen: list[dict] = []
+
+    def encode(self, *given: Any) -> Tensor:
+        raise AssertionError("a forward of a state of its own")
+
+    def encode_staircase(self, prompt: Tensor, prompt_mask: Tensor, clean: Tensor, noisy: Tensor, **words: Any) -> Tensor:
+        self.seen.append({"prompt": prompt, "prompt_mask": prompt_mask, "clean": clean, "noisy": noisy, **words})
+        return torch.ones(*noisy.shape, 4, dtype=torch.float64)
+
+    def head(self, h: Tensor) -> Tensor:
+        return normal(len(h), 9, seed=8)
+
+
+@judges("4.1")
+def law_staircase_inputs(alg: Any) -> None:
+    """A forward gets the response as it is, and each block as its own state shows it; the head sees scored positions only."""
+    for name, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
+        network, needed = Witness(), (plan.valid & plan.scored.any(-1)).unflatten(0, (-1, 3)).any(1)
+        for states in alg.state_chunks(plan, 2):
+            asked = plan.scored.flatten(0, 1)[states]
+            h = alg._encode(network, rollout, plan, states)
+            assert len(alg._at(h, asked, plan)) == int(asked.sum()), f"{name}: rows of the head"
+        given = {key: torch.cat([seen[key] for seen in network.seen]) for key in ("prompt", "prompt_mask", "clean", "noisy")}
+        forwards = [(j, b) for j in range(len(needed)) for b in range(5) if needed[j, b]]
+        assert len(given["noisy"]) == len(forwards) == plan.network_calls, f"{name}: number of forwards"
+        assert {(seen["block_length"], seen["clean_stream"]) for seen in network.seen} == {(2, "block")}, name
+        for row, (j, b) in enumerate(forwards):
+            for key, mine in (("prompt", rollout.prompt), ("prompt_mask", rollout.prompt_mask), ("clean", rollout.response)):
+                assert torch.equal(given[key][row], mine[b]), f"{name}: {key}"
+            hidden = [bool(plan.hidden[3 * j + i // 2, b, 3 + i]) for i in range(6)]
+            noisy = [9 if h else token for h, token in zip(hidden, rollout.response[b].tolist(), strict=True)]
+            assert given["noisy"][row].tolist() == noisy, f"{name}: noisy"
+
+
+rejects(
+    law_staircase_inputs,
+    "4.1",
+    ("h[where.unflatten(0, (-1, plan.blocks)).any(1)]", "h[where.unflatten(0, (-1, plan.blocks)).all(1)]"),
+    ("h[where.unflatten(0, (-1, plan.blocks)).any(1)]", "h[torch.ones_like(where.unflatten(0, (-1, plan.blocks))[:, 0])]"),
+    where="_at",
+)
+rejects(
+    law_staircase_inputs,
+    "4.1",
+    ("    if plan.block_length is not None:\n        return", "    if False:\n        return"),
+    where="_encode",
+)
+
+
+def ragged(blocks: int) -> tuple[Any, list]:
+    """A plan of 12 states of 4 responses with gaps of every kind, and its states in groups: (forward, row, group)."""
+    scored = torch.rand(12, 4, 6, generator=seeded(9)) < 0.25
+    valid = torch.rand(12, 4, generator=seeded(10)) < 0.6
+    plan = SimpleNamespace(hidden=torch.ones(12, 4, 9).bool(), scored=scored, weight=torch.ones(12, 4), valid=valid)
+    groups = [(j, b, [(j * blocks + m) * 4 + b for m in range(blocks)]) for j in range(12 // blocks) for b in range(4)]
+    reads = lambda state: bool(valid[state // 4, state % 4] and scored[state // 4, state % 4].any())  # noqa: E731
+    return plan, [(j, b, group) for j, b, group in groups if any(reads(state) for state in group)]
+
+
+@judges()
+def law_state_chunks_are_whole_forwards(alg: Any) -> None:
+    """A forward's states stay together, block by block, in pieces of at most ``size`` forwards; needless ones are left out."""
+    for blocks in (1, 2, 3):
+        fields, groups = ragged(blocks)
+        plan = alg.Plan(**vars(fields), block_length=6 // blocks)
+        assert 0 < len(groups) < 12 // blocks * 4 or blocks == 3, "the fixture leaves nothing out"
+        assert plan.blocks == blocks and plan.network_calls == len(groups)
+        assert plan.needed.nonzero().tolist() == [[j, b] for j, b, _ in groups], "needed"
+        for size in (1, 2, 5, 100):
+            chunks = [chunk.tolist() for chunk in alg.state_chunks(plan, size)]
+            assert sum(chunks, []) == sum((group for _, _, group in groups), []), "order of the states"
+            assert all(len(chunk) == size * blocks for chunk in chunks[:-1]) and 0 < len(chunks[-1]) <= size * blocks
+    nothing = alg.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid, block_length=2)
+    assert nothing.network_calls == 0 and list(alg.state_chunks(nothing, 4)) == []
+
+
+rejects(
+    law_state_chunks_are_whole_forwards,
+    "",
+    (
+        "states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)",
+        "states = forward[:, None] + torch.arange(plan.blocks, device=row.device)",
+    ),
+    where="state_chunks",
+)
+
+
+@judges("4.2")
+def law_candidates(alg: Any) -> None:
+    """The hidden positions of the block that a state reads; none where it reads nothing, or the order asks no confidence."""
+    for _, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
+        states = torch.arange(plan.valid.numel())
+        got = alg._candidates(rollout, plan, states).unflatten(0, plan.valid.shape)
+        for k, b in itertools.product(range(len(plan.scored)), range(5)):
+            own = {i for j in positions(plan.scored[k, b]) for i in range(j // 2 * 2, j // 2 * 2 + 2)}
+            assert positions(got[k, b]) == own & positions(plan.hidden[k, b, 3:]), "candidates"
+        assert (~plan.valid).any() and not got[~plan.valid].any()
+        for order in ("random", "left_to_right"):
+            other = replace(rollout, sampler=sampler_of(6, 2, order))
+            assert not alg._candidates(other, plan, states).any(), order
+
+
+rejects(
+    law_candidates,
+    "4.2",
+    ("current = (block * scored).amax(-1, keepdim=True)", "current = (block * scored).amin(-1, keepdim=True)"),
+    where="_candidates",
+)
