@@ -5,7 +5,7 @@ An answer is a function of tensors. It is judged twice.
 By its properties    small examples that can be computed by hand. A property that is
                      missed prints one line: which one, on which example, what the
                      answer returned and what it should be.
-By the laws          those of tests/laws*.py that judge the equation in question. The
+By the laws          those of tests/laws/ that judge the equation in question. The
                      answer stands in the module where the shipped function stood,
                      rows of the table included, as a mutant does in the tests.
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from minidrl.methods import Method
 
 HERE = Path(__file__).resolve().parent
-CLONES = [up / "tests" for up in HERE.parents if (up / "tests/laws.py").exists()]
+CLONES = [up / "tests" for up in HERE.parents if (up / "tests/laws").is_dir()]
 KINDS = {"bool": torch.bool, "int": torch.int64}
 
 
@@ -327,7 +327,7 @@ def examine(name: str) -> None:
         if CLONES:
             print(f"the exercises need {error.name}: pip install -r requirements.txt")
         else:
-            print("tests/laws.py is the judge: open this in a clone of the project")
+            print("tests/laws/ is the judge: open this in a clone of the project")
         return
     for line in verdict(TASKS[name], function):
         print(line)

@@ -1005,7 +1005,7 @@ LEDGER: dict[str, list[Claim]] = {
             "arXiv 2603.06743, abstract", "`law_one_large_ratio`, notebook 06 (60.6)", "exact, ratios e^3, e^10, e^30",
             "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("grpo", (3.0, 10.0, 30.0)), "> 1"),
         Claim("Self-normalised weights keep a group's update below its largest adv grad ll, whatever the ratios.",
-            "accounts of arXiv 2603.06743", "`law_self_normalized_gradient_is_bounded`, notebook 06 (8.4)",
+            "accounts of arXiv 2603.06743", "`law_one_large_ratio`, notebook 06 (8.4)",
             "exact, ratios to e^30",
             "update over max abs(adv) norm(grad ll)", lambda: step_over_bound("stabledrl", (0.0, 3.0, 10.0, 30.0)), "<= 1"),
         *happens(*both("GRPO with noisy ratios collapses: it ends below where it began",
