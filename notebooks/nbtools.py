@@ -1,5 +1,5 @@
 """What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `exercises` the reader's answers, `show` prints
-shipped source, `draw_plan` pictures a plan, `bands` rules the lines of a dot plot, `style` sets plots.
+shipped source, `mean_interval` says how sure a mean is, `table` and `draw_plan` display rows and plans, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
 outputs can therefore be compared literally.
@@ -9,10 +9,11 @@ import ast
 import inspect
 import json
 import math
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import torch
@@ -221,6 +222,43 @@ def bands(axes: Sequence[Axes], labels: Sequence[str], colors: Sequence[str]) ->
     for tick, color in zip(axes[0].get_yticklabels(), colors, strict=True):
         tick.set_color(color)
     return middles
+
+
+class Interval(NamedTuple):
+    """A mean and the limits of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean and Student's 95 % interval of what the values, taken as independent draws, estimate."""
+    from scipy.stats import t
+
+    mean, n = statistics.fmean(values), len(values)
+    half = t.ppf(0.975, n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Display rows with the same keys as a table; columns of numbers are aligned to the right."""
+
+    def number(text: str) -> bool:
+        try:
+            return math.isfinite(float(text.split(" [")[0]))
+        except ValueError:
+            return False
+
+    columns = [[name, *(str(row[name]) for row in rows)] for name in rows[0]]
+    lines = [[] for _ in range(len(rows) + 2)]
+    for column in columns:
+        right, width = all(map(number, column[1:])), max(3, *map(len, column))
+        cells = [text.rjust(width) if right else text.ljust(width) for text in column]
+        cells.insert(1, "-" * (width - 1) + (":" if right else "-"))
+        for line, cell in zip(lines, cells, strict=True):
+            line.append(cell)
+    display(Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines)))
 
 
 def lines_of(notebook: str, *names: str) -> str:

@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from minidrl import algorithms as alg
-from minidrl import denoiser, methods, sampler
+from minidrl import denoiser, keyed, loop, methods, sampler
 from minidrl import features as feat
-from minidrl.run import config, runs, trainer
+from minidrl.run import config, train
 from minidrl.run.launch import RunError
 
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
@@ -129,22 +129,22 @@ def graph(model: denoiser.Denoiser, rollout: alg.Rollout, plan: alg.Plan) -> dic
 def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denoiser:
     """The network after masked denoising on texts whose letters are right with probability 0.4, the others uniform."""
     model = denoiser.build(SIZES, Alphabet(), seed).double()
-    optimizer = trainer.make_optimizer(model, OPTIMIZER)
+    optimizer = train.make_optimizer(model, OPTIMIZER)
     for step in range(steps):
-        noise = runs.keyed_generator(seed, step, "texts")
+        noise = keyed.keyed_generator(seed, step, "texts")
         prompt = torch.randint(LETTERS, (128, 1), generator=noise)
         uniform = torch.randint(LETTERS, (128, LENGTH), generator=noise)
         right = torch.rand(128, LENGTH, generator=noise) < 0.4
         rollout = texts(prompt, torch.where(right, goal(prompt), uniform), 1)
         plan = alg.elbo_count_plan(rollout, noise, num_states=1, domain="keep", strata=True)
         (-(graph(model, rollout, plan)["logp"].sum(-1) * plan.weight).mean() / LENGTH).backward()
-        trainer.optimizer_step(model, optimizer, OPTIMIZER, rate * (1 - step / steps))
+        loop.optimizer_step(model, optimizer, OPTIMIZER, rate * (1 - step / steps))
     return model.eval()
 
 
 def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout, Tensor]:
     """4 prompts x 16 responses, and their rewards."""
-    noise = runs.keyed_generator(seed, step, "rollout")
+    noise = keyed.keyed_generator(seed, step, "rollout")
     prompt = torch.randint(LETTERS, (PROMPTS, 1), generator=noise)
     mask = torch.ones_like(prompt, dtype=torch.bool)
     given = {"eos_token_id": None, "num_generations": GENERATIONS, "generator": noise}
@@ -156,7 +156,7 @@ def updates(
     model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int, settings=OPTIMIZER
 ):
     """Yield plan, features, anchor, adv and gradient norm of each update on a rollout; plans as the row's ``refresh`` says."""
-    draw = lambda purpose: method.plan(rollout, runs.keyed_generator(seed, step, purpose))  # noqa: E731
+    draw = lambda purpose: method.plan(rollout, keyed.keyed_generator(seed, step, purpose))  # noqa: E731
     score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731
     plans = [draw(f"plan {0 if method.refresh == 'fixed' else i}") for i in range(REUSE)]
     if method.refresh == "independent":
@@ -166,14 +166,14 @@ def updates(
     for plan, anchor in zip(plans, anchors, strict=True):
         adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
         methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
-        norm = trainer.optimizer_step(model, optimizer, settings, settings.learning_rate)
+        norm = loop.optimizer_step(model, optimizer, settings, settings.learning_rate)
         yield plan, {name: value.detach() for name, value in feature.items()}, anchor, adv, norm
 
 
 def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) -> dict:
     """One run: a list a curve, one entry an update. A gradient that is not finite ends it (``stopped``)."""
     method, judge = rows(scale)[name], rows(scale)["grpo, fresh masks"]  # for all alike: what the clip of GRPO lets through
-    optimizer, stopped, started = trainer.make_optimizer(model, OPTIMIZER), None, time.perf_counter()
+    optimizer, stopped, started = train.make_optimizer(model, OPTIMIZER), None, time.perf_counter()
     curves: dict[str, list[float]] = {"reward": [], "spread": [], "bypass": [], "norm": [], "ess": []}
     for step in range(count // REUSE):
         rollout, reward = collect(model, seed, step)

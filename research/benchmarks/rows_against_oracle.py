@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from minidrl.run.rehearsal import completions
 from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import features as feat
-from minidrl import methods, oracle, sampler
-from minidrl.run import intervals, runs, tables
+from minidrl import keyed, methods, oracle, sampler
+from minidrl.methods import completions
+from minidrl.run import intervals, tables
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "research/benchmarks/results/rows_against_oracle.json", ROOT / "docs/rows.md"
@@ -189,7 +189,7 @@ def accepted(response: Tensor) -> Tensor:
 
 def base_table(number: int) -> oracle.TabularDenoiser:
     """Standard normal logits; that of the end is lower by 1, so that texts have some length."""
-    model = oracle.TabularDenoiser.random(LENGTH, TOKENS, runs.keyed_generator(number, 0, "table"))
+    model = oracle.TabularDenoiser.random(LENGTH, TOKENS, keyed.keyed_generator(number, 0, "table"))
     with torch.no_grad():
         model.table[..., END] -= 1
     return model
@@ -221,7 +221,7 @@ def collect(model: oracle.TabularDenoiser, order: str, block_length: int, draws:
     settings = sampler.Sampler(order=order, temperature=1.0, **words)
     prompt = torch.arange(draws).repeat_interleave(PROMPTS)[:, None]
     how = {"eos_token_id": END, "num_generations": GENERATIONS, "records": ["entropy", "one_step", "one_step_proposed", "topk"]}
-    noise = runs.keyed_generator(number, block_length, f"rollout {order}")
+    noise = keyed.keyed_generator(number, block_length, f"rollout {order}")
     return sampler.generate(model, prompt, torch.zeros_like(prompt).bool(), settings, generator=noise, **how)
 
 
@@ -235,10 +235,10 @@ def part(rollout: alg.Rollout, rows: slice) -> alg.Rollout:
 def draw_plan(row: methods.Method, rollout: alg.Rollout, seed: int, update: int, updates: int) -> alg.Plan:
     """The row's plan for an update; where a plan has one random number for all of a batch, each draw has its own."""
     if row.plan.func not in BATCH_WIDE:
-        return methods.draw(row, rollout, runs.keyed_generator(seed, update, "plan"), update=update, updates=updates)
-    noise, parts = runs.keyed_generator(seed, update, "plan"), []
+        return methods.draw(row, rollout, keyed.keyed_generator(seed, update, "plan"), update=update, updates=updates)
+    noise, parts = keyed.keyed_generator(seed, update, "plan"), []
     for draw in range(len(rollout.response) // EACH):
-        schedule = runs.keyed_generator(seed, draw, "schedule")
+        schedule = keyed.keyed_generator(seed, draw, "schedule")
         told = {"update": update, "updates": updates, "schedule": schedule}
         parts.append(methods.draw(row, part(rollout, slice(draw * EACH, (draw + 1) * EACH)), noise, **told))
     names = ("hidden", "scored", "weight", "valid")
@@ -296,7 +296,7 @@ class Updates:
         self.calls: list[float] = []
         self.old = None  # the old value on masks of its own, for all updates
         if row.refresh == "independent":
-            own = methods.draw(row, rollout, runs.keyed_generator(seed, 0, "plan of the old value"))
+            own = methods.draw(row, rollout, keyed.keyed_generator(seed, 0, "plan of the old value"))
             self.old = methods.reduced(row, own, rollout, scored(row, base, rollout, own))
 
     def direction(self, update: int, updates: int) -> Tensor:
@@ -404,14 +404,14 @@ def excess(name: str, sets: int) -> dict[str, intervals.Interval]:
 
 def control_direction(number: int) -> tuple[Tensor, Tensor]:
     """An order of the P weights, and a sign for each: reinforce in other weights is as noisy, and points elsewhere."""
-    size, noise = (TOKENS + 1) ** LENGTH * LENGTH * TOKENS, runs.keyed_generator(number, 0, "control")
+    size, noise = (TOKENS + 1) ** LENGTH * LENGTH * TOKENS, keyed.keyed_generator(number, 0, "control")
     return torch.randperm(size, generator=noise), 2.0 * torch.randint(2, (size,), generator=noise) - 1
 
 
 def measure(name: str, order: str, number: int, data: tuple, truth: Truth, updates: int = UPDATES) -> dict:
     """A row on one table: cosine and noise of the first and of the last of its updates on a rollout."""
     base, rollout, reward = data
-    row, seed = method_of(name), runs.keyed_seed(number, 0, f"{name} {order}")
+    row, seed = method_of(name), keyed.keyed_seed(number, 0, f"{name} {order}")
     place, sign = control_direction(number) if name == CONTROL else (slice(None), 1.0)
     run = Updates(row, base, rollout, reward, seed)
     start, exact = truth.gradient(run.table[:1])
