@@ -311,7 +311,7 @@ def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
 
 
 def test_defects_of_published_rewards_that_are_not_here():
-    """Each line of ERRATA.md about them: what the published expression does, and what is done here."""
+    """Each line of docs/papers.md about them: what the published expression does, and what is done here."""
     assert re.match(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", NEAT) is None and mathematics.soft_format(NEAT)
     assert "²".isdigit() and Gsm8k().shape("", "²", False) == 0
     assert "\boxed" not in "\\boxed{1}" and Math500().shape("\\boxed{1}", "1", False) == 0.5

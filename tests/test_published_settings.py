@@ -1,7 +1,7 @@
 """The numbers and words of every row, against those of its source, each with where it stands.
 
 A code, a script or a configuration is named where it has the number; a paper where it gives it. "by accounts": as summaries by
-others quote it; ERRATA.md says which papers were not read. "ours": no source gives it, or the row departs from it. Whoever
+others quote it; docs/papers.md says which papers were not read. "ours": no source gives it, or the row departs from it. Whoever
 changes a number here on purpose changes results under the same name, and says so in CHANGELOG.md.
 """
 
@@ -40,7 +40,7 @@ def penalty(form: str, beta: float, of: str = "ratio", target: str = "reference"
     return {"kl.form": form, "kl.beta": beta, "kl.of": of, "kl.target": target}
 
 
-# GRPO's standard deviation in released code (ERRATA.md): N - 1, torch's default, plus 1e-4.
+# GRPO's standard deviation in released code (docs/papers.md): N - 1, torch's default, plus 1e-4.
 GRPO = z_score(1e-4)
 # DARE, a re-implementation: N - 1, plus verl's 1e-6.
 DARE = z_score(1e-6)

@@ -1,6 +1,6 @@
-"""A row of METHODS in TRL: its GRPOTrainer, with the rollouts, the likelihood and the loss of a masked diffusion model.
+"""A method of METHODS in TRL: its GRPOTrainer, with the rollouts, the likelihood and the loss of a masked diffusion model.
 
-    pip install -e ".[trl]" && python examples/trl_trainer.py [METHOD]
+    pip install -e ".[trl]" && python docs/trl_trainer.py [METHOD]
 
 TRL keeps what it does well: the data set, reward functions, optimiser, schedule, logging, checkpoints. Replaced is one method,
 `training_step`: there, TRL would let the model continue a prompt from left to right and score the continuation token by token.
@@ -19,8 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from minidrl import methods, sampler
 from minidrl.run import checkpoints
-from minidrl.run.trainer import decode
 from minidrl.tasks.countdown import Countdown, Puzzle
+from minidrl.tasks.text import decode
 
 BASE = Path(__file__).parents[1] / "tiny_configs/bases" / "countdown_base"
 
@@ -28,19 +28,19 @@ BASE = Path(__file__).parents[1] / "tiny_configs/bases" / "countdown_base"
 class DiffusionGRPOTrainer(GRPOTrainer):
     """One update a rollout of one batch, on one process. network: a Denoiser whose model is the one that is trained."""
 
-    def __init__(self, network: nn.Module, row: methods.Method, decoding: sampler.Sampler, **words):
+    def __init__(self, network: nn.Module, method: methods.Method, decoding: sampler.Sampler, **words):
         super().__init__(model=network.model, **words)
         if self.args.gradient_accumulation_steps != 1:
             got = self.args.gradient_accumulation_steps
             raise ValueError(f"gradient_accumulation_steps: got {got}; allowed 1, as a step makes its own gradient")
-        self.network, self.row, self.decoding = network, row, decoding
+        self.network, self.method, self.decoding = network, method, decoding
         self.noise = torch.Generator(self.accelerator.device).manual_seed(self.args.seed)
 
     def rollout(self, batch: list[dict]) -> tuple[sampler.Rollout, Tensor]:
         """TRL's batch has each prompt once for each response; returns the rollout and its rewards."""
         tok, each, prompts = self.processing_class, self.num_generations, [example["prompt"] for example in batch]
         asked = tok(prompts[::each], padding=True, padding_side="left", return_tensors="pt").to(self.network.device)
-        how = {"eos_token_id": tok.eos_token_id, "records": sorted({*self.row.needs, "entropy"}), "generator": self.noise}
+        how = {"eos_token_id": tok.eos_token_id, "records": sorted({*self.method.needs, "entropy"}), "generator": self.noise}
         prompt = asked.input_ids, asked.attention_mask.bool()
         made = sampler.generate(self.network, *prompt, self.decoding, num_generations=each, **how)
         texts = decode(tok, made.response)
@@ -52,8 +52,8 @@ class DiffusionGRPOTrainer(GRPOTrainer):
         rollout, reward = self.rollout(inputs)
         self._metrics["train"]["reward"].append(float(reward.mean()))
         self._step += 1
-        (update,) = prepare(self.network, self.row, rollout, reward, self.noise)
-        return backward(self.network, self.row, rollout, update)
+        (update,) = prepare(self.network, self.method, rollout, reward, self.noise)
+        return backward(self.network, self.method, rollout, update)
 
 
 def countdown(count: int, task: Countdown) -> Dataset:
