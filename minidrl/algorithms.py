@@ -1860,7 +1860,7 @@ def self_normalized_clip(
     one outlier takes all the weight. The cap bounds magnitude, not concentration: one
     weight may still go to 1. Fresh masks in long responses can make the log-ratios of
     sequences noise of dozens of nats: half of the weights are then capped, the others
-    nothing, and what the policy changed hardly shows in them (notebook 06a). Those of
+    nothing, and what the policy changed hardly shows in them (notebook 06). Those of
     token means spread less. A cap of 0 or less is refused.
     """
     _check_above("cap", cap, 0)

@@ -249,7 +249,7 @@ row("gdpo-released", "main", source="code of GDPO (KevinRojas1499/GDPO)",
 # Weights instead of ratios. The published code draws new masks for every update and keeps the old
 # value of its own masks (``refresh`` independent), so that the weights are noise on the first
 # update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a sequence's
-# ratio may be dozens of nats (notebook 06a), and the weights then say almost nothing about the
+# ratio may be dozens of nats (notebook 06), and the weights then say almost nothing about the
 # ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
 row("stabledrl-released", "main", source="code of StableDRL (JianyuanZhong/StableDRL)",
   title="Weighs answers by clipped, self-normalised ratios of token means, from block-wise masks.",
