@@ -1,6 +1,6 @@
 """What must hold on the device that a run uses: parity, replay, resume, compile, CUDA graphs.
 
-The device is MINIDRL_DEVICE, else cuda; without it everything here is skipped. `research/benchmarks/gpu.sh tests` runs this file.
+The device is MINIDRL_DEVICE, else cuda; without it everything here is skipped. `research/benches/gpu.sh tests` runs this file.
 """
 
 import dataclasses

@@ -1,17 +1,16 @@
-"""research/benchmarks/position_factor.py: its gradients are those of the trainer, its statistics plain arithmetic."""
+"""research/benches/position_factor.py: its gradients are those of the trainer, its statistics plain arithmetic."""
 
 import dataclasses
 import itertools
-import math
 import statistics
 
 import pytest
 import torch
 
 import tiny
-from minidrl.run import trainer
+from minidrl import loop
+from research.benches import position_factor as bench
 
-bench = tiny.script("position_factor")
 G = 2 + torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 H = G + 1 + torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -34,31 +33,26 @@ def test_the_measures_are_what_they_are_called():
     assert gap + float(G.var(0).sum()) / level == pytest.approx(float(H.var(0).sum()) / level)
 
 
-def test_noise_that_hides_the_gradient_makes_no_number():
-    noise = torch.eye(3, dtype=torch.float64) - 1 / 3
-    assert all(map(math.isnan, [measure(bench.Products.of(noise, noise)) for measure in list(bench.MEASURES.values())[:3]]))
-
-
 def test_the_jackknife_of_a_mean_has_students_interval():
     values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)
     found = bench.Products(*(torch.diag(values),) * 3)
     value, low, high = bench.jackknife(lambda p: float(p.t.diagonal().mean()), found)
-    wanted = bench.intervals.mean_interval(values.tolist())
+    wanted = bench.stats.mean_interval(values.tolist())
     assert (value, low, high) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("name", bench.rows())
 def test_a_gradient_is_that_of_the_trainers_update(name, monkeypatch):
-    learner = tiny.learner_on(monkeypatch, tiny.network(torch.float64), method="reinforce", num_iterations=1)
+    run = tiny.run_on(monkeypatch, tiny.network(torch.float64), method="reinforce", num_iterations=1)
     row = bench.rows()[name]
     assert row.linear and set(row.features) == ({"logp"} if name == "tokens" else {"logp", "order_logp"})
-    experience = dataclasses.replace(tiny.experience(learner), updates=0)
-    found = bench.gradient(learner, row, experience, 0)
-    learner.method = row
-    learner.model.zero_grad()
-    ((plan, adv),) = learner.plans(0, experience)
-    (anchor,) = learner.anchors(0, [plan], experience.rollout, trainer.Clock())
-    monkeypatch.setattr(trainer, "optimizer_step", lambda *_: 1.0)
-    learner.update(experience, plan, adv, anchor, trainer.Clock())
-    applied = tiny.gradient(learner.model)
+    experience = dataclasses.replace(tiny.experience(run), updates=0)
+    found = bench.gradient(run, row, experience, 0)
+    run.method = row
+    run.model.zero_grad()
+    ((plan, adv),) = loop.plans(run, 0, experience)
+    (anchor,) = loop.anchors(run, 0, [plan], experience.rollout)
+    monkeypatch.setattr(loop, "optimizer_step", lambda *_: 1.0)
+    loop.update(run, experience, plan, adv, anchor)
+    applied = tiny.gradient(run.model)
     assert found.norm() > 1e-4 and (found - applied).norm() < 1e-12 * found.norm()

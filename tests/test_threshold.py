@@ -350,7 +350,7 @@ def test_the_oracle_refuses_too(words):
 def test_controls_in_another_order_have_no_threshold(monkeypatch):
     """`controls` judges a base in every order: the others have no confidence."""
     asked = []
-    monkeypatch.setattr(trainer, "evaluate", lambda model, tok, task, decoding, **how: asked.append(decoding) or {})
+    monkeypatch.setattr(controls, "evaluate", lambda model, tok, task, decoding, **how: asked.append(decoding) or {})
     settings = tiny.settings(sampler=replace(tiny.settings().sampler, order="low_confidence", tokens_per_step=1, threshold=0.9))
     for order in sampler.ORDERS:
         controls.solved(None, None, settings, 1.0, order=order)
@@ -360,7 +360,7 @@ def test_controls_in_another_order_have_no_threshold(monkeypatch):
     ]  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------- research/benchmarks/threshold.py
+# -------------------------------------------------------------------------------------------------- research/benches/threshold.py
 @pytest.mark.parametrize("tokens, tau", [(1, None), (3, None), (1, 0.7)])
 def test_the_benchmark_measures_what_the_oracle_says(tokens, tau, monkeypatch):
     """Calls, selection factor, sum of the tokens' probabilities, cosine and error, each from the enumeration alone."""

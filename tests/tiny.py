@@ -2,11 +2,10 @@
 
 import copy
 import dataclasses
-import importlib.util
+import importlib
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +28,8 @@ GROUPS, GENERATIONS, BLOCK = 3, 4, 2
 
 
 def script(name: str):
-    """A script of research/benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "research" / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up while they are made
-    spec.loader.exec_module(module)
-    return module
+    """A script of research/benches/ as a module."""
+    return importlib.import_module(f"research.benches.{name}")
 
 
 def replaced(source: str, old: str, new: str) -> str:

@@ -1,4 +1,4 @@
-"""Generation in blocks with and without a cache: `python research/benchmarks/block_generation.py [--threads 1] [--device cpu]`.
+"""Generation in blocks with and without a cache: `python -m research.benches.block_generation [--threads 1] [--device cpu]`.
 
 A network of the shipped size with fresh weights (no cost depends on them): prompts of 9 tokens, responses of 32 in 8 blocks of
 4, one token a step, 8 responses a prompt, no early stop. Seconds are those of the processor, all threads together, or on a GPU
@@ -27,15 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
 from minidrl import denoiser, sampler
 from minidrl import features as feat
-from minidrl.run import checkpoints, config, tables
+from minidrl.run import checkpoints, config
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import tokenizer
+from research.tables import markdown
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +88,7 @@ def row(rows: int, order: str, repeats: int, device: str, bar: tqdm) -> dict:
 
 @torch.no_grad()
 def kl_row(order: str, cache: str, count: int, device: str) -> dict:
-    """The KL of all steps of the responses to ``count`` puzzles, as trainer.Learner.rollout_kl estimates it from two each."""
+    """The KL of all steps of the responses to ``count`` puzzles, as bookkeeping.rollout_kl estimates it from two each."""
     s = config.load(config.Train, ROOT / "tiny_configs/countdown_cpu.yaml")
     model, tok = checkpoints.load(s.model, device)
     settings = sampler.Sampler(order=order, temperature=1.0, length=12, block_length=4, tokens_per_step=1, cache=cache)
@@ -126,12 +128,12 @@ def report(arguments: Any) -> None:
         for batch in batches:
             rows.append(row(*batch, how, device, bar))
             bar.write(str(rows[-1]), file=sys.stderr)
-        print(tables.markdown_table(rows, tuple(rows[0])), "\n", flush=True)
+        print(markdown(pd.DataFrame(rows)), "\n", flush=True)
         rows = []
         for policy in policies:
             rows.append(kl_row(*policy, arguments.puzzles, device))
             bar.update()
-    print(tables.markdown_table(rows, tuple(rows[0])))
+    print(markdown(pd.DataFrame(rows)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each row's update against the true policy gradient: `python research/benchmarks/rows_against_oracle.py`; writes docs/rows.md.
+"""Each method's update against the true policy gradient: `python -m research.benches.rows_against_oracle`.
 
 The model is a table of random conditional distributions that can be enumerated (`minidrl.oracle`): 4 positions, 3 tokens, of
 which one ends the text; the verifier accepts texts with exactly two ones. A draw is a rollout of 4 prompts x 8 responses, the
@@ -10,8 +10,8 @@ that moment, by enumeration. All draws of a table are computed at once, each wit
     bias      min over a >= 0 of |a E g - E G| / |E G| = (1 - max(c, 0)^2)^(1/2)
     noise     (tr Var g / |E g|^2)^(1/2)
 
---rehearse: a few draws of one table. --page: docs/rows.md from the results that are stored. --check: exit status 1 if
-docs/rows.md is not what they give. --bias: by how much noise raises the cosine, where its true value is known.
+Results go to research/results/rows_against_oracle.json, and what is there is not measured again: 66 minutes of one thread for
+all. --rehearse: a few draws of one table.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import json
 import math
 import statistics
 import sys
-import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from minidrl import algorithms as alg
 from minidrl import features as feat
-from minidrl import keyed, methods, oracle, sampler
-from minidrl.methods import completions
-from minidrl.run import intervals, tables
+from minidrl import methods, oracle, sampler
+from minidrl.keyed import keyed_generator, keyed_seed
+from research import stats
+from research.tables import markdown
 
-ROOT = Path(__file__).parents[2]
-RESULTS, PAGE = ROOT / "research/benchmarks/results/rows_against_oracle.json", ROOT / "docs/rows.md"
+RESULTS = Path(__file__).parents[1] / "results" / "rows_against_oracle.json"
 LENGTH, TOKENS, END, BLOCK = 4, 3, 2, 2  # positions, ordinary tokens, the one that ends a text, positions of a block
 PROMPTS, GENERATIONS, UPDATES = 4, 8, 8
 EACH = PROMPTS * GENERATIONS  # responses of a draw
@@ -189,7 +189,7 @@ def accepted(response: Tensor) -> Tensor:
 
 def base_table(number: int) -> oracle.TabularDenoiser:
     """Standard normal logits; that of the end is lower by 1, so that texts have some length."""
-    model = oracle.TabularDenoiser.random(LENGTH, TOKENS, keyed.keyed_generator(number, 0, "table"))
+    model = oracle.TabularDenoiser.random(LENGTH, TOKENS, keyed_generator(number, 0, "table"))
     with torch.no_grad():
         model.table[..., END] -= 1
     return model
@@ -221,7 +221,7 @@ def collect(model: oracle.TabularDenoiser, order: str, block_length: int, draws:
     settings = sampler.Sampler(order=order, temperature=1.0, **words)
     prompt = torch.arange(draws).repeat_interleave(PROMPTS)[:, None]
     how = {"eos_token_id": END, "num_generations": GENERATIONS, "records": ["entropy", "one_step", "one_step_proposed", "topk"]}
-    noise = keyed.keyed_generator(number, block_length, f"rollout {order}")
+    noise = keyed_generator(number, block_length, f"rollout {order}")
     return sampler.generate(model, prompt, torch.zeros_like(prompt).bool(), settings, generator=noise, **how)
 
 
@@ -235,10 +235,10 @@ def part(rollout: alg.Rollout, rows: slice) -> alg.Rollout:
 def draw_plan(row: methods.Method, rollout: alg.Rollout, seed: int, update: int, updates: int) -> alg.Plan:
     """The row's plan for an update; where a plan has one random number for all of a batch, each draw has its own."""
     if row.plan.func not in BATCH_WIDE:
-        return methods.draw(row, rollout, keyed.keyed_generator(seed, update, "plan"), update=update, updates=updates)
-    noise, parts = keyed.keyed_generator(seed, update, "plan"), []
+        return methods.draw(row, rollout, keyed_generator(seed, update, "plan"), update=update, updates=updates)
+    noise, parts = keyed_generator(seed, update, "plan"), []
     for draw in range(len(rollout.response) // EACH):
-        schedule = keyed.keyed_generator(seed, draw, "schedule")
+        schedule = keyed_generator(seed, draw, "schedule")
         told = {"update": update, "updates": updates, "schedule": schedule}
         parts.append(methods.draw(row, part(rollout, slice(draw * EACH, (draw + 1) * EACH)), noise, **told))
     names = ("hidden", "scored", "weight", "valid")
@@ -265,7 +265,7 @@ def advantages(row: methods.Method, plan: alg.Plan, rollout: alg.Rollout, reward
     """The row's credit; states that have a value are completed in one step, and the completions judged."""
     values = None
     if row.step_value != "none":
-        record = accepted(completions(row, rollout)).T
+        record = accepted(methods.completions(row, rollout)).T
         values = record.gather(0, plan.step)
     return methods.advantages(row, plan, rollout, reward, values)
 
@@ -296,7 +296,7 @@ class Updates:
         self.calls: list[float] = []
         self.old = None  # the old value on masks of its own, for all updates
         if row.refresh == "independent":
-            own = methods.draw(row, rollout, keyed.keyed_generator(seed, 0, "plan of the old value"))
+            own = methods.draw(row, rollout, keyed_generator(seed, 0, "plan of the old value"))
             self.old = methods.reduced(row, own, rollout, scored(row, base, rollout, own))
 
     def direction(self, update: int, updates: int) -> Tensor:
@@ -384,34 +384,16 @@ def left_out(sums: Sums) -> list[float]:
     return [against(sums.over(every[every != i]))[0] for i in range(PARTS)]
 
 
-def excess(name: str, sets: int) -> dict[str, intervals.Interval]:
-    """What the cosine of a row comes to in random order where the true one is 1: as estimated, and less the jackknife's bias.
-
-    ``sets`` rollouts of every table, other ones than those of the stored results.
-    """
-    row, truth, found = method_of(name), Truth("random", LENGTH), {"estimated": [], "jackknife": []}
-    for which, number in itertools.product(range(1, sets + 1), range(TABLES)):
-        model, seed = base_table(number), 1000 * which + number
-        rollout = collect(model, "random", LENGTH, DRAWS, seed)
-        update = Updates(row, model, rollout, accepted(rollout.response), seed)
-        g, exact = update.direction(0, UPDATES), truth.gradient(update.table[:1])[1]
-        sums = Sums.by_part(g, exact.expand_as(g))
-        cosine = against(sums.over(torch.arange(PARTS)))[0]
-        found["estimated"].append(cosine)
-        found["jackknife"].append(PARTS * cosine - (PARTS - 1) * statistics.fmean(left_out(sums)))
-    return {how: intervals.mean_interval(values) for how, values in found.items()}
-
-
 def control_direction(number: int) -> tuple[Tensor, Tensor]:
     """An order of the P weights, and a sign for each: reinforce in other weights is as noisy, and points elsewhere."""
-    size, noise = (TOKENS + 1) ** LENGTH * LENGTH * TOKENS, keyed.keyed_generator(number, 0, "control")
+    size, noise = (TOKENS + 1) ** LENGTH * LENGTH * TOKENS, keyed_generator(number, 0, "control")
     return torch.randperm(size, generator=noise), 2.0 * torch.randint(2, (size,), generator=noise) - 1
 
 
 def measure(name: str, order: str, number: int, data: tuple, truth: Truth, updates: int = UPDATES) -> dict:
     """A row on one table: cosine and noise of the first and of the last of its updates on a rollout."""
     base, rollout, reward = data
-    row, seed = method_of(name), keyed.keyed_seed(number, 0, f"{name} {order}")
+    row, seed = method_of(name), keyed_seed(number, 0, f"{name} {order}")
     place, sign = control_direction(number) if name == CONTROL else (slice(None), 1.0)
     run = Updates(row, base, rollout, reward, seed)
     start, exact = truth.gradient(run.table[:1])
@@ -500,7 +482,7 @@ def complaints(found: dict[str, dict]) -> list[str]:
         for which in ("first", "last"):
             if not all(math.isfinite(x) for x in row[which].values()):
                 out.append(f"{key}: cosine {row[which]['cosine']:.3f} at the {which} update; allowed a number")
-    student = intervals.student(0.975, PARTS - 1)
+    student = stats.student(0.975, PARTS - 1)
     first = found["reinforce, random"]["first"]
     if not abs(first["cosine"] - 1) <= student * first["error"] <= 0.2:
         out.append(f"reinforce, random: cosine {first['cosine']:.3f} at the first update; allowed 1 within its interval")
@@ -510,22 +492,7 @@ def complaints(found: dict[str, dict]) -> list[str]:
     return out
 
 
-# ================================================================================================== the page
-
-FAMILIES = {  # where each begins in the table of methods
-    "reinforce": "The recorded trajectory",
-    "grpo": "Likelihoods from random masks",
-    "stabledrl": "Weights instead of ratios",
-    "stabledrl-block": "Block-wise models",
-    "egspo": "Some steps of the trajectory",
-    "ppo": "Trust regions",
-    "tracerl": "Papers from outside these families",
-}
-ORDERS = {"random": "random", "low_confidence": "confidence"}  # as they are called in the table
-REUSE = {"reuse 1": "first", "reuse 8": "last"}
-COLUMNS = (
-    ("method", "sampler", "calls") + tuple(f"{n}: {what}" for n in REUSE for what in ("cosine", "bias", "noise")) + ("gain",)
-)
+# ============================================================================================ what was stored
 
 
 @dataclass(frozen=True)
@@ -547,10 +514,10 @@ class Results:
         found = zip(self.values(name, order, which, "cosine"), errors, strict=True)
         return [cosine if cosine is not None and error is not None and error < SETTLED else None for cosine, error in found]
 
-    def interval(self, name: str, order: str, which: str) -> intervals.Interval | None:
+    def interval(self, name: str, order: str, which: str) -> stats.Interval | None:
         """Mean cosine over the tables with Student's 95 % interval; None where a table has none."""
         values = self.cosines(name, order, which)
-        return None if None in values else intervals.mean_interval(values)
+        return None if None in values else stats.mean_interval(values)
 
     def cosine(self, name: str, order: str, which: str) -> str:
         """A cell."""
@@ -568,7 +535,7 @@ class Results:
         cosines = self.cosines(name, order, which)
         if None in cosines:
             return f"none in {cosines.count(None)}"
-        mean, low, high = intervals.mean_interval([1 - max(c, 0) ** 2 for c in cosines])
+        mean, low, high = stats.mean_interval([1 - max(c, 0) ** 2 for c in cosines])
         return "{} [{}, {}]".format(*(two(math.sqrt(min(max(x, 0), 1))) for x in (mean, low, max(high, -low))))
 
     def noise(self, name: str, order: str, which: str) -> str:
@@ -600,278 +567,26 @@ def two(x: float) -> str:
 
 
 def line(results: Results, name: str, order: str) -> dict:
-    """A row of the page."""
-    sampler = ORDERS.get(order, order.replace("_", " ")) + (f", blocks of {BLOCK}" if block_of(name) < LENGTH else "")
-    cells = {"method": name, "sampler": sampler, "calls": f"{results.mean(name, order, 'calls'):.1f}"}
-    for n, which in REUSE.items():
-        found = results.cosine, results.bias, results.noise_cell
-        cells |= {
-            f"{n}: {what}": cell(name, order, which) for what, cell in zip(("cosine", "bias", "noise"), found, strict=True)
-        }
-    return cells | {"gain": f"{100 * results.mean(name, order, 'gain') + 0.0:.1f}"}
-
-
-def lines(results: Results) -> list[dict]:
-    """All rows by each of their samplers, every family under its name, and the control."""
-    out = []
-    for name in methods.METHODS:
-        out += [{"method": f"**{FAMILIES[name]}**"}] if name in FAMILIES else []
-        out += [line(results, name, order) for order in orders_of(name)]
-    return [*out, {"method": "**Control**"}, *(line(results, CONTROL, order) for order in orders_of(CONTROL))]
-
-
-def groups() -> dict[str, list[str]]:
-    """Rows of one kind, by what they look at: not those of an order, or of blocks."""
-    masks = (
-        alg.arc_plan,
-        alg.control_variate_plan,
-        alg.elbo_count_plan,
-        alg.quadrature_plan,
-        alg.block_plan,
-        alg.complementary_plan,
-        alg.coupled_plan,
-        alg.scheduled_plan,
-    )
-    rows = [row for row in map(method_of, methods.METHODS) if row.order == "any"]
-    every = [row for row in rows if row.plan.func is alg.replay_plan and row.plan.keywords["num_states"] is None]
-    return {
-        "trajectory": [row.name for row in every if row.normalizer == "none"],
-        "trajectory, by length": [row.name for row in every if row.normalizer != "none"],
-        "masks": [row.name for row in rows if row.plan.func in masks],
-        "mean field": [row.name for row in rows if row.plan.func is alg.mean_field_plan],
-    }
-
-
-def span(values: dict[str, float | None], digits: int = 2) -> str:
-    """The least and the largest of a group, by name; rows without a number are left out."""
-    known = {name: round(x, digits) + 0.0 for name, x in values.items() if x is not None}
-    low, high = min(known, key=known.get), max(known, key=known.get)
-    if known[low] == known[high]:
-        return f"{known[low]:.{digits}f}"
-    return f"{known[low]:.{digits}f} (`{low}`) to {known[high]:.{digits}f} (`{high}`)"
-
-
-SURE = "low_confidence"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """What the table shows: each method a few sentences, with the numbers of the table in them."""
-
-    results: Results
-    kinds: dict[str, list[str]]
-
-    def cosines(self, kind: str, order: str, which: str) -> str:
-        """From the lowest to the highest mean of a kind of rows."""
-        found = {name: self.results.interval(name, order, which) for name in self.kinds[kind]}
-        return span({name: x and x.mean for name, x in found.items()})
-
-    def gains(self, kind: str, order: str) -> str:
-        """In points, likewise."""
-        return span({name: 100 * self.results.mean(name, order, "gain") for name in self.kinds[kind]}, digits=1)
-
-    def cosine(self, name: str, order: str = "random", which: str = "first") -> str:
-        """With its interval."""
-        return self.results.cosine(name, order, which)
-
-    def noise(self, name: str) -> str:
-        """With the row and its calls."""
-        return (
-            f"{self.results.noise(name, 'random', 'first')} (`{name}`, {self.results.mean(name, 'random', 'calls'):.1f} calls)"
-        )
-
-    def last_of(self, order: str, *rows: str) -> str:
-        """Rows with their cosines at the eighth update."""
-        return ", ".join(f"`{name}` {self.cosine(name, order, 'last')}" for name in rows)
-
-    def biases(self, order: str, *rows: str) -> str:
-        """Rows with their biases at the first update."""
-        return ", ".join(f"`{name}` {self.results.bias(name, order, 'first')}" for name in rows)
-
-    def gained(self, name: str) -> str:
-        """Points in low-confidence order."""
-        return f"{100 * self.results.mean(name, SURE, 'gain'):.1f}"
-
-    def first_update(self) -> Iterator[str]:
-        c, cosines = self.cosine, self.cosines
-        blocks = [row.name for row in map(method_of, methods.METHODS) if row.plan.func is alg.block_elbo_plan]
-        block_masks = span({name: self.results.interval(name, "random", "first").mean for name in blocks})
-        yield f"""**First update, random order.** The {len(self.kinds["trajectory"])} rows that score every step of the
-        trajectory, and do not divide by an answer's own length, have cosines of {cosines("trajectory", "random", "first")}:
-        their score is exact there. Rows that look at random masks have {cosines("masks", "random", "first")}, those of blocks,
-        by a sampler of two blocks, {block_masks}; rows that look once, at a response all hidden,
-        {cosines("mean field", "random", "first")}."""
-        yield f"""**First update, low-confidence order.** Which positions are revealed depends on the weights, and the
-        score of the tokens leaves that out: `reinforce` has {c("reinforce", SURE)}. On two of the four steps
-        `egspo-exact`, which scores positions too, has {c("egspo-exact", SURE)}; `egspo`, which does not, {c("egspo", SURE)}.
-        Random masks: {cosines("masks", SURE, "first")}. All hidden: {cosines("mean field", SURE, "first")}."""
-        yield f"""**Length.** `gspo` divides the log-likelihood of a text by its length: {c("gspo")} in random order,
-        where `ppo` has {c("ppo")}. Of the ELBO rows `grpo`, {c("grpo")}, and `stabledrl-elbo`, {c("stabledrl-elbo")}, do so,
-        too, and `gdpo`, {c("gdpo")}, divides the loss, which at its first update is the same;
-        `gdsd`, {c("gdsd")}, and `espo`, {c("espo")}, do not, but differ in more. One word at a time, on these models
-        ([notebook 10](../notebooks/10_the_map.ipynb)): without the division `grpo` has 0.67, and with masks beyond the end of
-        a text, too, 0.77; its z-score changes nothing."""
-        yield f"""**Which steps.** Two of the four steps drawn uniformly (`replay-uniform`): {c("replay-uniform")}. The two most
-        uncertain (`egspo`): {c("egspo")}. Steps merged by two (`tracerl`): {c("tracerl")}. All that a step drew, of
-        which it reveals one token, with advantages of its own (`mdpo`): {c("mdpo")}."""
-
-    def eighth_update(self) -> Iterator[str]:
-        c, cosines, results = self.cosine, self.cosines, self.results
-        clip = method_of("gspo").objective.keywords["epsilon_low"]
-        yield f"""**Eighth update, random order.** No ratio: {self.last_of("random", "reinforce")}. Truncated weights:
-        {self.last_of("random", "cispo", "tis")}. Clips and masks: {self.last_of("random", "ppo", "dppo-tv")}.
-        Quadratic penalties: {self.last_of("random", "spo", "drpo")}. Random masks: {cosines("masks", "random", "last")}."""
-        yield f"""**Eighth update, low-confidence order.**
-        {self.last_of(SURE, "reinforce", "cispo", "tis", "ppo", "spo", "egspo-exact")}.
-        Random masks: {cosines("masks", SURE, "last")}."""
-        yield f"""**Clips have a scale.** That of `gspo` is {clip:g}. After its seven updates here, the log ratio of a token is
-        {results.mean("gspo", "random", "moved"):.3f} in the mean. The cosine of what the clip then lets through in random
-        order: {c("gspo", which="last")}. Its noise: {results.noise("gspo", "random", "last")}."""
-
-    def bias_noise_gain(self) -> Iterator[str]:
-        c, gains, results = self.cosine, self.gains, self.results
-        clip = method_of("gspo").objective.keywords["epsilon_low"]
-        start = {order: 100 * results.mean("reinforce", order, "start") for order in ORDERS}
-        pairs = zip(results.values("egspo", SURE, "gain"), results.values("egspo-exact", SURE, "gain"), strict=True)
-        less = "{:.1f} [{:.1f}, {:.1f}]".format(*intervals.mean_interval([100 * (a - b) for a, b in pairs]))
-        yield f"""**Bias** of the first update, in random order:
-        {self.biases("random", "reinforce", "egspo", "stabledrl", "grpo")}.
-        In low-confidence order: {self.biases(SURE, "reinforce", "egspo-exact", "egspo", "grpo")}."""
-        yield f"""**Noise.** The update of one rollout of {EACH} responses deviates from its mean by these multiples of the
-        mean's length, at the first update in random order:
-        {", ".join(map(self.noise, ("reinforce", "replay-uniform", "grpo", "bgpo", "spg", "stabledrl")))}. Low noise is not
-        accuracy: `grpo` has a cosine of {c("grpo")}, `reinforce` of {c("reinforce")}."""
-        yield f"""**Gain.** Expected reward starts at {start["random"]:.1f} points in random and {start[SURE]:.1f} in
-        low-confidence order. Seven updates of a row that scores every step and does not divide by an answer's own length add
-        {gains("trajectory", "random")}, and {gains("trajectory", SURE)}; of one that does, whose clip is {clip:g},
-        {gains("trajectory, by length", "random")}, and {gains("trajectory, by length", SURE)}; of one with random masks
-        {gains("masks", "random")}, and {gains("masks", SURE)}.
-        The rate is set by the length of the update, its noise included, so that with the same length a row with noise r
-        moves by 1 / (1 + r^2)^(1/2) of it along its mean: noisy rows gain less at the same cosine.
-        A better cosine of the first update is not a larger gain: in low-confidence order `egspo` gains
-        {self.gained("egspo")} points and `egspo-exact` {self.gained("egspo-exact")}, a difference of {less}."""
-
-    def what_it_rests_on(self) -> Iterator[str]:
-        c, results = self.cosine, self.results
-        errors = [
-            error
-            for name in methods.METHODS
-            for order in orders_of(name)
-            for which in ("first", "last")
-            for error in results.values(name, order, which, "error")
-            if error is not None and error < SETTLED
-        ]
-        yield f"""**Control.** `{CONTROL}` is `reinforce` with the gradient written to other weights: {c(CONTROL)} and
-        {c(CONTROL, SURE)}, with a noise of {results.noise(CONTROL, "random", "first")} and
-        {results.noise(CONTROL, SURE, "first")}."""
-        yield f"""**Monte Carlo error.** The standard error of one table's cosine, by the jackknife over draws, is
-        {statistics.median(errors):.3f} in the median of all rows, tables, orders and both updates, and at most
-        {max(errors):.2f} where a cosine is given. The intervals are over tables, and contain it."""
-
-
-def reading(results: Results) -> list[str]:
-    """The sentences below the table."""
-    of = Reading(results, groups())
-    sentences = [*of.first_update(), *of.eighth_update(), *of.bias_noise_gain(), *of.what_it_rests_on()]
-    return [" ".join(sentence.split()) for sentence in sentences]
-
-
-HEAD = """# Each row against the true policy gradient
-
-How far is the update of each row of the [map](methods.md) from the policy gradient of the sampler that made its rollout? Here
-the model is small enough to enumerate, so that the true gradient is known.
-
-Measured by `python research/benchmarks/rows_against_oracle.py`, which writes this page, in {minutes:.0f} minutes of one CPU thread.
-`--page` writes it again from the stored results (`research/benchmarks/results/rows_against_oracle.json`); `--rehearse` tries every row
-in seconds.
-
-- **Model.** {tables} tables of random conditional distributions: {positions} positions, {tokens} tokens, one of which ends
-  the text. The verifier accepts texts with exactly two ones. The prompt plays no role: hiding it, as diffu-GRPO does, does
-  nothing.
-- **Draw.** A rollout of {prompts} prompts x {generations} responses at temperature 1, one token a step, and the row's plans.
-  {draws} draws a table. The update g is minus the gradient of the row's loss.
-- **reuse 1**: the first update on a rollout, at the weights that sampled it. **reuse 8**: the eighth, after seven updates by
-  plain SGD of the row itself, whose rate is such that its first update has the root mean square length {step} on that table.
-- **Truth.** G, the gradient of the expected reward of that sampler at the weights of that moment, by enumeration of all that
-  it can do. At reuse 8 each draw has weights, and a G, of its own.
-- **cosine** of E g and E G: mean over tables [Student's 95 % interval over tables]. E g is a Monte Carlo mean over draws.
-  Products of means leave out the product of a draw with itself, so that noise does not lower the cosine. The root in the
-  denominator lets noise raise it a little, and an estimate can exceed 1: where the true cosine is 1, twelve further sets of
-  rollouts have a mean of 1.0006 [0.9997, 1.0015] for `reinforce`, and of 1.0022 [1.0002, 1.0042] for `replay-uniform`
-  (`--bias`). Rows of one sampler share their rollouts, and what a set of them has by chance, as the 1.003 of `reinforce`.
-  "none in k": in k of the tables the mean update is so near to 0 that the cosine's standard error is above {settled}.
-- **bias**: what the mean update misses at the best factor a from 0, relative to the length of the true gradient:
-  `|a E g - E G| / |E G| = (1 - c^2)^(1/2)`, and 1 with a negative c; a factor is a matter of the learning rate. The root of the
-  mean square over tables [the same root at both ends of Student's 95 % interval of that mean square]. It comes from the
-  estimates of the cosine, and of biases near 0 it says little: 0.005 of a cosine near 1 is a bias of 0.1. Where estimates above
-  1 take the interval below 0, it ends at 0 on the left, and on the right at least as far from 0 as it reached below.
-- **noise**: the variance of g as a length, relative to that of its mean: `(tr Var g)^(1/2) / |E g|`. Median over tables [least,
-  largest: an interval of {sure:.1f} % for the median of such tables, whatever their law]. ">999": hardly a mean was found.
-- **calls**: sequences that go through the network for an update, per response. What the rollout, an anchor or a reference costs
-  is not counted.
-- **gain**: by how many points the seven updates raised the expected reward, which is computed exactly and lies in 0 to 100.
-- **sampler**: random order, where the score of the recorded trajectory is exact, and low-confidence order, where it is not.
-  Rows of the block family have blocks of {block}, and the order inside them. `justgrpo` is about left-to-right order.
-- **Settings** are the rows' own, but for numbers of steps: `replay-uniform`, the `egspo` rows and `mdpo` keep 2 of the 4
-  steps. The blocks of 32 of `spg` and `stabledrl-released` cover all positions. `stabledrl-cv` has no constants, for nobody
-  fitted any to these tables: its states are arcs, without its control variate.
-
-"""
-
-TAIL = """
-What this does not say: how a network generalises, or which row trains best. In a table every masked state has weights of its
-own, and one that is never asked gets no update: where states share weights, random masks cost 0.06 of the cosine in random
-order, not 0.24 ([notebook 10](../notebooks/10_the_map.ipynb)). All numbers are about four positions: at 256 the fixed
-counts of `gdpo-released` err by less than one per cent ([notebook 05a](../notebooks/05a_gdpo_measured.ipynb)), here they miss a
-node.
-"""
-
-
-def page(stored: dict) -> str:
-    """docs/rows.md. Raises: ValueError for a row that was not measured."""
-    wanted = [f"{name}, {order}" for name in names() for order in orders_of(name)]
-    if missing := [key for key in wanted if any(key not in table for table in stored["tables"].values())]:
-        raise ValueError(
-            f"{RESULTS.name}: got no {missing[0]}; run python research/benchmarks/rows_against_oracle.py, which adds it"
-        )
-    results = Results(list(stored["tables"].values()))
-    head = HEAD.format(
-        **stored["settings"],
-        tables=len(results.tables),
-        settled=SETTLED,
-        sure=100 * (1 - 2 ** (1 - len(results.tables))),
-        minutes=sum(stored["seconds"].values()) / 60,
-    )
-    table = tables.markdown_table(lines(results), COLUMNS)
-    how = {"width": 128, "subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    points = "\n".join(textwrap.fill(f"- {sentence}", **how) for sentence in reading(results))
-    return f"{head}{table}\n\n## How to read it\n\n{points}\n{TAIL}"
+    """What was found of a method by one sampler, at the first and at the eighth update on a rollout."""
+    found = {"method": name, "order": order, "calls": f"{results.mean(name, order, 'calls'):.1f}"}
+    for which in ("first", "last"):
+        found |= {f"{which}: cosine": results.cosine(name, order, which), f"{which}: bias": results.bias(name, order, which)}
+        found |= {f"{which}: noise": results.noise_cell(name, order, which)}
+    return found | {"gain": f"{100 * results.mean(name, order, 'gain') + 0.0:.1f}"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--rehearse", action="store_true", help="few draws of one table; exit status 1 if a row is wrong")
-    what.add_argument("--page", action="store_true", help="write the page from the stored results")
-    what.add_argument("--check", action="store_true", help="exit status 1 if the page is not what the stored results give")
-    what.add_argument("--bias", action="store_true", help="cosines whose true value is 1, on twelve more sets of rollouts")
+    parser.add_argument("--rehearse", action="store_true", help="few draws of one table; exit status 1 if a row is wrong")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.bias:
-        for name in ("reinforce", "replay-uniform"):
-            for how, (mean, low, high) in excess(name, 12).items():
-                print(f"{name}, {how}: {mean:.4f} [{low:.4f}, {high:.4f}]", flush=True)
-        return
     if given.rehearse:
         found = rehearsal()
         for key, row in found.items():
             print(key, *(f"{row[which]['cosine']:.2f} +- {row[which]['error']:.2f}" for which in ("first", "last")))
         sys.exit("\n".join(complaints(found)) or 0)
-    stored = json.loads(RESULTS.read_text()) if given.page or given.check else run(TABLES, DRAWS, RESULTS)
-    if not given.check:
-        PAGE.write_text(page(stored), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page(stored):
-        sys.exit(f"{PAGE.name}: not what {RESULTS.name} gives; run python research/benchmarks/rows_against_oracle.py --page")
+    results = Results(list(run(TABLES, DRAWS, RESULTS)["tables"].values()))
+    print(markdown(pd.DataFrame(line(results, name, order) for name in names() for order in orders_of(name))))
 
 
 if __name__ == "__main__":

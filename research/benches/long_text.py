@@ -1,4 +1,4 @@
-"""The ELBO errors of research/benchmarks/elbo_error.py for responses of 256 positions: `python research/benchmarks/long_text.py --out out.json`.
+"""The ELBO errors of elbo_error.py for responses of 256 positions: `python -m research.benches.long_text --out out.json`.
 
 No puzzle has so long an answer. A character-level masked diffusion LM is therefore trained on English that every Python brings
 along, the docstrings of its standard library, and continues 32 characters of a docstring that it has not met by 256. There is
@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import elbo_error
 import numpy as np
 import torch
 
 from minidrl import sampler
-from minidrl.run import config, trainer
+from minidrl.run import config
+from minidrl.run.pretrain import pretrain
 from minidrl.tasks import Verdict, countdown
+from research.benches import elbo_error
 
 ALPHABET = " " + string.ascii_letters + string.digits + string.punctuation
 PROMPT, LENGTH = 32, 256
@@ -94,7 +95,7 @@ def pretrained(given: argparse.Namespace, how: sampler.Sampler) -> None:
     rate = config.Optimizer(learning_rate=2e-3, warmup=100, schedule="cosine", weight_decay=0.01)
     words = {"task": Docstrings(how.length), "network": sizes, "optimizer": rate, "sampler": how, "threads": 1}
     words |= {"steps": given.steps, "batch_size": 32, "evaluate": config.Evaluation(n=4), "compile": not given.rehearse}
-    trainer.pretrain(config.Pretrain(**words), given.base)
+    pretrain(config.Pretrain(**words), given.base)
 
 
 def main(words: list[str] | None = None) -> list[dict]:

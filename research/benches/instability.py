@@ -1,4 +1,4 @@
-"""What noise in the ratio does to a run of 1,000 updates: `python research/benchmarks/instability.py`, then instability_page.py.
+"""What noise in the ratio does to a run of 1,000 updates: `python -m research.benches.instability`.
 
 A network of two layers writes 12 of 8 letters; letter i should be (prompt + i) mod 8, and the reward is the share of letters
 that are. It starts from masked denoising on texts whose letters are right with probability 0.4, the others uniform. Then each
@@ -22,22 +22,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from minidrl import algorithms as alg
-from minidrl import denoiser, keyed, loop, methods, sampler
+from minidrl import denoiser, methods, sampler
 from minidrl import features as feat
-from minidrl.run import config, train
-from minidrl.run.launch import RunError
+from minidrl.keyed import keyed_generator
+from minidrl.loop import optimizer_step
+from minidrl.run import config
+from minidrl.run.train import make_optimizer
 
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 SCALES = {"token mean": "kept_length", "sequence": "none"}  # of the log ratio: what divides the ELBO
 EPSILONS = (1, 100, 1000)  # of StableDRL's clip, whose cap is 1 + epsilon; 5, the published one, is the line "stabledrl"
 PROMPT_MASKING = {"": 0.0, ", prompt masking": 0.15}  # of diffu-GRPO: the chance that a prompt token is hidden
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SETTINGS = sampler.Sampler(order="random", temperature=1.0, length=LENGTH, block_length=LENGTH, tokens_per_step=2)
 OPTIMIZER = config.Optimizer(learning_rate=3e-4, weight_decay=0.1, max_grad_norm=math.inf)
 CLIPPED = ", norm 0.2"  # lines of this name have the clip of the gradient norm of StableDRL's released code
@@ -129,22 +129,22 @@ def graph(model: denoiser.Denoiser, rollout: alg.Rollout, plan: alg.Plan) -> dic
 def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denoiser:
     """The network after masked denoising on texts whose letters are right with probability 0.4, the others uniform."""
     model = denoiser.build(SIZES, Alphabet(), seed).double()
-    optimizer = train.make_optimizer(model, OPTIMIZER)
+    optimizer = make_optimizer(model, OPTIMIZER)
     for step in range(steps):
-        noise = keyed.keyed_generator(seed, step, "texts")
+        noise = keyed_generator(seed, step, "texts")
         prompt = torch.randint(LETTERS, (128, 1), generator=noise)
         uniform = torch.randint(LETTERS, (128, LENGTH), generator=noise)
         right = torch.rand(128, LENGTH, generator=noise) < 0.4
         rollout = texts(prompt, torch.where(right, goal(prompt), uniform), 1)
         plan = alg.elbo_count_plan(rollout, noise, num_states=1, domain="keep", strata=True)
         (-(graph(model, rollout, plan)["logp"].sum(-1) * plan.weight).mean() / LENGTH).backward()
-        loop.optimizer_step(model, optimizer, OPTIMIZER, rate * (1 - step / steps))
+        optimizer_step(model, optimizer, OPTIMIZER, rate * (1 - step / steps))
     return model.eval()
 
 
 def collect(model: denoiser.Denoiser, seed: int, step: int) -> tuple[alg.Rollout, Tensor]:
     """4 prompts x 16 responses, and their rewards."""
-    noise = keyed.keyed_generator(seed, step, "rollout")
+    noise = keyed_generator(seed, step, "rollout")
     prompt = torch.randint(LETTERS, (PROMPTS, 1), generator=noise)
     mask = torch.ones_like(prompt, dtype=torch.bool)
     given = {"eos_token_id": None, "num_generations": GENERATIONS, "generator": noise}
@@ -156,7 +156,7 @@ def updates(
     model, method: methods.Method, rollout: alg.Rollout, reward: Tensor, optimizer, seed: int, step: int, settings=OPTIMIZER
 ):
     """Yield plan, features, anchor, adv and gradient norm of each update on a rollout; plans as the row's ``refresh`` says."""
-    draw = lambda purpose: method.plan(rollout, keyed.keyed_generator(seed, step, purpose))  # noqa: E731
+    draw = lambda purpose: method.plan(rollout, keyed_generator(seed, step, purpose))  # noqa: E731
     score = lambda plan: methods.reduced(method, plan, rollout, feat.features(model, rollout, plan, temperature=1.0))  # noqa: E731
     plans = [draw(f"plan {0 if method.refresh == 'fixed' else i}") for i in range(REUSE)]
     if method.refresh == "independent":
@@ -166,14 +166,14 @@ def updates(
     for plan, anchor in zip(plans, anchors, strict=True):
         adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
         methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
-        norm = loop.optimizer_step(model, optimizer, settings, settings.learning_rate)
+        norm = optimizer_step(model, optimizer, settings, settings.learning_rate)
         yield plan, {name: value.detach() for name, value in feature.items()}, anchor, adv, norm
 
 
 def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) -> dict:
     """One run: a list a curve, one entry an update. A gradient that is not finite ends it (``stopped``)."""
     method, judge = rows(scale)[name], rows(scale)["grpo, fresh masks"]  # for all alike: what the clip of GRPO lets through
-    optimizer, stopped, started = train.make_optimizer(model, OPTIMIZER), None, time.perf_counter()
+    optimizer, stopped, started = make_optimizer(model, OPTIMIZER), None, time.perf_counter()
     curves: dict[str, list[float]] = {"reward": [], "spread": [], "bypass": [], "norm": [], "ess": []}
     for step in range(count // REUSE):
         rollout, reward = collect(model, seed, step)
@@ -184,7 +184,7 @@ def run(name: str, scale: str, model: denoiser.Denoiser, seed: int, count: int) 
                 values = (float(reward.mean()), seen["log_ratio_std"], seen["bypass_fraction"], norm)
                 for key, value in zip(curves, (*values, seen["effective_sample_size"]), strict=True):
                     curves[key].append(value)
-        except (RunError, FloatingPointError):
+        except FloatingPointError:
             stopped = len(curves["norm"])
             break
     facts = {"method": name, "scale": scale, "seed": seed, "updates": len(curves["norm"]), "stopped": stopped}
@@ -206,51 +206,6 @@ def summary(result: dict) -> dict:
     }
     kept = {key: result[key] for key in ("method", "scale", "seed", "updates", "stopped")}
     return kept | {"every": EVERY} | facts | curves
-
-
-COLOURS = {"grpo, fresh masks": "#D55E00", "stabledrl": "#0072B2", "grpo, shared masks": "#009E73"}
-FIELDS = {"grpo, mean field, prompt masking": "#D55E00", "stabledrl, mean field, prompt masking": "#0072B2"}
-PANELS = {
-    "spread": "spread of the\nlog ratio (std)",
-    "bypass": "bypass: adv < 0\nand ratio > 1.2",
-    "norm": "largest gradient\nnorm of 10",
-    "reward": "reward",
-}
-
-
-def figure(results: list[dict], path: Path, keys: tuple[str, ...] = tuple(PANELS), height: float = 7.2) -> None:
-    """Ratio spread, bypass fraction, gradient norm and reward (``keys``) over the updates, one line a run: a column a scale."""
-    fig = Figure(figsize=(10.5, height), dpi=110, layout="constrained")
-    axes = fig.subplots(len(keys), len(SCALES) + 1, sharex=True)
-    columns = {f"ratio of the {scale}" + (" ELBO" if scale == "sequence" else ""): (scale, COLOURS) for scale in SCALES}
-    columns["mean field, prompts masked\nanew; ratio of the token mean"] = ("token mean", FIELDS)
-    for column, (title, (scale, colours)) in zip(axes.T, columns.items(), strict=True):
-        for axis, key in zip(column, keys, strict=True):
-            panel(axis, [r for r in results if r["scale"] == scale], key, colours)
-        column[0].set_title(title, loc="left", fontsize=10)
-        column[-1].set_xlabel("updates (4 on each rollout)")
-    for axis, key in zip(axes[:, 0], keys, strict=True):
-        axis.set_ylabel(PANELS[key])
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
-    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    handles, labels = axes[-1, -1].get_legend_handles_labels()
-    axes[-1, -1].legend(handles, [label.split(",")[0] for label in labels], frameon=False, fontsize=9, loc="lower left")
-    FigureCanvasAgg(fig).print_png(path)
-
-
-def panel(axis, results: list[dict], key: str, colours: dict[str, str]) -> None:
-    """One quantity of the runs of one scale."""
-    for name, colour in colours.items():
-        chosen = [r for r in results if r["method"] == name]
-        for i, r in enumerate(chosen):
-            x = [r["every"] * (j + 0.5) for j in range(len(r[key]))]
-            axis.plot(x, r[key], color=colour, lw=1.1, alpha=0.8, label=None if i else f"{name} ({len(chosen)} seeds)")
-    axis.grid(color="#dddddd", lw=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
-    if key == "norm":
-        axis.set_yscale("log")
-    else:
-        axis.set_ylim(0, {"reward": 1, "bypass": 0.4}.get(key))
 
 
 def stored(path: Path) -> list[dict]:

@@ -1,7 +1,7 @@
 """Threshold decoding against fixed steps: calls and solved rate, and what the tokens' score leaves out.
 
-    python research/benchmarks/threshold.py selection
-    python research/benchmarks/threshold.py decoding CONFIG [--model DIR] [--temperature 1] [--seeds 5] [--n 512]
+    python -m research.benches.threshold selection
+    python -m research.benches.threshold decoding CONFIG [--model DIR] [--temperature 1] [--seeds 5] [--n 512]
 
 `selection`: ten enumerable models (random tables, 4 positions, 2 tokens, one block, temperature 1; reward 1 for half of the
 texts, centred by its mean). A step of the low-confidence sampler draws a token for every hidden position, and the tokens decide
@@ -28,11 +28,17 @@ import functools
 import itertools
 import sys
 
+import pandas as pd
 import torch
 
 from minidrl import algorithms as alg
 from minidrl import features, oracle, sampler
-from minidrl.run import checkpoints, config, intervals, tables, trainer
+from minidrl.keyed import keyed_generator
+from minidrl.run import checkpoints, config
+from minidrl.tasks import held_out, verdicts
+from minidrl.tasks import text as texts
+from research import stats
+from research.tables import markdown
 
 TABLES, LENGTH, VOCAB = 10, 4, 2
 TAUS = (0.5, 0.7, 0.9, 0.95)
@@ -100,7 +106,7 @@ def selection_table() -> str:
         cells = {key: _interval([one[key] for one in found]) for key in found[0] if key != "exact"}
         exact = f"{max(one['exact'] for one in found):.0e}"
         rows.append({"sampler": _name(tokens, tau)} | cells | {"exact": exact})
-    return tables.markdown_table(rows, tuple(rows[0]))
+    return markdown(pd.DataFrame(rows))
 
 
 def _name(tokens: int, tau: float | None) -> str:
@@ -108,7 +114,7 @@ def _name(tokens: int, tau: float | None) -> str:
 
 
 def _interval(values: list[float], digits: int = 2) -> str:
-    mean, low, high = intervals.mean_interval(values)
+    mean, low, high = stats.mean_interval(values)
     return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
@@ -128,20 +134,14 @@ class Counted:
 
 
 def judged(model, tok, settings: config.Train, decoding: sampler.Sampler, seed: int) -> dict[str, float]:
-    """Solved (percent), calls that a response needs, calls that the batch makes, a response; as ``trainer.evaluate`` judges."""
-    made, counted, draw = [], Counted(model), trainer.distributed.generate
-
-    def kept(*args, **words):
-        made.append(draw(*args, **words))
-        return made[-1]
-
-    trainer.distributed.generate = kept
-    try:
-        solved = trainer.evaluate(counted, tok, settings.task, decoding, n=settings.evaluate.n, seed=seed)["solved"]
-    finally:
-        trainer.distributed.generate = draw
-    n = settings.evaluate.n
-    return {"solved (%)": 100 * solved, "calls": sampler.network_calls(made[0]) / n, "batch": counted.calls / n}
+    """Solved (percent), calls that a response needs, calls that the batch makes, a response; as a run is judged."""
+    task, n, counted = settings.task, settings.evaluate.n, Counted(model)
+    problems = held_out(task, n)
+    prompt, mask = texts.encode_prompts(tok, problems, task.prompt_length, model.device, task.prompt_format)
+    noise = keyed_generator(seed, 0, "evaluate")
+    rollout = sampler.generate(counted, prompt, mask, decoding, eos_token_id=tok.eos_token_id, generator=noise, micro_batch=128)
+    solved = sum(verdict.solved for verdict in verdicts(task, problems, texts.decode(tok, rollout.response)))
+    return {"solved (%)": 100 * solved / n, "calls": sampler.network_calls(rollout) / n, "batch": counted.calls / n}
 
 
 def decoding_table(settings: config.Train, temperature: float, seeds: int) -> str:
@@ -163,7 +163,7 @@ def decoding_table(settings: config.Train, temperature: float, seeds: int) -> st
             "solved (%)": _shown(rate, 1),
             "minus the first": "" if rate is first else _shown(difference, 1),
         })  # fmt: skip
-    return tables.markdown_table(rows, tuple(rows[0]))
+    return markdown(pd.DataFrame(rows))
 
 
 def _shown(values: list[float], digits: int) -> str:

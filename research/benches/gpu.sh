@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What has to be seen on a GPU, in stages of at most 8 minutes, each complete in itself. It is rehearsed on a CPU; what has been
-# run on a GPU so far lies in research/benchmarks/results/gpu.
+# run on a GPU so far lies in research/results/gpu.
 #
-#   research/benchmarks/gpu.sh [--device cuda] [--out DIR] [--tiny] [STAGE ...]      default: all stages, in this order
+#   research/benches/gpu.sh [--device cuda] [--out DIR] [--tiny] [STAGE ...]      default: all stages, in this order
 #
 #   tests     parity, replay of a rollout, bit-equal resume, compile, CUDA graphs: tests/test_device.py
 #   base      countdown_gpu_base.yaml, 4,000 of its 40,000 steps; called again it goes on where it was stopped
@@ -14,16 +14,16 @@
 #   memory    an RL step of every row: seconds, bytes as predicted and as counted
 #
 # A stage writes DIR/STAGE.txt: date, device, versions, commands, what they printed, exit status. DIR, seen from the repository,
-# is research/benchmarks/results/gpu, to be committed; weights and logs of runs go to runs/gpu. A stage that fails does not stop the
+# is research/results/gpu, to be committed; weights and logs of runs go to runs/gpu. A stage that fails does not stop the
 # others; the exit status is then 1. SIGTERM ends the stage that runs, which says so in its file, and begins no other. --tiny
 # --device cpu rehearses all of it at sizes that mean nothing. PYTHON: the interpreter (default: that of .venv, else python).
 set -eu
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
 stages="tests base run sampler llada shapes caches memory"
 limit=480 # seconds of a stage
 
-device=cuda out=research/benchmarks/results/gpu tiny= chosen=
+device=cuda out=research/results/gpu tiny= chosen=
 while [ $# -gt 0 ]; do
   case $1 in
     --device | --out)
@@ -82,15 +82,15 @@ commands_of() {
       echo "rm -rf $runs/run && $python -m minidrl train $run_config --device $device --out $runs/run --model $base $train"
       echo "cat $runs/run/summary.json" ;;
     sampler)
-      echo "$python research/benchmarks/speed.py --device $device $speed"
-      [ -z "$compile" ] || echo "$python research/benchmarks/speed.py --device $device $speed --compile" ;;
+      echo "$python -m research.benches.speed --device $device $speed"
+      [ -z "$compile" ] || echo "$python -m research.benches.speed --device $device $speed --compile" ;;
     llada)
-      [ -n "$tiny" ] || echo "$python research/benchmarks/llada_8b.py --predict"
-      echo "$python research/benchmarks/llada_8b.py --device $device --shape $shape" ;;
-    shapes) for one in $shapes; do echo "$python research/benchmarks/llada_8b.py --device $device --shape $one --reduced"; done ;;
-    caches) echo "$python research/benchmarks/block_generation.py --device $device $blocks" ;;
+      [ -n "$tiny" ] || echo "$python -m research.benches.llada_8b --predict"
+      echo "$python -m research.benches.llada_8b --device $device --shape $shape" ;;
+    shapes) for one in $shapes; do echo "$python -m research.benches.llada_8b --device $device --shape $one --reduced"; done ;;
+    caches) echo "$python -m research.benches.block_generation --device $device $blocks" ;;
     memory)
-      echo "$python research/benchmarks/speed.py --device $device $speed --steps 2 --methods $rows" ;;
+      echo "$python -m research.benches.speed --device $device $speed --steps 2 --methods $rows" ;;
   esac
 }
 
@@ -112,7 +112,7 @@ trap 'stopped=1; [ -z "$child" ] || kill "$child"' TERM INT # timeout hands it t
 for stage in ${chosen:-$stages}; do
   file=$out/$stage.txt commands=$(commands_of "$stage") status=0
   echo "$stage -> $file"
-  printf 'stage    %s\ndate     %s\ncommand  research/benchmarks/gpu.sh --device %s%s %s\n%s\n\n%s\n\n' "$stage" \
+  printf 'stage    %s\ndate     %s\ncommand  research/benches/gpu.sh --device %s%s %s\n%s\n\n%s\n\n' "$stage" \
     "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$device" "${tiny:+ --tiny}" "$stage" "$machine" "$commands" >"$file"
   started=$(date +%s)
   timeout "$limit" bash -euo pipefail -c "$commands" >>"$file" 2>&1 & child=$!

@@ -1,9 +1,10 @@
 """Unbiased ELBO estimators against GDPO's SDMC (2.6) at the same number of network calls:
-`python research/benchmarks/elbo_error.py tiny_configs/bases/countdown20_base tiny_configs/countdown20_cpu.yaml --tables tables.pt`.
+
+    python -m research.benches.elbo_error tiny_configs/bases/countdown20_base tiny_configs/countdown20_cpu.yaml --tables t.pt
 
 Responses of the base to puzzles of the RL split, in random and in low-confidence order, are tabulated: log p of every hidden
 token under all masks, or under `--masks` of each count. What is tabulated is the population: errors are sums over it, not
-draws. Constants are fitted on the other puzzles. docs/elbo_error.md has the derivation. `--rehearse` does all of it for 8
+draws. Constants are fitted on the other puzzles. Notebooks 5 and 5a have the derivation. `--rehearse` does all of it for 8
 positions, in seconds; its numbers mean nothing.
 """
 
@@ -20,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
 from minidrl import sampler
-from minidrl.run import checkpoints, config, tables
+from minidrl.run import checkpoints, config
 from minidrl.tasks import text as texts
+from research.tables import markdown
 
-RESULT = Path(__file__).parent / "results" / "elbo_error.json"
+RESULT = Path(__file__).parents[1] / "results" / "elbo_error.json"
 SHIPPED = RESULT.with_name("elbo_error_shipped.json")  # of the base that ships; RESULT is of an earlier one
 OF_24, OF_256 = (RESULT.with_name(f"elbo_error_{length}.json") for length in (24, 256))
 SHOWN = "{:.3f} [{:.3f}, {:.3f}]".format
@@ -526,7 +529,7 @@ def table_by_calls(rows: list[dict], group: str) -> str:
     lines: dict[str, dict[str, str]] = {}
     for row in (r for r in rows[1:] if r["group"] == group):
         lines.setdefault(row["estimator"], {"estimator": row["estimator"]})[f"{row['calls']} calls"] = SHOWN(*row["all"])
-    return tables.markdown_table(list(lines.values()), ("estimator", *(f"{k} calls" for k in CALLS)))
+    return markdown(pd.DataFrame(list(lines.values())))
 
 
 def table_by_cell(rows: list[dict], group: str, counts: dict[str, int], calls: int | None) -> str:
@@ -534,7 +537,7 @@ def table_by_cell(rows: list[dict], group: str, counts: dict[str, int], calls: i
     found = [r for r in rows[1:] if (r["group"], r.get("calls")) == (group, calls)]
     names = {c: f"{c} ({counts[c]})" for c in counts if counts[c]}
     lines = [{"estimator": r["estimator"]} | {name: SHOWN(*r[c]) for c, name in names.items()} for r in found]
-    return tables.markdown_table(lines, ("estimator", *names.values()))
+    return markdown(pd.DataFrame(lines))
 
 
 def page(rows: list[dict], calls: int = 3) -> str:
@@ -564,12 +567,6 @@ def report(rows: list[dict], out: Path | None) -> list[dict]:
 def stored(path: Path) -> list[dict]:
     """A result that is in the repository."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def stored_page() -> str:
-    """The tables of docs/elbo_error.md: of the results that are in the repository."""
-    told = {"The base that ships": SHIPPED, "The earlier base": RESULT, "24 positions": OF_24, "256 positions": OF_256}
-    return "\n\n".join(f"### {base}\n\n{page(stored(path))}" for base, path in told.items())
 
 
 def settings_of(given: argparse.Namespace) -> config.Train:

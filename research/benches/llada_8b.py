@@ -1,7 +1,7 @@
-"""One RL step at the exact shape of LLaDA-8B on one GPU, no file needed, weights being random: `python research/benchmarks/llada_8b.py`.
+"""One RL step at the exact shape of LLaDA-8B on one GPU, weights being random: `python -m research.benches.llada_8b`.
 
 The recipe is tiny_configs/llada_8b_lora.yaml: 2 prompts of 200 tokens, 6 responses each, 256 tokens in 128 steps, 12 updates,
-3 masks, adapters of rank 128. Learner, sampler and gradient are the shipped ones; weights, tokenizer, prompts and rewards are
+3 masks, adapters of rank 128. Loop, sampler and gradient are the shipped ones; weights, tokenizer, prompts and rewards are
 made up, and no response ends early. The first step is a warm-up; the second is the one that is reported.
 
     --predict      nothing is run: products and bytes as predicted, and the seconds that they take at best at given rates
@@ -40,15 +40,18 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pandas as pd
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from minidrl import denoiser
+from minidrl import denoiser, loop
 from minidrl import features as feat
-from minidrl.run import checkpoints, config, memory, rehearsal, tables, trainer
+from minidrl.run import checkpoints, config, memory, train
+from minidrl.run.precheck import blank_rollout, method_of
 from minidrl.tasks import Verdict
+from research.tables import markdown
 
 RECIPE = Path(__file__).parents[2] / "tiny_configs/llada_8b_lora.yaml"
 MIDDLE = RECIPE.with_name("a2d_06b_24gb.yaml")
@@ -161,12 +164,12 @@ def settings_of(shape: str, device: str, folder: Path) -> config.Train:
     return dataclasses.replace(recipe, model=str(folder), task=Words(20), sampler=decoding, lora=lora, num_iterations=3)
 
 
-def learner_of(settings: config.Train) -> trainer.Learner:
-    """The shipped Learner, which finds a network of random weights where it would load a checkpoint."""
+def run_of(settings: config.Train) -> loop.Run:
+    """The shipped run, which finds a network of random weights where it would load a checkpoint."""
     model = network(settings.model, settings.device)
     tok = words_tokenizer(model.vocab_size, model.mask_token_id)
     with mock.patch.object(checkpoints, "load", lambda *_, **__: (model, tok)):
-        return trainer.Learner(settings)
+        return train.start(settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- the count
@@ -216,8 +219,8 @@ def products(settings: config.Train, rows: float, *, backward: bool, in_parts: b
 
 def work(settings: config.Train) -> dict[str, tuple[int, Products]]:
     """Phase -> (sequences that go through the network, products of one of them)."""
-    method = rehearsal.method_of(settings)
-    plan = method.plan(rehearsal.blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
+    method = method_of(settings)
+    plan = method.plan(blank_rollout(method, settings, settings.num_prompts), torch.Generator().manual_seed(0))
     states, drawn = int(plan.valid.sum()), settings.num_prompts * settings.num_generations * settings.sampler.num_steps
     rows, most = int(plan.scored.sum()) / states, min(settings.micro_batch, states) * int(plan.scored.sum(-1).max())
     in_parts = feat.head_parts(most, checkpoints.describe(settings.model)[0].vocab_size) > 1
@@ -249,11 +252,11 @@ def rate(device: str, dtype: torch.dtype, size: int) -> float:
 
 def measured(settings: config.Train) -> tuple[dict, float]:
     """(metrics of the second step, its seconds)."""
-    learner = learner_of(settings)
-    learner.step(0)
+    run = run_of(settings)
+    loop.take_step(run, 0)
     wait(settings.device)
     started = time.perf_counter()
-    row = learner.step(1)
+    row = loop.take_step(run, 1)
     wait(settings.device)
     return row, time.perf_counter() - started
 
@@ -357,12 +360,12 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     # What stands before the network, on either device, is not the network's.
     resident = memory.Resident()
     started = time.perf_counter()
-    learner = trainer.Learner(settings)
+    run = train.start(settings)
     wait(device)
     loaded, started = time.perf_counter() - started, time.perf_counter()
     slow = without_instructions(device) and settings.lora.rank > 0
     with mock.patch.object(torch.nn.functional, "linear", linear) if slow else contextlib.nullcontext():
-        row = learner.step(0)
+        row = loop.take_step(run, 0)
     wait(device)
     took = time.perf_counter() - started
     found = memory.measured(torch.device(device)) if gpu else resident.peak()
@@ -375,8 +378,8 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     told = "; no bfloat16 instructions, backward through the frozen weights in float32" if slow else ""
     phases = [name for name in ("rollout", "scoring", "update") if f"seconds/{name}" in row]
     rows = [{"phase": p, "sequences": row[f"network_calls/{p}"], "seconds": row[f"seconds/{p}"]} for p in phases]
-    adapters = sum(p.numel() for name, p in learner.model.named_parameters() if "lora" in name)
-    base = learner.model.num_parameters() - adapters
+    adapters = sum(p.numel() for name, p in run.model.named_parameters() if "lora" in name)
+    base = run.model.num_parameters() - adapters
     return (
         f"{torch.cuda.get_device_name() if gpu else f'CPU, {torch.get_num_threads()} threads'}, torch {torch.__version__}: "
         f"{base:,} random weights in {raw['torch_dtype']}, written in {written:.0f} s as {files} files of {size / 1e9:.3g} GB, "
@@ -441,7 +444,7 @@ def measured_rows(settings: config.Train, row: dict, half: float) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Markdown."""
-    return tables.markdown_table(rows, tuple(rows[0]))
+    return markdown(pd.DataFrame(rows))
 
 
 def predict(settings: config.Train, half: float, single: float) -> str:
@@ -458,7 +461,7 @@ def predict(settings: config.Train, half: float, single: float) -> str:
 def measure(settings: config.Train) -> str:
     """What this machine does."""
     device, size = settings.device, 8192 if torch.device(settings.device).type == "cuda" else 512
-    trainer.prepare(settings)  # the rates are those of its precision
+    train.prepare(settings)  # the rates are those of its precision
     name = torch.cuda.get_device_name() if size == 8192 else "CPU"
     half, single = (rate(device, dtype, size) for dtype in (torch.bfloat16, torch.float32))
     row, seconds = measured(settings)

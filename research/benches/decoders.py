@@ -1,7 +1,7 @@
-"""What a base solves in every order of decoding at several temperatures: `python research/benchmarks/decoders.py CONFIG [--model DIR]`.
+"""What a base solves in every order of decoding at several temperatures.
 
-CONFIG is that of an RL run: task, sampler and, without --model, the base. The error is one binomial standard error, in points;
-all decoders are judged on the same puzzles, so that two of them differ with less.
+`python -m research.benches.decoders CONFIG [--model DIR]`. CONFIG is that of an RL run: task, sampler and, without --model, the
+base. The error is one binomial standard error, in points; all decoders are judged on the same puzzles.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import math
 
+import pandas as pd
+
 from minidrl import sampler
-from minidrl.run import checkpoints, config, tables
+from minidrl.run import checkpoints, config
 from research import controls
+from research.tables import markdown
 
 
 def rates(settings: config.Train) -> dict[str, dict[float, float]]:
@@ -29,7 +32,7 @@ def table(found: dict[str, dict[float, float]], n: int) -> str:
     best, order, t = max((rate, order, t) for order, by in found.items() for t, rate in by.items())
     error = math.sqrt(best * (1 - best) / n)
     name = f"{order} at temperature {t:g}: {100 * best:.1f} % +- {100 * error:.1f} of {n} held-out puzzles"
-    return tables.markdown_table(rows, tuple(rows[0])) + f"\n\nbest: {name}"
+    return markdown(pd.DataFrame(rows)) + f"\n\nbest: {name}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens only, or tokens and positions? `python research/benchmarks/position_factor.py [CONFIG]` (four minutes of one CPU thread).
+"""Tokens only, or tokens and positions? `python -m research.benches.position_factor [CONFIG]` (four minutes of one CPU thread).
 
 Two estimates of the policy gradient of the low-confidence sampler, on the same rollouts of the config's model: the score of the
 drawn tokens (`reinforce`), which leaves out that the choice of positions depends on the weights, and the score of tokens and
@@ -22,13 +22,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import trange
 
-from minidrl import methods
+from minidrl import bookkeeping, loop, methods
 from minidrl.gradient import two_pass_backward
-from minidrl.run import config, intervals, tables, trainer
+from minidrl.keyed import keyed_generator
+from minidrl.run import config
+from minidrl.run.train import start
+from research import stats
+from research.tables import markdown
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tiny_configs" / "countdown20_cpu.yaml"
@@ -41,23 +46,23 @@ def rows() -> dict[str, methods.Method]:
     return {"tokens": tokens, "tokens and positions": dataclasses.replace(tokens, features=("logp", "order_logp"))}
 
 
-def gradient(learner: trainer.Learner, row: methods.Method, experience: trainer.Experience, step: int) -> Tensor:
+def gradient(run: loop.Run, row: methods.Method, experience: bookkeeping.Experience, step: int) -> Tensor:
     """The gradient that an update by this row would apply, as one vector of doubles."""
     rollout = experience.rollout
-    plan = row.plan(rollout, learner.generator(step, "plan 0"))
+    plan = row.plan(rollout, keyed_generator(run.settings.seed, step, "plan 0"))
     adv = methods.advantages(row, plan, rollout, experience.reward)
     blank = dict.fromkeys(row.features, torch.zeros(plan.scored.shape, dtype=rollout.logp.dtype))
-    learner.model.zero_grad(set_to_none=True)
+    run.model.zero_grad(set_to_none=True)
     two_pass_backward(
-        learner.network,
+        run.network,
         rollout,
         plan,
         lambda feature: methods.method_loss(row, plan, rollout, feature, adv, None, None),
-        temperature=learner.settings.sampler.temperature,
-        size=learner.settings.micro_batch,
+        temperature=run.settings.sampler.temperature,
+        size=run.settings.micro_batch,
         feature=blank,
     )
-    return torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]).double()
+    return torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None]).double()
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def jackknife(measure: Callable[[Products], float], products: Products) -> tuple
     count, value = len(products.t), measure(products)
     without = torch.tensor([measure(products.without(i)) for i in range(count)], dtype=torch.float64)
     error = math.sqrt((count - 1) / count * float((without - without.mean()).square().sum()))
-    half = intervals.student(0.975, count - 1) * error
+    half = stats.student(0.975, count - 1) * error
     return value, value - half, value + half
 
 
@@ -123,18 +128,18 @@ def main() -> None:
         parser.error(f"--batches: got {given.batches}; allowed integers from 3")
     if (order := settings.sampler.order) != "low_confidence":
         parser.error(f"sampler.order: got {order!r} in {given.config}; allowed low_confidence")
-    learner, found = trainer.Learner(settings), {name: [] for name in rows()}
+    run, found = start(settings), {name: [] for name in rows()}
     for step in trange(given.batches, desc="batches", file=sys.stderr):
-        experience = learner.collect(step, trainer.Clock())
+        experience = loop.collect(run, step)
         for name, row in rows().items():
-            found[name].append(gradient(learner, row, experience, step))
+            found[name].append(gradient(run, row, experience, step))
     products = Products.of(*(torch.stack(each) for each in found.values()))
     lines = [
         {"measure": name, "found [95 %]": "{:.2f} [{:.2f}, {:.2f}]".format(*jackknife(measure, products))}
         for name, measure in MEASURES.items()
     ]
     size = settings.num_prompts * settings.num_generations
-    print(f"{given.batches} batches of {size} responses\n\n{tables.markdown_table(lines, ('measure', 'found [95 %]'))}")
+    print(f"{given.batches} batches of {size} responses\n\n{markdown(pd.DataFrame(lines))}")
 
 
 if __name__ == "__main__":

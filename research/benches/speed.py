@@ -1,4 +1,6 @@
-"""Seconds against the arithmetic floor: `python research/benchmarks/speed.py [--threads 2] [--compile] [--methods all] [--device cpu]`.
+"""Seconds against the arithmetic floor.
+
+    python -m research.benches.speed [--threads 2] [--compile] [--methods all] [--device cpu]
 
 With `--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml` the same for the network of 12 M
 parameters that is meant for a GPU: with random weights, since none ship, and made-up rewards; on a CPU 16 responses a step.
@@ -17,18 +19,22 @@ import dataclasses
 import functools
 import statistics
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
-from minidrl import denoiser, methods, sampler
-from minidrl.run import checkpoints, config, memory, tables, trainer
+from minidrl import denoiser, loop, methods, sampler
+from minidrl.run import checkpoints, config, memory
+from minidrl.run.train import start
 from minidrl.tasks.countdown import tokenizer
+from research.tables import markdown
 
 
 def seconds(call, repeats: int = 7) -> float:
@@ -36,10 +42,17 @@ def seconds(call, repeats: int = 7) -> float:
     call()
     times = []
     for _ in range(repeats):
-        started = trainer.now()
+        started = now()
         call()
-        times.append(trainer.now() - started)
+        times.append(now() - started)
     return statistics.median(times)
+
+
+def now() -> float:
+    """The time, once a GPU has done its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def machine_rate(device: torch.device, quick: bool = False) -> float:
@@ -89,19 +102,19 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def forward_rows(learner: trainer.Learner, rate: float, count: int, repeats: int) -> list[dict]:
+def forward_rows(run: loop.Run, rate: float, count: int, repeats: int) -> list[dict]:
     """Forwards of ``count`` rows, an eighth or a half at a time: by transformers' layers, and in the fewest operations."""
-    width, rows = learner.task.prompt_length + learner.settings.sampler.length, []
-    floor, encode = count * forward_flops(learner.model, width) / rate, torch.no_grad()(learner.network.encode)
+    width, rows = run.task.prompt_length + run.settings.sampler.length, []
+    floor, encode = count * forward_flops(run.model, width) / rate, torch.no_grad()(run.network.encode)
     for size in (max(1, count // 8), count // 2):
-        tokens = torch.randint(5, (size, width), device=learner.model.device)
+        tokens = torch.randint(5, (size, width), device=run.model.device)
         everything = torch.ones_like(tokens, dtype=torch.bool)
         with full_precision():
             expected = encode(tokens, everything)
-            torch.testing.assert_close(fewest_operations(learner.model, tokens), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(fewest_operations(run.model, tokens), expected, atol=1e-4, rtol=1e-4)
         calls = {
             "transformers": lambda t=tokens, e=everything: encode(t, e),
-            "fewest": lambda t=tokens: fewest_operations(learner.model, t),
+            "fewest": lambda t=tokens: fewest_operations(run.model, t),
         }
         for name, call in calls.items():
             rows.append(table_row(f"forward, {name}, {size} rows", count / size * seconds(call, 6 * repeats), floor))
@@ -113,61 +126,61 @@ def table_row(phase: str, took: float, floor: float) -> dict:
     return {"phase": phase, "ms": 1000 * took, "floor, ms": 1000 * floor, "share of floor": floor / took}
 
 
-def sampler_row(learner: trainer.Learner, rate: float, order: str, count: int, repeats: int) -> dict:
+def sampler_row(run: loop.Run, rate: float, order: str, count: int, repeats: int) -> dict:
     """One rollout of ``count`` responses of a prompt without padding, and the bare forwards that it needs."""
-    s = dataclasses.replace(learner.settings.sampler, order=order)
-    width = learner.task.prompt_length + s.length
-    device = learner.model.device
-    prompt = torch.full((count, learner.task.prompt_length), 5, device=device)
+    s = dataclasses.replace(run.settings.sampler, order=order)
+    width = run.task.prompt_length + s.length
+    device = run.model.device
+    prompt = torch.full((count, run.task.prompt_length), 5, device=device)
     mask, tokens = torch.ones_like(prompt, dtype=torch.bool), torch.full((count, width), 5, device=device)
     everything = torch.ones_like(tokens, dtype=torch.bool)
 
     def loop():
         return sampler.generate(
-            learner.network,
+            run.network,
             prompt,
             mask,
             s,
             eos_token_id=None,
             generator=torch.Generator().manual_seed(0),
             early_stop=False,
-            micro_batch=learner.settings.micro_batch,
+            micro_batch=run.settings.micro_batch,
         )
 
     @torch.no_grad()
     def bare():
         for _ in range(s.num_steps):
-            learner.network.encode(tokens, everything)
+            run.network.encode(tokens, everything)
 
-    floor = count * s.num_steps * forward_flops(learner.model, width) / rate
+    floor = count * s.num_steps * forward_flops(run.model, width) / rate
     took, forwards = seconds(loop, repeats), seconds(bare, repeats)
     return table_row(f"rollout, {order}", took, floor) | {"bare forwards, ms": 1000 * forwards}
 
 
-def step_row(learner: trainer.Learner, rate: float, steps: int) -> dict:
+def step_row(run: loop.Run, rate: float, steps: int) -> dict:
     """An RL step of the config: rollout, scoring, update; on a GPU also its peak, predicted and counted."""
-    gpu = learner.model.device.type == "cuda"
+    gpu = run.model.device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    rows = [learner.step(i) for i in range(steps)][1:]
-    floor = statistics.median(needed_flops(learner, r) for r in rows) / rate
+    rows = [loop.take_step(run, i) for i in range(steps)][1:]
+    floor = statistics.median(needed_flops(run, r) for r in rows) / rate
     took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
-    row = table_row(f"RL step, {learner.method.name}", took, floor)
+    row = table_row(f"RL step, {run.method.name}", took, floor)
     if gpu:
-        row["predicted, GB"] = memory.peak(memory.predicted_memory(learner.settings)) / 1e9
-        row["counted, GB"] = memory.measured(learner.model.device) / 1e9
+        row["predicted, GB"] = memory.peak(memory.predicted_memory(run.settings)) / 1e9
+        row["counted, GB"] = memory.measured(run.model.device) / 1e9
     return row
 
 
-def needed_flops(learner: trainer.Learner, row: dict) -> float:
+def needed_flops(run: loop.Run, row: dict) -> float:
     """What a step needs. The first pass scores the states of the update once more: that much scoring is overhead."""
-    s, prompt = learner.settings.sampler, learner.task.prompt_length
+    s, prompt = run.settings.sampler, run.task.prompt_length
     update, scoring = row.get("network_calls/update", 0), row.get("network_calls/scoring", 0)
-    drawn = scored = forward_flops(learner.model, prompt + s.length)
-    if learner.model.block_length is not None:  # a rollout sees the blocks up to the current one, a staircase two responses
+    drawn = scored = forward_flops(run.model, prompt + s.length)
+    if run.model.block_length is not None:  # a rollout sees the blocks up to the current one, a staircase two responses
         ends = range(s.block_length, s.length + 1, s.block_length)
-        drawn = statistics.mean(forward_flops(learner.model, prompt + end) for end in ends)
-        scored = forward_flops(learner.model, prompt + 2 * s.length)
+        drawn = statistics.mean(forward_flops(run.model, prompt + end) for end in ends)
+        scored = forward_flops(run.model, prompt + 2 * s.length)
     return row["network_calls/rollout"] * drawn + (3 * update + max(scoring - update, 0)) * scored
 
 
@@ -187,8 +200,8 @@ def changes_of(name: str) -> dict[str, Any]:
     return {"method": name, "method_options": {}} | ({} if order == "any" else {"sampler.order": order})
 
 
-def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
-    """The config's learner; with --random that of a network of random weights, block-causal where the row asks for it."""
+def run_of(arguments: argparse.Namespace, **changes) -> loop.Run:
+    """The config's run; with --random that of a network of random weights, block-causal where the row asks for it."""
     overrides = {"threads": arguments.threads, "compile": arguments.compile, "device": arguments.device, **changes}
     overrides |= {"num_prompts": 1} if arguments.quick else {}
     if arguments.random:
@@ -199,10 +212,10 @@ def learner_of(arguments: argparse.Namespace, **changes) -> trainer.Learner:
         checkpoints.save(model, tokenizer(), arguments.folder)
         overrides |= {"model": arguments.folder, **blocks}
         overrides |= {"num_prompts": 2, "micro_batch": 64} if arguments.device == "cpu" else {}
-    learner = trainer.Learner(config.load(config.Train, arguments.config, overrides))
+    run = start(config.load(config.Train, arguments.config, overrides))
     if arguments.random:  # which solves nothing: without rewards there is no update
-        object.__setattr__(learner.task, "score", made_up_score)
-    return learner
+        object.__setattr__(run.task, "score", made_up_score)
+    return run
 
 
 def made_up_score(puzzle: Any, text: str) -> float:
@@ -243,16 +256,16 @@ def measure(arguments: argparse.Namespace) -> None:
         rows = []
         for name in tqdm(names):
             rate = machine_rate(device, arguments.quick)
-            rows.append(step_row(learner_of(arguments, **changes_of(name)), rate, steps))
+            rows.append(step_row(run_of(arguments, **changes_of(name)), rate, steps))
             numbers = (f"{key} {value:.4g}" for key, value in rows[-1].items() if key != "phase")
             tqdm.write(f"{name}: {', '.join(numbers)}")  # at once: what comes after may fail
     else:
-        learner = learner_of(arguments)
-        rows = forward_rows(learner, machine_rate(device, arguments.quick), count, repeats)
-        rows += [sampler_row(learner, machine_rate(device, arguments.quick), order, count, repeats) for order in sampler.ORDERS]
-        rows.append(step_row(learner, machine_rate(device, arguments.quick), steps))
+        run = run_of(arguments)
+        rows = forward_rows(run, machine_rate(device, arguments.quick), count, repeats)
+        rows += [sampler_row(run, machine_rate(device, arguments.quick), order, count, repeats) for order in sampler.ORDERS]
+        rows.append(step_row(run, machine_rate(device, arguments.quick), steps))
     columns = ("phase", "ms", "bare forwards, ms", "floor, ms", "share of floor", "predicted, GB", "counted, GB")
-    print(tables.markdown_table(rows, columns if device.type == "cuda" else columns[:5]))
+    print(markdown(pd.DataFrame(rows, columns=columns if device.type == "cuda" else columns[:5])))
 
 
 if __name__ == "__main__":
