@@ -122,7 +122,7 @@ def law_block_elbo_noise(alg: Any) -> None:
                 close(plan.weight[2 * j + m, b], len(own) / (3 * count), f"weight, strata {strata}, edge {edge}")
 
 
-rejects(law_block_elbo_noise, "2.8", ("own, later = inside & (block == number)", "own, later = inside & (block <= number)"))
+rejects(law_block_elbo_noise, "2.8", ("(block == number", "(block <= number"))
 
 
 @judges("2.8", "5.1")
@@ -143,7 +143,7 @@ def law_block_elbo_expectation(alg: Any) -> None:
             close(truth, oracle.block_elbo(model, RESPONSE, size).item(), "two forms of the block ELBO")
 
 
-rejects(law_block_elbo_expectation, "", ("return (part + u) / len(u)", "return (part + u) / (len(u) + 1)"), where="_in_strata")
+rejects(law_block_elbo_expectation, "", ("part + u) / len(u)", "part + u) / (len(u) + 1)"), where="_in_strata")
 
 
 @judges("2.8")
@@ -162,11 +162,7 @@ def law_block_elbo_frequencies(alg: Any) -> None:
         mean_is(ll_of(alg, model, rollout, plan)[0, :, 0], truth, "estimate")
 
 
-rejects(
-    law_block_elbo_frequencies,
-    "2.8",
-    ("*n.shape), generator, n.device)\n    if strata:", "*n.shape), generator, n.device)\n    if False:"),
-)
+rejects(law_block_elbo_frequencies, "2.8", ("device)\n    if strata:", "device)\n    if False:"))
 
 
 @judges("2.8", "2.3")
@@ -181,11 +177,7 @@ def law_one_long_block_is_the_elbo(alg: Any) -> None:
         close(blocks.weight, whole.weight, "weight")  # n / l / K is rounded otherwise than n / (K l)
 
 
-rejects(
-    law_one_long_block_is_the_elbo,
-    "2.8",
-    ("weight = n.double() / (num_states * count.clamp(min=1))", "weight = n.double() / (num_states * n.clamp(min=1))"),
-)
+rejects(law_one_long_block_is_the_elbo, "2.8", ("* count.clamp(", "* n.clamp("))
 
 
 @judges("2.8")
@@ -200,14 +192,7 @@ def law_blocks_of_one_token_are_exact(alg: Any) -> None:
         close(got, [sum(chain[: sum(keep)]) for keep in KEEPS], f"K={states}, seed {seed}")
 
 
-rejects(
-    law_blocks_of_one_token_are_exact,
-    "2.8",
-    (
-        "weight = n.double() / (num_states * count.clamp(min=1))",
-        "weight = n.double().mean(0) / (num_states * count.clamp(min=1))",
-    ),
-)
+rejects(law_blocks_of_one_token_are_exact, "2.8", ("n.double() / (", "n.double().mean(0) / ("))
 
 
 def mean_over_noise(alg: Any, model: oracle.TabularDenoiser, response: tuple, size: int) -> float:
@@ -233,14 +218,7 @@ def law_block_elbo_is_a_bound(alg: Any) -> None:
         close(got, math.log(joint[response] / joint.sum()), f"one joint distribution, blocks of {size}")
 
 
-rejects(
-    law_block_elbo_is_a_bound,
-    "2.8",
-    (
-        "weight = n.double() / (num_states * count.clamp(min=1))",
-        "weight = inside.sum(-1).double() / (num_states * count.clamp(min=1))",
-    ),
-)
+rejects(law_block_elbo_is_a_bound, "2.8", ("weight = n.double(", "weight = inside.sum(-1).double("))
 
 
 # As WALKS: length, vocabulary, order, tokens per step, block length, EOS. Choices of positions that ask no model first.
@@ -318,15 +296,7 @@ def law_exact_kernel_of_a_block(alg: Any) -> None:
         assert gap < 1e-10 if exact else gap > 1e-3, f"{names}: off by {gap}"
 
 
-rejects(
-    law_exact_kernel_of_a_block,
-    "4.2",
-    (
-        "return hidden & (block == current) & scored.any(-1, keepdim=True)",
-        "return scored & (block == current) & scored.any(-1, keepdim=True)",
-    ),
-    where="_candidates",
-)
+rejects(law_exact_kernel_of_a_block, "4.2", ("return hidden &", "return scored &"), where="_candidates")
 
 
 @judges("3.5")
@@ -346,7 +316,7 @@ def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
 rejects(
     law_block_replay_costs_the_steps_of_a_block,
     "",
-    ("return int(self.needed.sum())", "return int((self.valid & self.scored.any(-1)).sum())"),
+    ("int(self.needed.", "int((self.valid & self.scored.any(-1))."),
     where="Plan.network_calls",
 )
 
@@ -405,7 +375,7 @@ rejects(law_block_states, "2.7", ("prompt & rollout.prompt_mask", "prompt"))
 rejects(
     law_block_states,
     "2.7",
-    ("used = (rollout.lengths - 1) // block_length + 1", "used = rollout.lengths // block_length + 1"),
+    ("(rollout.lengths - 1)", "rollout.lengths"),
     (".masked_fill(unused, torch.inf)", ""),
     where="_distinct_blocks",
 )
@@ -493,11 +463,7 @@ def law_one_block_is_the_elbo(alg: Any) -> None:
         close(got, elbo_on(model, RESPONSE, positions(keep)), f"n = {sum(keep)}, K = {states}")
 
 
-rejects(
-    law_one_block_is_the_elbo,
-    "2.7",
-    ("inside.sum(-1)).floor().long() + 1\n    noise", "block_length).floor().long() + 1\n    noise"),
-)
+rejects(law_one_block_is_the_elbo, "2.7", ("inside.sum(-1)", "block_length"))
 
 
 def block_mean(model: oracle.TabularDenoiser, response: tuple, size: int) -> float:

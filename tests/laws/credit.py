@@ -74,24 +74,10 @@ def law_advantages(alg: Any) -> None:
         close(credit(flat[4:], 4), got[4:], f"{name}: other prompts")
 
 
-rejects(
-    law_advantages,
-    "6.1",
-    ("return (group - _average(group)).flatten()", "return (group - group.mean(0, keepdim=True)).flatten()"),
-    ("return (group - _average(group)).flatten()", "return (group - group.mean()).flatten()"),
-)
+rejects(law_advantages, "6.1", ("_average(group", "group.mean(0, keepdim=True"), ("_average(group", "group.mean("))
 rejects(law_advantages, "6.1", ("return first + (", "return ("), where="_average")
-rejects(
-    law_advantages,
-    "6.2",
-    ("group.std(1, keepdim=True, correction=ddof)", "group.std(0, keepdim=True, correction=ddof)"),
-    ("(std + eps)", "std.clamp(min=eps)"),
-)
-rejects(
-    law_advantages,
-    "6.3",
-    ("scale = num_generations / (num_generations - 1)", "scale = (num_generations - 1) / num_generations"),
-)
+rejects(law_advantages, "6.2", (".std(1, keepdim", ".std(0, keepdim"), ("(std + eps)", "std.clamp(min=eps)"))
+rejects(law_advantages, "6.3", ("num_generations / (num_generations - 1)", "(num_generations - 1) / num_generations"))
 
 
 @judges("6.2", "6.3", "6.4", "6.5", "6.6")
@@ -122,12 +108,8 @@ def law_advantages_scale(alg: Any) -> None:
     close(alg.group_mean(flat, 1), torch.zeros(12), "a group of one")
 
 
-rejects(
-    law_advantages_scale,
-    "6.1",
-    ("return (group - _average(group)).flatten()", "return (group - group.median(1, keepdim=True).values).flatten()"),
-)
-rejects(law_advantages_scale, "6.3", ("scale = num_generations / (num_generations - 1)", "scale = 1.0"))
+rejects(law_advantages_scale, "6.1", ("_average(group)", "group.median(1, keepdim=True).values"))
+rejects(law_advantages_scale, "6.3", ("num_generations / (num_generations - 1)", "1.0"))
 
 
 @judges("6.2")
@@ -158,11 +140,7 @@ def law_leave_one_out_is_unbiased(alg: Any) -> None:
         close(got, factor * truth)
 
 
-rejects(
-    law_leave_one_out_is_unbiased,
-    "6.1",
-    ("return (group - _average(group)).flatten()", "return (_average(group) - group).flatten()"),
-)
+rejects(law_leave_one_out_is_unbiased, "6.1", ("group - _average(group)", "_average(group) - group"))
 
 
 @judges("6.1", "6.2", "6.3", "6.4")
@@ -187,10 +165,10 @@ rejects(
     law_credit_refusals,
     "6.1",
     ("if reward.requires_grad:", "if False:"),
-    ("if num_generations < 1 or reward.shape[0] % num_generations:", "if num_generations < 1:"),
+    ("or reward.shape[0] % num_generations", ""),
     where="_groups",
 )
-rejects(law_credit_refusals, "6.2", ("if not 0 <= ddof < num_generations:", "if not 0 <= ddof <= num_generations:"))
+rejects(law_credit_refusals, "6.2", ("< num_generations", "<= num_generations"))
 rejects(law_credit_refusals, "6.3", ("if num_generations < 2:", "if num_generations < 1:"))
 
 
@@ -239,11 +217,7 @@ def law_stepwise_advantage(alg: Any) -> None:
         assert bool(got.isfinite().all()), "ranks without a member"
 
 
-rejects(
-    law_stepwise_advantage,
-    "6.4",
-    ("((1 + lam_k) * reward - lam_k * step_reward)", "((1 - lam_k) * reward + lam_k * step_reward)"),
-)
+rejects(law_stepwise_advantage, "6.4", ("+ lam_k) * reward -", "- lam_k) * reward +"))
 
 
 @judges("6.4", "6.1")
@@ -287,14 +261,7 @@ def law_stepwise_groups_stay_apart(alg: Any) -> None:
     close(torch.where(valid, other - got, 0.0), torch.zeros(K, 8), "values of states that do not exist")
 
 
-rejects(
-    law_stepwise_groups_stay_apart,
-    "6.4",
-    (
-        "(x.unflatten(1, (-1, num_generations)) for x in (base, valid))",
-        "(x.unflatten(1, (num_generations, -1)).transpose(1, 2) for x in (base, valid))",
-    ),
-)
+rejects(law_stepwise_groups_stay_apart, "6.4", ("-1, num_generations)", "num_generations, -1)).transpose(1, 2"))
 
 
 @judges("6.4", "10.1")
@@ -320,8 +287,8 @@ def law_stepwise_time(alg: Any) -> None:
 rejects(
     law_stepwise_time,
     "6.4",
-    ("plan.step.to(reward.dtype) / alg.num_steps(rollout)", "(plan.step + 1).to(reward.dtype) / alg.num_steps(rollout)"),
-    ("plan.step.to(reward.dtype) / alg.num_steps(rollout)", "plan.step.to(reward.dtype) / plan.step.shape[0] * 2"),
+    ("plan.step.to(reward", "(plan.step + 1).to(reward"),
+    ("alg.num_steps(rollout)", "plan.step.shape[0] * 2"),
     where="advantages",
 )
 
@@ -372,7 +339,7 @@ def law_stepwise_advantage_is_unbiased(alg: Any) -> None:
         close(got, expected, f"{options}")
 
 
-rejects(law_stepwise_advantage_is_unbiased, "6.4", ("1 + lam_k if normalize else", "1 + 2 * lam_k if normalize else"))
+rejects(law_stepwise_advantage_is_unbiased, "6.4", ("1 + lam_k if normalize", "1 + 2 * lam_k if normalize"))
 
 
 @judges("6.4", "4.1")
@@ -503,7 +470,7 @@ def law_softmax_contrast(alg: Any) -> None:
 rejects(
     law_softmax_contrast,
     "6.6",
-    ("logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(1) - 1 / 4"),
-    ("logits.softmax(1) - (-logits).softmax(1)", "logits.softmax(0) - (-logits).softmax(0)"),
+    ("(-logits).softmax(1)", "1 / 4"),
+    ("1) - (-logits).softmax(1", "0) - (-logits).softmax(0"),
     ("psi * (group - _average(group))", "(group - _average(group))"),
 )

@@ -45,15 +45,8 @@ def law_lengths_and_calls(alg: Any) -> None:
 
 
 rejects(law_lengths_and_calls, "", ("return self.keep.sum(-1)", "return self.keep.sum(-1) - 1"), where="Rollout.lengths")
-rejects(
-    law_lengths_and_calls, "", ("return int(self.needed.sum())", "return int(self.valid.sum())"), where="Plan.network_calls"
-)
-rejects(
-    law_lengths_and_calls,
-    "",
-    ("return (self.valid & self.scored.any(-1)).", "return self.scored.any(-1)."),
-    where="Plan.needed",
-)
+rejects(law_lengths_and_calls, "", ("self.needed.sum", "self.valid.sum"), where="Plan.network_calls")
+rejects(law_lengths_and_calls, "", ("(self.valid & self.scored.any(-1)", "self.scored.any(-1"), where="Plan.needed")
 
 
 def mixed_batch(alg: Any) -> tuple[oracle.TabularDenoiser, Any, Any]:
@@ -85,8 +78,8 @@ def law_network_inputs(alg: Any) -> None:
 rejects(
     law_network_inputs,
     "4.1",
-    ("rollout.prompt_mask, torch.ones_like(rollout.keep)], 1)", "rollout.prompt_mask, rollout.keep], 1)"),
-    ("masked_fill(plan.hidden.flatten(0, 1)[states]", "masked_fill(~plan.hidden.flatten(0, 1)[states]"),
+    ("torch.ones_like(rollout.keep)", "rollout.keep"),
+    ("masked_fill(plan", "masked_fill(~plan"),
     where="plan_inputs",
 )
 
@@ -108,12 +101,7 @@ def law_features_are_those_of_the_model(alg: Any) -> None:
             close(got["entropy"][k, b], entropy, "entropy")
 
 
-rejects(
-    law_features_are_those_of_the_model,
-    "4.1",
-    ("attention_mask)[:, rollout.prompt.shape[1] :]", "attention_mask)[:, rollout.prompt.shape[1] - 1 : -1]"),
-    where="_encode",
-)
+rejects(law_features_are_those_of_the_model, "4.1", ("prompt.shape[1] :]", "prompt.shape[1] - 1 : -1]"), where="_encode")
 
 
 MAIN_FEATURES = ("logp", "entropy")  # the others need records, an order or a reference: laws of their methods
@@ -135,12 +123,7 @@ def law_features_do_not_depend_on_the_split(alg: Any) -> None:
     close(alg.features(model, rollout, nothing, temperature=0.7)["logp"], torch.zeros(4, 3, 4), "nothing scored")
 
 
-rejects(
-    law_features_do_not_depend_on_the_split,
-    "4.1",
-    ("out.setdefault(name, blank)[states] = value", "out.setdefault(name, blank)[: len(states)] = value"),
-    where="features",
-)
+rejects(law_features_do_not_depend_on_the_split, "4.1", ("blank)[states]", "blank)[: len(states)]"), where="features")
 
 
 @judges("4.1")
@@ -241,7 +224,7 @@ rejects(
     law_two_pass_backward,
     "",
     ("zip(leaves, grads, strict", "zip(leaves, grads[::-1], strict"),
-    ("value.detach().requires_grad_()", "value.detach().square().requires_grad_()"),
+    (".requires_grad_", ".square().requires_grad_"),
     where="cotangents",
 )
 rejects(
@@ -292,7 +275,7 @@ rejects(
     ("    refuse_random_modules(model)\n", ""),
     where="one_pass_backward",
 )
-rejects(law_one_pass_backward, "", ("torch.set_grad_enabled(graph)", "torch.set_grad_enabled(True)"), where="features")
+rejects(law_one_pass_backward, "", ("set_grad_enabled(graph)", "set_grad_enabled(True)"), where="features")
 
 
 @judges("4.1")
@@ -317,7 +300,7 @@ def law_targets_override_the_response(alg: Any) -> None:
 rejects(
     law_targets_override_the_response,
     "4.1",
-    ("rollout.response[row] if plan.targets is None else plan.targets.flatten(0, 1)[states]", "rollout.response[row]"),
+    ("if plan.targets is None else plan.targets.flatten(0, 1)[states]", ""),
     where="state_features",
 )
 
@@ -401,8 +384,4 @@ def law_exact_kl_is_the_mean_of_k3(alg: Any) -> None:
     close((chance * alg.kl_term(ll, other, form="k3")).sum(), mine["kl_ref"].sum(-1).mean(), "k3 and the exact KL")
 
 
-rejects(
-    law_exact_kl_is_the_mean_of_k3,
-    "4.1",
-    ("_expectation(log_p, log_p - log_ref)", "_expectation(log_p, log_ref.exp() - log_p.exp())"),
-)
+rejects(law_exact_kl_is_the_mean_of_k3, "4.1", ("log_p - log_ref", "log_ref.exp() - log_p.exp()"))

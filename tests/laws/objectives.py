@@ -97,11 +97,7 @@ def law_self_normalized_weights(alg: Any) -> None:
     close(weights_of(alg, logs, 1, 5.0), torch.ones(12), "a group of one")
 
 
-rejects(
-    law_self_normalized_weights,
-    "8.3",
-    ("return capped.softmax(2)", "return capped.exp().div(capped.exp().sum(2, keepdim=True))"),
-)
+rejects(law_self_normalized_weights, "8.3", ("capped.softmax(2)", "capped.exp().div(capped.exp().sum(2, keepdim=True))"))
 
 
 @judges("8.3")
@@ -120,11 +116,7 @@ def law_self_normalized_weights_stay_in_the_group(alg: Any) -> None:
         close(full[k, :, i], weights_of(alg, grid[k, :, i], 4, math.e), "each state and position on its own")
 
 
-rejects(
-    law_self_normalized_weights_stay_in_the_group,
-    "8.3",
-    ("log_cap).unflatten(1, (-1, num_generations))", "log_cap).unflatten(1, (1, -1))"),
-)
+rejects(law_self_normalized_weights_stay_in_the_group, "8.3", ("-1, num_generations", "1, -1"))
 
 
 @judges("8.4")
@@ -148,10 +140,7 @@ def law_self_normalized_gradient(alg: Any) -> None:
 
 
 rejects(
-    law_self_normalized_gradient,
-    "8.4",
-    ("log_ratio(ll.detach(), anchor), math", "log_ratio(ll, anchor), math"),
-    ("math.log(cap)", "math.log(1 + cap)"),
+    law_self_normalized_gradient, "8.4", ("log_ratio(ll.detach(),", "log_ratio(ll,"), ("math.log(cap)", "math.log(1 + cap)")
 )
 
 
@@ -242,7 +231,7 @@ def law_cut_is_what_the_clip_does(alg: Any) -> None:
         assert torch.equal(result.bypass, passed), f"{name}: it should let bad answers through up to {case.passes} (CASES)"
 
 
-rejects(law_cut_is_what_the_clip_does, "8.1", ("score is None else score))", "score is None else score), adv < 0)"))
+rejects(law_cut_is_what_the_clip_does, "8.1", ("None else score))", "None else score), adv < 0)"))
 rejects(law_cut_is_what_the_clip_does, "8.5", ("(ratio > cap) | (ratio < floor)", "ratio > cap"))
 rejects(
     law_cut_is_what_the_clip_does,
@@ -252,14 +241,14 @@ rejects(
     ("cut | beyond", "cut"),
 )
 rejects(law_cut_is_what_the_clip_does, "8.11", ("~inside | (u.exp() > cap)", "u.exp() > cap"))
-rejects(law_cut_is_what_the_clip_does, "8.12", ("torch.sign(adv) * (ratio - 1) > epsilon", "(ratio - 1).abs() > epsilon"))
+rejects(law_cut_is_what_the_clip_does, "8.12", ("torch.sign(adv) * (ratio - 1", "(ratio - 1).abs("))
 rejects(law_cut_is_what_the_clip_does, "8.14", ("* loss, cut, bypass)", "* loss, cut & (anchor > -1), bypass)"))
 rejects(law_cut_is_what_the_clip_does, "8.15", ("(u < low) | (u > high)", "u > high"))
 rejects(
     law_cut_is_what_the_clip_does,
     "",
-    ("for where in (cut, bypass)", "for where in (~never if cut is None else cut, bypass)"),
-    ("for where in (cut, bypass)", "for where in (cut, ~never if bypass is None else bypass)"),
+    ("in (cut, bypass", "in (~never if cut is None else cut, bypass"),
+    ("in (cut, bypass)", "in (cut, ~never if bypass is None else bypass)"),
     where="_surrogate",
 )
 rejects(law_cut_is_what_the_clip_does, "8.16", ("((adv < 0) & below) | beyond", "((adv < 0) & below)"))
@@ -288,20 +277,14 @@ def law_objectives_are_what_they_declare(alg: Any) -> None:
         assert told.needs_advantage == silent, f"{name}: mend needs_advantage of its @declares"
 
 
-rejects(
-    law_objectives_are_what_they_declare, "8.1", ("@declares(linear=True, reinforce_on_policy=True)", "@declares(linear=True)")
-)
-rejects(
-    law_objectives_are_what_they_declare,
-    "8.11",
-    ("@declares(reinforce_on_policy=True)", "@declares(linear=True, reinforce_on_policy=True)"),
-)
+rejects(law_objectives_are_what_they_declare, "8.1", ("True, reinforce_on_policy=True", "True"))
+rejects(law_objectives_are_what_they_declare, "8.11", ("(reinforce_on_policy", "(linear=True, reinforce_on_policy"))
 rejects(law_objectives_are_what_they_declare, "8.14", ("@declares()", "@declares(reinforce_on_policy=True)"))
 rejects(law_objectives_are_what_they_declare, "8.15", (", needs_advantage=False", ""), ("reinforce_on_policy=True, ", ""))
 rejects(
     law_objectives_are_what_they_declare,
     "",
-    ("function.linear = linear", "function.linear = reinforce_on_policy"),
+    ("linear = linear", "linear = reinforce_on_policy"),
     ("= needs_advantage", "= not needs_advantage"),
     where="declares",
 )
@@ -375,12 +358,8 @@ def law_score_carries_the_gradient(alg: Any) -> None:
         close(through[1], -double(weight)[None, :, None] * adv, name)
 
 
-rejects(
-    law_score_carries_the_gradient,
-    "8.5",
-    ("ratio = log_ratio(ll.detach(), anchor).exp()", "ratio = log_ratio(ll, anchor).exp()"),
-)
-rejects(law_score_carries_the_gradient, "8.1", ("_surrogate(-adv * (ll if score is None else score))", "_surrogate(-adv * ll)"))
+rejects(law_score_carries_the_gradient, "8.5", ("log_ratio(ll.detach(),", "log_ratio(ll,"))
+rejects(law_score_carries_the_gradient, "8.1", ("(ll if score is None else score)", "ll"))
 
 
 @judges("8.3", "8.4", "8.2")
@@ -400,11 +379,7 @@ def law_published_vector(alg: Any) -> None:
     close(-coefficients(grpo, ratio.log()), [0.25, -0.5, 0.0, 0.0], "GRPO")
 
 
-rejects(
-    law_published_vector,
-    "8.3",
-    ("capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios.clamp(max=math.log1p(math.exp(log_cap)))"),
-)
+rejects(law_published_vector, "8.3", ("clamp(max=log_cap)", "clamp(max=math.log1p(math.exp(log_cap)))"))
 
 
 @judges("8.3")
@@ -427,7 +402,7 @@ def law_concentration_needs_a_floor(alg: Any) -> None:
     assert alone.max().item() > 1 - 1e-8, "the cap bounds no share"
 
 
-rejects(law_concentration_needs_a_floor, "8.3", ("capped = log_ratios.clamp(max=log_cap)", "capped = log_ratios"))
+rejects(law_concentration_needs_a_floor, "8.3", (".clamp(max=log_cap)", ""))
 
 
 @judges("8.4", "8.2", "8.5")
@@ -453,7 +428,7 @@ def law_one_large_ratio(alg: Any) -> None:
     close(norms["normalised"][2], (adv[1] * g[1]).norm().item(), "without a cap one answer is the whole gradient", 1e-4)
 
 
-rejects(law_one_large_ratio, "8.2", ("torch.minimum(ratio * adv, clipped", "torch.minimum(ratio.clamp(max=1e3) * adv, clipped"))
+rejects(law_one_large_ratio, "8.2", ("minimum(ratio *", "minimum(ratio.clamp(max=1e3) *"))
 
 
 @judges("7.1", "8.4")
@@ -502,8 +477,4 @@ def law_regression(alg: Any) -> None:
     assert alg.response_length(None, None, None, None, rollout_of(alg, [[1, 2, 0]]), None) == {"length": 3}
 
 
-rejects(
-    law_regression,
-    "8.15",
-    ("(u.clamp(low, high) / length - psi * adv).square()", "(u.clamp(low, high) / length + psi * adv).square()"),
-)
+rejects(law_regression, "8.15", ("/ length - psi", "/ length + psi"))

@@ -184,10 +184,7 @@ def law_gauss_legendre(alg: Any) -> None:
 
 
 rejects(
-    law_gauss_legendre,
-    "2.5",
-    ("torch.from_numpy(w / 2)", "torch.from_numpy(w)"),
-    ("torch.from_numpy((x + 1) / 2)", "torch.from_numpy((1 - x) / 2)"),
+    law_gauss_legendre, "2.5", ("torch.from_numpy(w / 2)", "torch.from_numpy(w)"), ("from_numpy((x + 1)", "from_numpy((1 - x)")
 )
 
 
@@ -203,14 +200,7 @@ def law_gauss_legendre_moments(alg: Any) -> None:
         close(missing / (error_constant(nodes) * math.factorial(2 * nodes)), 1.0, f"{nodes} nodes: first error", 1e-6)
 
 
-rejects(
-    law_gauss_legendre_moments,
-    "2.5",
-    (
-        "x, w = numpy.polynomial.legendre.leggauss(num_nodes)",
-        "x, w = numpy.polynomial.legendre.leggauss(max(1, num_nodes - 1))",
-    ),
-)
+rejects(law_gauss_legendre_moments, "2.5", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"))
 
 
 @judges("2.6", "5.1")
@@ -247,10 +237,7 @@ def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
 rejects(
     law_quadrature_is_exact_from_half_the_length,
     "2.5",
-    (
-        "x, w = numpy.polynomial.legendre.leggauss(num_nodes)",
-        "x, w = (numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / num_nodes)",
-    ),
+    ("numpy.polynomial.legendre.leggauss(", "(numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / "),
 )
 
 
@@ -349,12 +336,7 @@ def law_constant_models_show_the_scale(alg: Any) -> None:
     assert plan.scored.any(-1).tolist() == [[False], [True], [True]] and plan.network_calls == 2, "the first node is lost"
 
 
-rejects(
-    law_constant_models_show_the_scale,
-    "2.6",
-    ("(t * n).floor(), (1 / t).expand(-1, len(n))", "(t * n).floor(), n / (t * n).floor()"),
-    where="_count_at",
-)
+rejects(law_constant_models_show_the_scale, "2.6", ("(1 / t).expand(-1, len(n)", "n / (t * n).floor("), where="_count_at")
 
 
 @judges("2.6", "2.1")
@@ -379,18 +361,11 @@ def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
     close((one_step.weight * one_step.scored.sum(-1)).sum() * -ln2, -256 * ln2, "where mean field sees nothing else")
 
 
+rejects(law_quadrature_fails_where_the_doubt_is_at_one_end, "2.6", ("None]) & inside", "None]).all(-1, keepdim=True) & inside"))
 rejects(
     law_quadrature_fails_where_the_doubt_is_at_one_end,
     "2.6",
-    ("(noise < t[..., None]) & inside", "(noise < t[..., None]).all(-1, keepdim=True) & inside"),
-)
-rejects(
-    law_quadrature_fails_where_the_doubt_is_at_one_end,
-    "2.6",
-    (
-        "x, w = numpy.polynomial.legendre.leggauss(num_nodes)",
-        "x, w = numpy.polynomial.legendre.leggauss(max(1, num_nodes - 1))",
-    ),
+    ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"),
     where="gauss_legendre",
 )
 
@@ -451,11 +426,7 @@ def law_two_models_with_known_variances(alg: Any) -> None:
             close(got[k], w * w * (second - sum(p * c * x / t for p, c, x in law) ** 2), f"{how}, t = {t}")
 
 
-rejects(
-    law_two_models_with_known_variances,
-    "2.3",
-    ("masked = _random_subset(noise, inside, count)", "masked = _random_subset(noise, inside, torch.minimum(count + 1, n))"),
-)
+rejects(law_two_models_with_known_variances, "2.3", ("inside, count)", "inside, torch.minimum(count + 1, n))"))
 
 
 @judges("2.6")
@@ -499,7 +470,7 @@ def law_quadrature_frequencies(alg: Any) -> None:
             frequencies_agree(pair, (chance[a][:, None] * chance[b]).flatten(), f"{how}, n={n}, states {a} and {b}")
 
 
-rejects(law_quadrature_frequencies, "2.6", ("_uniform((len(t), *inside.shape)", "_uniform((1, *inside.shape)"))
+rejects(law_quadrature_frequencies, "2.6", ("_uniform((len(t),", "_uniform((1,"))
 
 
 @judges("2.6")
@@ -519,7 +490,7 @@ def law_quadrature_rows_are_their_own(alg: Any) -> None:
             close(small.weight[:, 0], large.weight[:, b], f"{how}: weight of row {b} alone")
 
 
-rejects(law_quadrature_rows_are_their_own, "2.6", ("n = inside.sum(-1)", "n = inside.sum(-1).amax().expand(len(inside))"))
+rejects(law_quadrature_rows_are_their_own, "2.6", ("inside.sum(-1)", "inside.sum(-1).amax().expand(len(inside))"))
 
 
 @judges("2.6", "7.1", "8.2", "10.1")
@@ -546,8 +517,5 @@ def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
 
 
 rejects(
-    law_shared_masks_make_the_first_update_on_policy,
-    "10.1",
-    ('aggregation="sequence_mean_token_mean"', 'aggregation="sequence_mean"'),
-    where="row.gdpo",
+    law_shared_masks_make_the_first_update_on_policy, "10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo"
 )

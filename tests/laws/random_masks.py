@@ -56,12 +56,7 @@ def law_mean_field_states(alg: Any) -> None:
     assert bool(plan.valid.all())
 
 
-rejects(
-    law_mean_field_states,
-    "2.1",
-    ("(noise < p_mask_prompt) & rollout.prompt_mask", "(noise < p_mask_prompt)"),
-    ("torch.ones_like(rollout.keep)], -1)[None]", "rollout.keep], -1)[None]"),
-)
+rejects(law_mean_field_states, "2.1", ("& rollout.prompt_mask", ""), ("torch.ones_like(rollout.keep)", "rollout.keep"))
 
 
 @judges("2.1")
@@ -87,9 +82,7 @@ def law_mean_field_is_integrand_at_one(alg: Any) -> None:
     close(got[0, 0, 0], oracle.elbo_integrand(model, RESPONSE, 1.0).item())
 
 
-rejects(
-    law_mean_field_is_integrand_at_one, "2.1", ("scored = rollout.keep[None]", "scored = torch.ones_like(rollout.keep)[None]")
-)
+rejects(law_mean_field_is_integrand_at_one, "2.1", ("= rollout.keep[", "= torch.ones_like(rollout.keep)["))
 
 
 def gauss(nodes: int, low: float) -> tuple[list[float], list[float]]:
@@ -127,10 +120,7 @@ def law_time_plan_expectation(alg: Any) -> None:
 
 
 rejects(
-    law_time_plan_expectation,
-    "2.2",
-    ("inside, 1 / (num_states * t))", "inside, 1 / t)"),
-    ("(noise < t[..., None]) & inside", "(noise > t[..., None]) & inside"),
+    law_time_plan_expectation, "2.2", ("inside, 1 / (num_states * t))", "inside, 1 / t)"), ("(noise < t[...", "(noise > t[...")
 )
 
 
@@ -149,7 +139,7 @@ def law_time_plan_bias(alg: Any) -> None:
     assert 3 < rest[0] / rest[1] < 5, f"second-order terms {rest}"
 
 
-rejects(law_time_plan_bias, "2.2", ("t = min_t + (1 - min_t) * u", "t = 2 * min_t + (1 - 2 * min_t) * u"))
+rejects(law_time_plan_bias, "2.2", ("= min_t + (1 -", "= 2 * min_t + (1 - 2 *"))
 
 
 @judges("2.2")
@@ -199,24 +189,9 @@ def law_response_plan_states(alg: Any) -> None:
         assert plan.weight.dtype == torch.float64 and bool((plan.weight > 0).all()), f"{name}: weight"
 
 
-rejects(
-    law_response_plan_states,
-    "2.3",
-    ("_after_visible_prompt(rollout, masked | ~domain)", "_after_visible_prompt(rollout, masked)"),
-    where="_response_plan",
-)
-rejects(
-    law_response_plan_states,
-    "2.2",
-    ("weight.to(rollout.logp.dtype), masked.any(-1))", "weight.to(rollout.logp.dtype), masked.any(-1) | True)"),
-    where="_response_plan",
-)
-rejects(
-    law_response_plan_states,
-    "2.4",
-    ('return rollout.keep if domain == "keep"', 'return rollout.keep if domain == "all"'),
-    where="_domain",
-)
+rejects(law_response_plan_states, "2.3", ("masked | ~domain", "masked"), where="_response_plan")
+rejects(law_response_plan_states, "2.2", ("masked.any(-1))", "masked.any(-1) | True)"), where="_response_plan")
+rejects(law_response_plan_states, "2.4", ('domain == "keep"', 'domain == "all"'), where="_domain")
 
 
 @judges("2.3")
@@ -231,12 +206,7 @@ def law_count_plan_weights(alg: Any) -> None:
             close(plan.weight[k, b], n / (states * count), "weight")
 
 
-rejects(
-    law_count_plan_weights,
-    "2.3",
-    ("return (rank < count[..., None]) & domain", "return (rank <= count[..., None]) & domain"),
-    where="_random_subset",
-)
+rejects(law_count_plan_weights, "2.3", ("(rank < count[", "(rank <= count["), where="_random_subset")
 
 
 @judges("2.3")
@@ -250,7 +220,7 @@ def law_count_plan_at_the_edge(alg: Any) -> None:
     close(plan.weight[1], [0.5, 0.5, 0.5], "weight")
 
 
-rejects(law_count_plan_at_the_edge, "2.3", ("(u * n).floor().long() + 1, n)", "(u * n).floor().long() + 1, 0 * n + 99)"))
+rejects(law_count_plan_at_the_edge, "2.3", ("long() + 1, n)", "long() + 1, 0 * n + 99)"))
 
 
 @judges("2.3", "5.1")
@@ -271,8 +241,8 @@ rejects(
     law_count_plan_expectation,
     "5.1",
     (
-        "parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1)",
-        "(ll * plan.weight[..., None]).mean(0, keepdim=True)",
+        "parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1",
+        "(ll * plan.weight[..., None]).mean(0, keepdim=True",
     ),
 )
 
@@ -302,12 +272,7 @@ def law_count_plan_frequencies(alg: Any) -> None:
         )
 
 
-rejects(
-    law_count_plan_frequencies,
-    "2.3",
-    ("noise.masked_fill(~domain, torch.inf).argsort", "noise.argsort"),
-    where="_random_subset",
-)
+rejects(law_count_plan_frequencies, "2.3", ("masked_fill(~domain, torch.inf).", ""), where="_random_subset")
 
 
 @judges("2.3")
@@ -331,7 +296,7 @@ def law_strata_do_not_raise_the_variance(alg: Any) -> None:
         assert found[True] < found[False] - 1e-6, f"strata {found[True]}, independent {found[False]}"
 
 
-rejects(law_strata_do_not_raise_the_variance, "2.3", ("inside.device)\n    if strata:", "inside.device)\n    if not strata:"))
+rejects(law_strata_do_not_raise_the_variance, "2.3", ("device)\n    if strata:", "device)\n    if not strata:"))
 
 
 @judges("2.3")
@@ -346,11 +311,7 @@ def law_count_plan_is_exact_for_consistent_models(alg: Any) -> None:
     close(ll_of(alg, model, rollout, plan).mean(), math.log(joint[response] / joint.sum()))
 
 
-rejects(
-    law_count_plan_is_exact_for_consistent_models,
-    "2.3",
-    ("(u * n).floor().long() + 1, n)", "(u.square() * n).floor().long() + 1, n)"),
-)
+rejects(law_count_plan_is_exact_for_consistent_models, "2.3", ("(u * n).floor(", "(u.square() * n).floor("))
 
 
 @judges("2.3", "2.4")
@@ -366,9 +327,7 @@ def law_single_position_is_exact(alg: Any) -> None:
     close(ll_of(alg, model, rollout, pairs).flatten(), [truth] * 8)
 
 
-rejects(
-    law_single_position_is_exact, "2.3", ("n = inside.sum(-1)\n    u =", "n = inside.sum(-1) * 0 + inside.shape[1]\n    u =")
-)
+rejects(law_single_position_is_exact, "2.3", ("sum(-1)\n    u =", "sum(-1) * 0 + inside.shape[1]\n    u ="))
 
 
 @judges("2.4")
@@ -517,9 +476,7 @@ def law_plan_refusals(alg: Any) -> None:
 
 rejects(law_plan_refusals, "2.3", ('if domain not in ("keep", "all"):', "if False:"), where="_domain")
 rejects(law_plan_refusals, "2.4", ("or value < least:", "or value < 0:"), where="_check_count")
-rejects(
-    law_plan_refusals, "3.1", ("        _check_num_states(rollout, num_states)\n        steps, scale", "        steps, scale")
-)
+rejects(law_plan_refusals, "3.1", ("_check_num_states(rollout, num_states)", ""))
 rejects(law_plan_refusals, "3.2", ("if name not in rollout.records:", "if False:"), where="record")
 rejects(law_plan_refusals, "3.3", ('    _check_count("plan.merge", merge)\n', ""))
 
@@ -576,7 +533,7 @@ rejects(
     law_coupled_plan,
     "2.9",
     ("[1.0, 1 / r, 1 / (1 - r)]", "[1.0, 1 / (1 - r), 1 / r]"),
-    ("keep & chosen, keep & ~chosen", "keep & chosen, keep & chosen"),
+    ("keep & ~chosen", "keep & chosen"),
     ("chosen, ~chosen])", "chosen, chosen])"),
     ("(high - low) * float(", "high * float("),
 )

@@ -89,7 +89,7 @@ rejects(
     "7.2",
     ("u = ll - ref\n", "u = ref - ll\n"),
     ("u.square() / 2", "u.square()"),
-    ('if form == "k1":\n        return u', 'if form == "k1":\n        return u.abs()'),
+    (":\n        return u", ":\n        return u.abs()"),
 )
 
 
@@ -185,7 +185,7 @@ def law_token_ratios_at_the_wrong_temperature(alg: Any) -> None:
     assert float((same - 1).abs().max()) > 0.1, "the policy alone"
 
 
-rejects(law_token_ratios_at_the_wrong_temperature, "4.1", ("log_p = (logits / temperature)", "log_p = (logits * temperature)"))
+rejects(law_token_ratios_at_the_wrong_temperature, "4.1", ("logits / temperature", "logits * temperature"))
 
 
 @judges("7.1", "3.1", "8.10")

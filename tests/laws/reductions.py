@@ -47,12 +47,7 @@ def law_reductions(alg: Any) -> None:
     refuses(lambda: alg.reduce_logp(logp, plan, level="word", normalizer=None), "reduction", "'word'", "token")
 
 
-rejects(
-    law_reductions,
-    "5.1",
-    ("ll = logp * plan.scored", "ll = logp"),
-    ("ll = ll.sum(-1, keepdim=True)", "ll = ll.mean(-1, keepdim=True)"),
-)
+rejects(law_reductions, "5.1", ("ll = logp * plan.scored", "ll = logp"), ("ll = ll.sum(-1,", "ll = ll.mean(-1,"))
 rejects(law_reductions, "5.1", ('{"state": states,', '{"state": 1,'), where="_parts")
 
 
@@ -82,8 +77,8 @@ def law_entries(alg: Any) -> None:
 rejects(
     law_entries,
     "5.1",
-    (".unflatten(0, (parts, -1)).any(1)", ".unflatten(0, (parts, -1)).all(1)"),
-    ("weight = torch.ones_like(plan.weight[:parts, :, None])", "weight = plan.weight.sum(0)[None, :, None]"),
+    ("parts, -1)).any(1)", "parts, -1)).all(1)"),
+    ("torch.ones_like(plan.weight[:parts, :, None])", "plan.weight.sum(0)[None, :, None]"),
     where="entries",
 )
 
@@ -122,7 +117,7 @@ def law_aggregation(alg: Any) -> None:
     refuses(lambda: alg.aggregate(loss, plan, rollout, level="token", how="mean"), "aggregation", "'mean'", "token_mean")
 
 
-rejects(law_aggregation, "9.1", ("total.sum() / rollout.lengths.sum()", "total.mean() / rollout.lengths.sum()"))
+rejects(law_aggregation, "9.1", ("total.sum() / rollout", "total.mean() / rollout"))
 
 
 @judges("9.1")
@@ -141,12 +136,7 @@ def law_aggregation_invariances(alg: Any) -> None:
         close(padded, value * 5 / 8 if how == "fixed_length" else value, f"{how}: padding")
 
 
-rejects(
-    law_aggregation_invariances,
-    "9.1",
-    ("total = (loss * weight * present).sum((0, 2))", "total = (loss * weight).sum((0, 2))"),
-    ("total.mean() / rollout.keep.shape[1]", "total.mean() / rollout.lengths.max()"),
-)
+rejects(law_aggregation_invariances, "9.1", ("weight * present", "weight"), (".keep.shape[1]", ".lengths.max()"))
 
 
 @judges("9.1")
@@ -165,7 +155,7 @@ def law_aggregation_of_prompts(alg: Any) -> None:
         close(alg.aggregate(loss, plan, rollout, level="token", how=how), shares[0] * alone[0] + shares[1] * alone[1], how)
 
 
-rejects(law_aggregation_of_prompts, "9.1", ("(total / rollout.lengths).mean()", "(total / rollout.lengths).sum()"))
+rejects(law_aggregation_of_prompts, "9.1", ("lengths).mean()", "lengths).sum()"))
 
 
 def eubo_by_loops(logp: list[dict[int, Any]], weight: list[float], beta: float) -> Any:
@@ -241,7 +231,7 @@ def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
                     close(got[k, b, i], expected, f"beta {beta}")
 
 
-rejects(law_eubo_gradient_is_a_soft_maximum, "5.2", ("/ beta / seen.sum(-1).clamp(min=1)", "/ beta / seen.shape[-1]"))
+rejects(law_eubo_gradient_is_a_soft_maximum, "5.2", ("sum(-1).clamp(min=1)", "shape[-1]"))
 
 
 @judges("5.2")
@@ -311,7 +301,7 @@ def law_eubo_over_all_states(alg: Any) -> None:
         close(ladder[-1], best, "beta -> inf", 0.05)
 
 
-rejects(law_eubo_over_all_states, "5.2", ("terms = beta * logp + plan.weight[..., None].log()", "terms = beta * logp"))
+rejects(law_eubo_over_all_states, "5.2", ("+ plan.weight[..., None].log()", ""))
 
 
 @judges("5.2")
@@ -371,7 +361,7 @@ def law_sandwich(alg: Any) -> None:
         assert torch.equal(got["score"], plain), "good answers, or omega 0: ll exactly"
 
 
-rejects(law_sandwich, "5.3", ("omega * upper + (1 - omega) * ll)", "(1 - omega) * upper + omega * ll)"))
+rejects(law_sandwich, "5.3", ("omega * upper + (1 - omega)", "(1 - omega) * upper + omega"))
 
 
 @judges("5.1")

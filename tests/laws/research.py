@@ -62,7 +62,7 @@ def law_arc_plan_states(alg: Any) -> None:
         refuses(lambda wrong=wrong: alg.arc_plan(rollout, seeded(), num_states=wrong, domain="keep"), "num_states", str(wrong))
 
 
-rejects(law_arc_plan_states, "", ("< count[..., None]) & inside", "<= count[..., None]) & inside"), where="_arcs")
+rejects(law_arc_plan_states, "", ("< count[..., None", "<= count[..., None"), where="_arcs")
 rejects(law_arc_plan_states, "2.11", ('_check_count("plan.num_states", num_states)', ""))
 
 
@@ -270,10 +270,7 @@ def law_control_variate_by_hand(alg: Any) -> None:
 
 
 rejects(
-    law_control_variate_by_hand,
-    "2.12",
-    ('record(rollout, "solved").long()', '1 - record(rollout, "solved").long()'),
-    ("own.split([20, 30, 7], -1)", "own.flip(-1).split([20, 30, 7], -1)"),
+    law_control_variate_by_hand, "2.12", ("record(rollout", "1 - record(rollout"), ("own.split([20,", "own.flip(-1).split([20,")
 )
 rejects(
     law_control_variate_by_hand,
@@ -374,7 +371,7 @@ def law_control_variate_frequencies(alg: Any) -> None:
     frequencies_agree(plan.scored[0].double().argmax(-1)[count[0] == 0], double([0.25] * 4), "a position alone")
 
 
-rejects(law_control_variate_frequencies, "", ("_uniform(tuple(inside.shape)", "_uniform((1, inside.shape[1])"), where="_arcs")
+rejects(law_control_variate_frequencies, "", ("tuple(inside.shape", "(1, inside.shape[1]"), where="_arcs")
 
 
 @judges("2.12")

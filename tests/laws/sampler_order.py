@@ -137,16 +137,13 @@ def law_order_kernel(alg: Any) -> None:
 rejects(
     law_order_kernel,
     "4.2",
-    ("mine, log_p = token_confidence(logits), (", "mine, log_p = (logits / temperature).log_softmax(-1).float(), ("),
+    ("token_confidence(logits", "(logits / temperature).log_softmax(-1).float("),
     where="log_passed_over",
 )
 rejects(
-    law_order_kernel,
-    "4.2",
-    ("lowest = chosen.amin(-1, keepdim=True)", "lowest = chosen.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)"),
-    where="confidence_to_beat",
+    law_order_kernel, "4.2", ("chosen.amin(-1", "chosen.masked_fill(~scored, -torch.inf).amax(-1"), where="confidence_to_beat"
 )
-rejects(law_order_kernel, "4.2", ("(total / scored.sum(-1).clamp(min=1))[:, None]", "total[:, None]"))
+rejects(law_order_kernel, "4.2", ("(total / scored.sum(-1).clamp(min=1))", "total"))
 
 
 @judges("4.5")
@@ -206,9 +203,7 @@ def law_threshold_kernel_on_ties(alg: Any) -> None:
     assert steps == {(0, 0, 0)}, "the fixture has no confidence that is equal to tau"
 
 
-rejects(
-    law_threshold_kernel_on_ties, "4.5", ("confidence < log_threshold(threshold)", "confidence <= log_threshold(threshold)")
-)
+rejects(law_threshold_kernel_on_ties, "4.5", ("< log_threshold", "<= log_threshold"))
 rejects(law_threshold_kernel_on_ties, "4.5", ("reached = limit >= floor", "reached = limit > floor"), where="threshold_to_beat")
 
 
@@ -251,10 +246,7 @@ def law_exact_score_is_the_policy_gradient(alg: Any) -> None:
 
 
 rejects(
-    law_exact_score_is_the_policy_gradient,
-    "4.2",
-    ("return probability.clamp(", "return probability.detach().clamp("),
-    where="log_passed_over",
+    law_exact_score_is_the_policy_gradient, "4.2", ("probability.clamp", "probability.detach().clamp"), where="log_passed_over"
 )
 
 
@@ -366,12 +358,7 @@ def law_impossible_orders(alg: Any) -> None:
         assert bool(both.isfinite().all()) and float(both.abs().max()) < 1e-30
 
 
-rejects(
-    law_impossible_orders,
-    "4.2",
-    ("probability.clamp(min=torch.finfo(probability.dtype).tiny).log()", "probability.log()"),
-    where="log_passed_over",
-)
+rejects(law_impossible_orders, "4.2", ("clamp(min=torch.finfo(probability.dtype).tiny).", ""), where="log_passed_over")
 
 
 @judges("4.5")
@@ -413,13 +400,8 @@ def law_other_orders_have_no_position_factor(alg: Any) -> None:
     close(torch.autograd.grad(passed.sum(), log_f)[0], torch.zeros(6), "candidates, and nothing scored: gradient")
 
 
-rejects(
-    law_other_orders_have_no_position_factor,
-    "4.2",
-    ('if rollout.sampler.order != "low_confidence":', 'if rollout.sampler.order == "random":'),
-    where="_candidates",
-)
-rejects(law_other_orders_have_no_position_factor, "4.2", ("total / scored.sum(-1).clamp(min=1)", "total / scored.sum(-1)"))
+rejects(law_other_orders_have_no_position_factor, "4.2", ('!= "low_confidence', '== "random'), where="_candidates")
+rejects(law_other_orders_have_no_position_factor, "4.2", ("1).clamp(min=1)", "1)"))
 
 
 @judges("4.2", "4.1")
@@ -477,12 +459,7 @@ def law_egspo_exact_row(alg: Any) -> None:
         assert max(ratios) > 1.2 and min(ratios) < 0.9, f"ratios {ratios}"
 
 
-rejects(
-    law_egspo_exact_row,
-    "4.2",
-    ('logp = logp + feature["order_logp"]', 'logp = logp + feature["order_logp"].detach()'),
-    where="reduced",
-)
+rejects(law_egspo_exact_row, "4.2", ('["order_logp"]', '["order_logp"].detach()'), where="reduced")
 
 
 @judges("3.5", "3.1")
@@ -504,7 +481,7 @@ def law_threshold_staircase(alg: Any) -> None:
         close(oracle.table_gradient(model, (chance * reward * ll).sum()), truth, "policy gradient")
 
 
-rejects(law_threshold_staircase, "3.5", ("first = first.where(first >= 0, at_most)", "first = at_most.expand_as(first)"))
+rejects(law_threshold_staircase, "3.5", ("first.where(first >= 0, at_most", "at_most.expand_as(first"))
 
 
 def share(own: Tensor, best: list[Tensor]) -> Tensor:
@@ -533,7 +510,7 @@ rejects(
     "4.4",
     ("own - torch.logaddexp(own, rivals)", "torch.logaddexp(own, rivals) - own"),
     ("rivals)) * scored", "rivals))"),
-    ("masked_scatter(passed, best)", "masked_scatter(passed, best.detach())"),
+    ("(passed, best)", "(passed, best.detach())"),
     ("torch.finfo(own.dtype).min", "0.0"),
 )
 
@@ -584,7 +561,7 @@ rejects(
 rejects(
     law_position_feature,
     "4.4",
-    ('["logit"] = logits.gather(', '["logit"] = logits.detach().gather('),
-    ('["logit"] = logits.gather(', '["logit"] = (logits / temperature).gather('),
+    ("logits.gather(", "logits.detach().gather("),
+    ("= logits.gather", "= (logits / temperature).gather"),
     where="token_features",
 )

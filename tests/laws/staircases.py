@@ -80,16 +80,9 @@ def law_one_forward_is_all_forwards(alg: Any) -> None:
             assert not got["logp"][~plan.scored].any()
 
 
+rejects(law_one_forward_is_all_forwards, "2.8", ("| _after_visible_prompt(rollout, later)", ""))
 rejects(
-    law_one_forward_is_all_forwards,
-    "2.8",
-    ("hidden = plan.hidden | _after_visible_prompt(rollout, later)", "hidden = plan.hidden"),
-)
-rejects(
-    law_one_forward_is_all_forwards,
-    "4.1",
-    ("[states][:, rollout.prompt.shape[1] :]", "[states][:, : rollout.response.shape[1]]"),
-    where="_staircase",
+    law_one_forward_is_all_forwards, "4.1", ("rollout.prompt.shape[1] :", ": rollout.response.shape[1]"), where="_staircase"
 )
 
 
@@ -109,13 +102,7 @@ def law_staircase_features_are_those_of_the_model(alg: Any) -> None:
 
 
 rejects(
-    law_staircase_features_are_those_of_the_model,
-    "4.1",
-    (
-        "own = alg.block_numbers(rollout).expand(len(by_block), 1, -1)\n    hidden = by_block.gather(1, own)[:, 0]",
-        "own = alg.block_numbers(rollout).flip(0).expand(len(by_block), 1, -1)\n    hidden = by_block.gather(1, own)[:, 0]",
-    ),
-    where="_staircase",
+    law_staircase_features_are_those_of_the_model, "4.1", ("rollout).expand(", "rollout).flip(0).expand("), where="_staircase"
 )
 
 
@@ -163,16 +150,16 @@ def law_staircase_mask(alg: Any) -> None:
 rejects(
     law_staircase_mask,
     "4.3",
-    ("rank[None, :] <= rank[:, None]", "rank[None, :] < rank[:, None]"),
-    ("block[None, :] < noisy[:, None]", "block[None, :] <= noisy[:, None]"),
-    ("noisy[None, :] == noisy[:, None]", "noisy[None, :] <= noisy[:, None]"),
+    ("None, :] <= rank[:,", "None, :] < rank[:,"),
+    ("None, :] < noisy[:,", "None, :] <= noisy[:,"),
+    ("None, :] == noisy[:", "None, :] <= noisy[:"),
     ('block if clean == "block" else place', 'place if clean == "block" else block'),
 )
 rejects(
     law_staircase_mask,
     "",
     ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1]"),
-    ("[prompt, response, response]", "[prompt, response, response + length]"),
+    ("response, response]", "response, response + length]"),
     where="staircase_positions",
 )
 rejects(
@@ -201,10 +188,7 @@ def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
 
 
 rejects(
-    law_two_passes_of_a_staircase_are_the_joint_graph,
-    "",
-    ("+ row[:, None]).split(size)", "+ row[:, None] * 0).split(size)"),
-    where="state_chunks",
+    law_two_passes_of_a_staircase_are_the_joint_graph, "", (":, None]).split(", ":, None] * 0).split("), where="state_chunks"
 )
 
 
@@ -223,15 +207,7 @@ def law_second_pass_skips_whole_forwards(alg: Any) -> None:
         close(tiny.gradient(model), truth, f"{name}: gradient", 1e-12)
 
 
-rejects(
-    law_second_pass_skips_whole_forwards,
-    "",
-    (
-        "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks)).any(1)",
-        "return (self.valid & self.scored.any(-1)).unflatten(0, (-1, self.blocks))[:, 0]",
-    ),
-    where="Plan.needed",
-)
+rejects(law_second_pass_skips_whole_forwards, "", ("blocks)).any(1)", "blocks))[:, 0]"), where="Plan.needed")
 
 
 @contextmanager
@@ -342,16 +318,11 @@ def law_staircase_inputs(alg: Any) -> None:
 rejects(
     law_staircase_inputs,
     "4.1",
-    ("h[where.unflatten(0, (-1, plan.blocks)).any(1)]", "h[where.unflatten(0, (-1, plan.blocks)).all(1)]"),
-    ("h[where.unflatten(0, (-1, plan.blocks)).any(1)]", "h[torch.ones_like(where.unflatten(0, (-1, plan.blocks))[:, 0])]"),
+    ("blocks)).any(1)", "blocks)).all(1)"),
+    ("where.unflatten(0, (-1, plan.blocks)).any(1", "torch.ones_like(where.unflatten(0, (-1, plan.blocks))[:, 0]"),
     where="_at",
 )
-rejects(
-    law_staircase_inputs,
-    "4.1",
-    ("    if plan.block_length is not None:\n        return", "    if False:\n        return"),
-    where="_encode",
-)
+rejects(law_staircase_inputs, "4.1", ("plan.block_length is not None", "False"), where="_encode")
 
 
 def ragged(blocks: int) -> tuple[Any, list]:
@@ -381,15 +352,7 @@ def law_state_chunks_are_whole_forwards(alg: Any) -> None:
     assert nothing.network_calls == 0 and list(alg.state_chunks(nothing, 4)) == []
 
 
-rejects(
-    law_state_chunks_are_whole_forwards,
-    "",
-    (
-        "states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)",
-        "states = forward[:, None] + torch.arange(plan.blocks, device=row.device)",
-    ),
-    where="state_chunks",
-)
+rejects(law_state_chunks_are_whole_forwards, "", ("* plan.blocks +", "+"), where="state_chunks")
 
 
 @judges("4.2")
@@ -407,9 +370,4 @@ def law_candidates(alg: Any) -> None:
             assert not alg._candidates(other, plan, states).any(), order
 
 
-rejects(
-    law_candidates,
-    "4.2",
-    ("current = (block * scored).amax(-1, keepdim=True)", "current = (block * scored).amin(-1, keepdim=True)"),
-    where="_candidates",
-)
+rejects(law_candidates, "4.2", ("scored).amax(-", "scored).amin(-"), where="_candidates")

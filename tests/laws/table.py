@@ -88,14 +88,9 @@ def law_methods(alg: Any, name: str, row: Any) -> None:
 
 
 rejects(law_methods, "10.1", ("surrogate + beta * penalty", "surrogate + penalty"))
-rejects(law_methods, "10.1", ("alg.kl_term(ll, target, form=", "alg.kl_term(ll.detach(), target, form="), where="penalty")
+rejects(law_methods, "10.1", ("kl_term(ll, target", "kl_term(ll.detach(), target"), where="penalty")
 rejects(law_methods, "10.1", ('"how": method.aggregation', '"how": "sequence_mean"'), where="method_loss")
-rejects(
-    law_methods,
-    "10.1",
-    ("rollout.logp.expand(plan.scored.shape)})", "0 * rollout.logp.expand(plan.scored.shape)})"),
-    where="behaviour_anchor",
-)
+rejects(law_methods, "10.1", ("rollout.logp.expand", "0 * rollout.logp.expand"), where="behaviour_anchor")
 # A mistake in each kind of field that a method has.
 rejects(law_methods, "10.1", ('KL("k3", 0.04)', 'KL("k2", 0.04)'), where="row.diffu-grpo-released")
 rejects(law_methods, "10.1", ('normalizer="kept_length"', 'normalizer="padded_length"'), where="row.gspo")
@@ -106,7 +101,7 @@ rejects(law_methods, "10.1", ('of="per_token"', 'of="log_likelihood"'), ("leave_
 rejects(law_methods, "10.1", ('reduction="position"', 'reduction="token"'), where="row.coupled-grpo")
 rejects(law_methods, "10.1", ('aggregation="entry_mean"', 'aggregation="token_mean"'), where="row.unigrpo")
 rejects(law_methods, "10.1", ('features=("logp", "position_logp")', 'features=("logp",)'), where="row.mask-aware")
-rejects(law_methods, "10.1", ('logp, feature["position_logp"]]', 'logp + feature["position_logp"]]'), where="reduced")
+rejects(law_methods, "10.1", ("logp, feature[", "logp + feature["), where="reduced")
 rejects(law_methods, "10.1", ("eubo_beta=1.5", "eubo_beta=1.0"), where="row.stabledrl-released")
 rejects(law_methods, "10.1", ('topk_divergence, form="tv"', 'topk_divergence, form="kl"'), where="row.dppo-topk")
 
@@ -147,12 +142,7 @@ def law_methods_treat_prompts_apart(alg: Any, name: str, row: Any) -> None:
 
 
 rejects(law_methods_treat_prompts_apart, "10.1", ('"how": method.aggregation', '"how": "token_mean"'), where="method_loss")
-rejects(
-    law_methods_treat_prompts_apart,
-    "10.1",
-    ("anchor, adv, rollout.num_generations, **extra)", "anchor, adv, adv.shape[1], **extra)"),
-    where="surrogate",
-)
+rejects(law_methods_treat_prompts_apart, "10.1", ("rollout.num_generations", "adv.shape[1]"), where="surrogate")
 
 
 @judges("10.1")
@@ -201,19 +191,11 @@ def law_penalty_of_whole_likelihoods(alg: Any) -> None:
             close(got, 0.25 * (whole.sum(0).square() / 2 / once).mean(), f"{of}, {normalizer}")
 
 
+rejects(law_penalty_of_whole_likelihoods, "10.1", ("dtype)[..., None]", "dtype)[..., None].square()"), where="penalty")
 rejects(
     law_penalty_of_whole_likelihoods,
     "10.1",
-    (
-        "kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None]",
-        "kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None].square()",
-    ),
-    where="penalty",
-)
-rejects(
-    law_penalty_of_whole_likelihoods,
-    "10.1",
-    ('if method.kl.of == "ratio" else plain', 'if method.kl.of != "log_likelihood" else plain'),
+    ('.of == "ratio"', '.of != "log_likelihood"'),
     ('method if method.kl.of == "ratio" else plain', "method"),
     where="kl_target",
 )
@@ -296,17 +278,9 @@ def law_normalizers(alg: Any) -> None:
     refuses(lambda: alg.behaviour_anchor(replay, plan, rollout), "anchor", "replay-grpo")
 
 
+rejects(law_normalizers, "10.1", ("not plan.replay or", ""), where="behaviour_anchor")
 rejects(
-    law_normalizers,
-    "10.1",
-    ('if not plan.replay or method.temperature != "sampling"', 'if method.temperature != "sampling"'),
-    where="behaviour_anchor",
-)
-rejects(
-    law_normalizers,
-    "10.1",
-    ('"padded_length": torch.full_like(rollout.lengths, rollout.keep.shape[1])', '"padded_length": rollout.lengths'),
-    where="normalizer",
+    law_normalizers, "10.1", ("torch.full_like(rollout.lengths, rollout.keep.shape[1])", "rollout.lengths"), where="normalizer"
 )
 
 
@@ -364,7 +338,7 @@ def law_clips_of_the_rows(alg: Any, name: str, method: Any) -> None:
 
 
 rejects(law_clips_of_the_rows, "10.1", ("epsilon_high=0.5", "epsilon_high=0.2"), where="row.diffu-grpo-released")
-rejects(law_clips_of_the_rows, "8.2", ("above, below = ratio > 1 + epsilon_high", "above, below = ratio > 1 + epsilon_low"))
+rejects(law_clips_of_the_rows, "8.2", ("> 1 + epsilon_high", "> 1 + epsilon_low"))
 rejects(law_clips_of_the_rows, "8.11", ("~inside | (u.exp() > cap)", "~inside"))
 rejects(law_clips_of_the_rows, "8.14", ("* loss, cut, bypass)", "* loss, bypass, cut)"))
 rejects(law_clips_of_the_rows, "10.1", ("epsilon_low=3e-4", "epsilon_low=4e-4"), where="row.mask-aware")
@@ -410,7 +384,7 @@ def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None
 rejects(
     law_rows_are_what_their_parts_declare,
     "10.1",
-    ("self.objective.func.linear and self.kl is None", "self.kl is None"),
+    ("objective.func.linear and self.", ""),
     ("and self.kl is None and extra", "and extra"),
     where="Method.linear",
 )
@@ -420,7 +394,7 @@ rejects(
     law_rows_are_what_their_parts_declare,
     "10.1",
     ("and penalty and extra", "and extra"),
-    ("self.kl is None or self.kl", "self.kl is not None and self.kl"),
+    ("kl is None or self.", "kl is not None and self."),
     where="Method.linear_on_policy",
 )
 
@@ -439,8 +413,8 @@ def law_needs_of_the_rows(alg: Any) -> None:
 rejects(
     law_needs_of_the_rows,
     "10.1",
-    ("asked = (self.step_value, *self.features, self.plan.func.__name__)", "asked = self.features"),
-    ("asked = (self.step_value, *self.features, self.plan.func.__name__)", "asked = (self.step_value,)"),
+    ("(self.step_value, *self.features, self.plan.func.__name__)", "self.features"),
+    ("*self.features, self.plan.func.__name__", ""),
     where="Method.needs",
 )
 rejects(law_needs_of_the_rows, "10.1", ('"sampled": ("one_step_sampled",)', '"sampled": ("one_step",)'), where="RECORDS")
@@ -485,7 +459,7 @@ def law_diagnostics(alg: Any) -> None:
 rejects(
     law_diagnostics,
     "",
-    ("present = alg.entries(plan, method.reduction)[0].expand_as(ll)", "present = torch.ones_like(ll, dtype=torch.bool)"),
+    ("alg.entries(plan, method.reduction)[0].expand_as(ll", "torch.ones_like(ll, dtype=torch.bool"),
     where="ratio_diagnostics",
 )
 
@@ -617,10 +591,7 @@ def law_exact_kl_in_the_loss(alg: Any) -> None:
 rejects(
     law_exact_kl_in_the_loss,
     "10.1",
-    (
-        "return reduced(method, plan, rollout, blank",
-        'return reduced(dataclasses.replace(method, normalizer="none"), plan, rollout, blank',
-    ),
+    ("reduced(method,", 'reduced(dataclasses.replace(method, normalizer="none"),'),
     where="penalty",
 )
 
@@ -648,7 +619,7 @@ def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
 rejects(
     law_gspo_moves_a_sequence_as_one,
     "10.1",
-    ('"kept_length": rollout.lengths,', '"kept_length": torch.full_like(rollout.lengths, 4),'),
+    (": rollout.lengths,", ": torch.full_like(rollout.lengths, 4),"),
     where="normalizer",
 )
 
@@ -677,6 +648,4 @@ def law_trust_diagnostics(alg: Any) -> None:
     assert any(a < 0 and p / m > 3.0 for p, m, a in seen), "dual clip acts"
 
 
-rejects(
-    law_trust_diagnostics, "", ('"clip_fraction": cut[present]', '"clip_fraction": (~cut)[present]'), where="ratio_diagnostics"
-)
+rejects(law_trust_diagnostics, "", ('": cut[present', '": (~cut)[present'), where="ratio_diagnostics")

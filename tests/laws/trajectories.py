@@ -58,12 +58,7 @@ def law_replay_states(alg: Any) -> None:
         close(plan.weight, torch.ones(plan.weight.shape), "weight")
 
 
-rejects(
-    law_replay_states,
-    "3.1",
-    ("scored = (unmask == steps[..., None])", "scored = (unmask >= steps[..., None])"),
-    where="_replay_states",
-)
+rejects(law_replay_states, "3.1", ("(unmask == steps", "(unmask >= steps"), where="_replay_states")
 
 
 @judges("3.1", "3.5", "4.1")
@@ -91,7 +86,7 @@ def law_replay_reproduces_the_sampler(alg: Any) -> None:
 rejects(
     law_replay_reproduces_the_sampler,
     "3.1",
-    ("masked = (unmask >= steps[..., None]) | (unmask < 0)", "masked = unmask >= steps[..., None]"),
+    ("(unmask >= steps[..., None]) | (unmask < 0)", "unmask >= steps[..., None]"),
     where="_replay_states",
 )
 rejects(law_replay_reproduces_the_sampler, "3.5", ("by_block.amin(1), by_block", "by_block.amax(1), by_block"))
@@ -129,12 +124,7 @@ def law_replay_leaves_out_decided_steps(alg: Any) -> None:
         assert case.eos is not None or plan.network_calls == run
 
 
-rejects(
-    law_replay_leaves_out_decided_steps,
-    "3.1",
-    ("return rollout.unmask_step.masked_fill(~rollout.keep, -1)", "return rollout.unmask_step"),
-    where="_last_deciding_step",
-)
+rejects(law_replay_leaves_out_decided_steps, "3.1", (".masked_fill(~rollout.keep, -1)", ""), where="_last_deciding_step")
 
 
 @judges("3.1")
@@ -150,12 +140,7 @@ def law_replay_of_confident_samplers_is_token_only(alg: Any) -> None:
     assert float((got - walk_gradient(case)).abs().max()) > 1e-3, "the bias that the docstring states is gone"
 
 
-rejects(
-    law_replay_of_confident_samplers_is_token_only,
-    "3.1",
-    ("masked = (unmask >= steps[..., None])", "masked = (unmask > steps[..., None])"),
-    where="_replay_states",
-)
+rejects(law_replay_of_confident_samplers_is_token_only, "3.1", ("unmask >= steps", "unmask > steps"), where="_replay_states")
 
 
 @judges("3.1")
@@ -182,9 +167,7 @@ def law_replay_subset_is_unbiased(alg: Any) -> None:
         assert torch.equal(plan.hidden[..., 3:][drawn], hidden[drawn]), "state of a chosen step"
 
 
-rejects(
-    law_replay_subset_is_unbiased, "3.1", ("available.clamp(min=1, max=num_states)", "available.clamp(min=1)"), where="_choose"
-)
+rejects(law_replay_subset_is_unbiased, "3.1", ("1, max=num_states", "1"), where="_choose")
 
 
 @judges("3.1")
@@ -198,12 +181,7 @@ def law_replay_subset_frequencies(alg: Any) -> None:
     close(plan.weight, torch.full((2, 3000), 2.0), "weight T/k")
 
 
-rejects(
-    law_replay_subset_frequencies,
-    "3.1",
-    ("noise = _uniform(tuple(valid.shape), generator", "noise = _uniform((valid.shape[0], 1), generator"),
-    where="_choose",
-)
+rejects(law_replay_subset_frequencies, "3.1", ("tuple(valid.shape", "(valid.shape[0], 1"), where="_choose")
 
 
 @judges("3.1")
@@ -231,7 +209,7 @@ rejects(
     law_replay_entropy_threshold,
     "3.1",
     ("masked_fill(rollout.unmask_step < 0, 0)", "clone()"),
-    ("scatter_add_(0, step.T, entropy.T)", "scatter_(0, step.T, entropy.T)"),
+    ("scatter_add_(0", "scatter_(0"),
     where="_step_entropy",
 )
 rejects(law_replay_entropy_threshold, "3.1", ("valid = valid & (entropy[", "valid = (entropy["))
@@ -321,11 +299,7 @@ def law_entropy_plan_takes_the_most_uncertain_steps(alg: Any) -> None:
     assert plan.network_calls == 4 + 2 + 1 + 2
 
 
-rejects(
-    law_entropy_plan_takes_the_most_uncertain_steps,
-    "3.2",
-    ("ranked.argsort(dim=0, descending=True, stable=True)", "ranked.argsort(dim=0, descending=False, stable=True)"),
-)
+rejects(law_entropy_plan_takes_the_most_uncertain_steps, "3.2", ("descending=True,", "descending=False,"))
 
 
 @judges("3.2")
@@ -349,9 +323,7 @@ def law_entropy_plan_shared(alg: Any) -> None:
     assert each[0].tolist() != plan.step[0].tolist(), "the fixture does not tell shared from individual choice"
 
 
-rejects(
-    law_entropy_plan_shared, "3.2", ("entropy.masked_fill(decided, 0).sum(1, keepdim=True)", "entropy.sum(1, keepdim=True)")
-)
+rejects(law_entropy_plan_shared, "3.2", ("masked_fill(decided, 0).", ""))
 
 
 @judges("3.2")
@@ -375,7 +347,7 @@ def law_entropy_plan_weights(alg: Any) -> None:
     assert {1, 2, 3} <= sizes, f"the fixture has steps of {sizes} tokens"
 
 
-rejects(law_entropy_plan_weights, "3.2", ("plan.weight / (num_states * tokens)", "plan.weight / num_states"))
+rejects(law_entropy_plan_weights, "3.2", ("(num_states * tokens)", "num_states"))
 
 
 @judges("3.2")
@@ -422,11 +394,7 @@ def law_entropy_bounds_what_a_fixed_selection_loses(alg: Any) -> None:
         assert bounds[best] == min(bound for chosen, bound in bounds.items() if len(chosen) == 1)
 
 
-rejects(
-    law_entropy_bounds_what_a_fixed_selection_loses,
-    "4.1",
-    ('values["entropy"] = -_expectation(log_p, log_p)', 'values["entropy"] = -_expectation(log_p, log_p) / 64'),
-)
+rejects(law_entropy_bounds_what_a_fixed_selection_loses, "4.1", ("(log_p, log_p)", "(log_p, log_p) / 64"))
 
 
 @judges("4.1")
@@ -447,11 +415,7 @@ def law_entropy_bounds_the_score(alg: Any) -> None:
             assert h <= math.log(3) + 1e-12, "nats"
 
 
-rejects(
-    law_entropy_bounds_the_score,
-    "4.1",
-    ('values["entropy"] = -_expectation(log_p, log_p)', 'values["entropy"] = -_expectation(log_p, log_p) / 2'),
-)
+rejects(law_entropy_bounds_the_score, "4.1", ("(log_p, log_p)", "(log_p, log_p) / 2"))
 
 
 @judges("4.1", "3.1")
@@ -468,11 +432,7 @@ def law_score_at_another_temperature(alg: Any) -> None:
             assert low <= error <= high, f"{case}, scored at {temperature}: relative error {error}"
 
 
-rejects(
-    law_score_at_another_temperature,
-    "4.1",
-    ("log_p = (logits / temperature).log_softmax(-1)", "log_p = logits.log_softmax(-1)"),
-)
+rejects(law_score_at_another_temperature, "4.1", ("(logits / temperature)", "logits"))
 
 
 @judges("3.3")
@@ -496,8 +456,8 @@ def law_merged_states(alg: Any) -> None:
 rejects(
     law_merged_states,
     "3.3",
-    ('merge, rounding_mode="floor")', 'merge, rounding_mode="trunc")'),
-    ("torch.div(rollout.unmask_step, merge, rounding_mode", "torch.div(rollout.unmask_step + 1, merge, rounding_mode"),
+    ('rounding_mode="floor")', 'rounding_mode="trunc")'),
+    ("rollout.unmask_step,", "rollout.unmask_step + 1,"),
 )
 
 
@@ -547,7 +507,7 @@ def law_prediction_plan(alg: Any) -> None:
 rejects(
     law_prediction_plan,
     "3.4",
-    ('record(rollout, "one_step_proposed").transpose(0, 1)', 'record(rollout, "one_step_proposed").transpose(0, 1).flip(0)'),
-    ("weight=scored.shape[-1] / scored.sum(-1)", "weight=1 / scored.sum(-1)"),
-    ("[..., rollout.prompt.shape[1] :] & plan.valid[..., None]\n    drawn", "[..., rollout.prompt.shape[1] :]\n    drawn"),
+    ("transpose(0, 1)", "transpose(0, 1).flip(0)"),
+    ("scored.shape[-1]", "1"),
+    ("& plan.valid[..., None]", ""),
 )

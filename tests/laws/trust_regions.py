@@ -68,14 +68,7 @@ def law_dual_clip_gradient(alg: Any) -> None:
     )
 
 
-rejects(
-    law_dual_clip_gradient,
-    "8.6",
-    (
-        "torch.where(adv < 0, torch.minimum(loss, -bound * adv), loss)",
-        "torch.where(adv > 0, torch.minimum(loss, -bound * adv), loss)",
-    ),
-)
+rejects(law_dual_clip_gradient, "8.6", ("where(adv < 0,", "where(adv > 0,"))
 
 
 @judges("8.7")
@@ -102,16 +95,10 @@ def law_binary_divergence(alg: Any) -> None:
 rejects(
     law_binary_divergence,
     "8.7",
-    (
-        "token = torch.stack([ll.detach().exp(), -torch.expm1(ll.detach())], -1)",
-        "token = torch.stack([ll.exp(), -torch.expm1(ll)], -1)",
-    ),
-    ("_divergence(drawn, token, form)", "_divergence(token, drawn, form)"),
-    (
-        "token = torch.stack([ll.detach().exp(), -torch.expm1(ll.detach())], -1)",
-        "token = torch.stack([ll.detach().exp(), 0 * (ll.detach())], -1)",
-    ),
-    ("drawn = torch.stack([anchor.exp(), -torch.expm1(anchor)], -1)", "drawn = torch.stack([anchor.exp(), 0 * (anchor)], -1)"),
+    ("detach().exp(), -torch.expm1(ll.detach()", "exp(), -torch.expm1(ll"),
+    ("(drawn, token,", "(token, drawn,"),
+    ("(), -torch.expm1(ll.", "(), 0 * (ll."),
+    ("(), -torch.expm1(anchor)", "(), 0 * (anchor)"),
 )
 
 
@@ -163,10 +150,8 @@ def law_divergence_chain(alg: Any) -> None:
         close(got, [full] * vocab, f"{form}: M = V")
 
 
-rejects(
-    law_divergence_chain, "8.7", ("return (pi - mu).abs().sum(-1) / 2", "return (pi - mu).abs().sum(-1)"), where="_divergence"
-)
-rejects(law_divergence_chain, "8.8", ("drawn = (~listed).expand(ll.shape)", "drawn = listed.expand(ll.shape)"))
+rejects(law_divergence_chain, "8.7", ("().sum(-1) / 2", "().sum(-1)"), where="_divergence")
+rejects(law_divergence_chain, "8.8", ("= (~listed).expand", "= listed.expand"))
 rejects(law_divergence_chain, "8.8", ("1 - p.sum(-1, keepdim=True)", "0 * p[..., :1]"), where="_with_rest")
 
 
@@ -202,12 +187,9 @@ rejects(law_topk_divergence, "8.8", ('if form not in ("tv", "kl"):', "if False:"
 rejects(
     law_topk_divergence,
     "8.8",
-    ("drawn = (~listed).expand(ll.shape)", "drawn = (listed | True).expand(ll.shape)"),
-    (
-        '_with_rest(feature["topk_logp"].detach(), feature["logp"].detach(), drawn)',
-        '_with_rest(feature["topk_logp"], feature["logp"], drawn)',
-    ),
-    ("rollout.response[..., None]).any(-1)", "rollout.response[..., None]).all(-1)"),
+    ("= (~listed).expand", "= (listed | True).expand"),
+    ('.detach(), feature["logp"].detach()', ', feature["logp"]'),
+    ("None]).any(-1)", "None]).all(-1)"),
 )
 
 
@@ -228,9 +210,9 @@ def law_trust_mask(alg: Any) -> None:
 rejects(
     law_trust_mask,
     "8.9",
-    ("return ~(outside & (torch.sign(adv) * log_ratios > 0))", "return ~(outside & (torch.sign(adv) * log_ratios < 0))"),
-    ("return ~(outside & (torch.sign(adv) * log_ratios > 0))", "return ~(outside & (torch.sign(adv) * log_ratios >= 0))"),
-    ("return ~(outside & (torch.sign(adv) * log_ratios > 0))", "return ~outside"),
+    ("log_ratios > 0", "log_ratios < 0"),
+    ("log_ratios > 0", "log_ratios >= 0"),
+    ("(outside & (torch.sign(adv) * log_ratios > 0))", "outside"),
 )
 
 
@@ -253,10 +235,7 @@ def law_dppo_gradient(alg: Any) -> None:
 rejects(
     law_dppo_gradient,
     "8.10",
-    (
-        "return _surrogate(-u.exp() * adv * inside, ~inside)",
-        "inside = trust_mask(u.detach(), adv, divergence < delta)\n    return _surrogate(-u.exp() * adv * inside, ~inside)",
-    ),
+    ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence < delta)\n    return _surrogate"),
 )
 
 
@@ -282,8 +261,8 @@ rejects(
     law_dppo_examples,
     "8.10",
     (
-        "if divergence is None:\n        divergence = binary_divergence(ll, anchor, form=form)",
-        "if True:\n        divergence = binary_divergence(ll, anchor, form=form or 'tv')",
+        "divergence is None:\n        divergence = binary_divergence(ll, anchor, form=form",
+        "True:\n        divergence = binary_divergence(ll, anchor, form=form or 'tv'",
     ),
 )
 
@@ -300,14 +279,7 @@ def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
             close(got, -adv * pi / mu, "no trust region")
 
 
-rejects(
-    law_dppo_is_ppo_with_its_own_clip,
-    "8.10",
-    (
-        "return _surrogate(-u.exp() * adv * inside, ~inside)",
-        "return _surrogate(-u.exp() * adv.abs() * inside, ~inside)",
-    ),
-)
+rejects(law_dppo_is_ppo_with_its_own_clip, "8.10", ("* adv * inside", "* adv.abs() * inside"))
 
 
 @judges("8.11", "8.9")
@@ -328,14 +300,7 @@ def law_dppo_released(alg: Any) -> None:
             assert bool((got != bare)[~below].any())
 
 
-rejects(
-    law_dppo_released,
-    "8.11",
-    (
-        "weights = u.exp().clamp(max=cap) * inside\n    return _surrogate(-weights * adv * ll,",
-        "weights = u.exp() * inside\n    return _surrogate(-weights * adv * ll,",
-    ),
-)
+rejects(law_dppo_released, "8.11", (".clamp(max=cap)", ""))
 
 
 @judges("8.12")
@@ -355,11 +320,7 @@ def law_spo_gradient(alg: Any) -> None:
     close(weight(of(alg.spo, epsilon=0.2), 1e-2, 1e-4, 1.0), -494.0, "no bound")
 
 
-rejects(
-    law_spo_gradient,
-    "8.12",
-    ("penalty = adv.abs() * (ratio - 1).square() / (2 * epsilon)", "penalty = adv * (ratio - 1).square() / (2 * epsilon)"),
-)
+rejects(law_spo_gradient, "8.12", ("= adv.abs() * (", "= adv * ("))
 
 
 @judges("8.13")
@@ -378,14 +339,7 @@ def law_drpo_gradient(alg: Any) -> None:
             close(steps, [-math.copysign(1, a) / delta * 0.998 / 39] * 39, f"{delta}: one slope everywhere")
 
 
-rejects(
-    law_drpo_gradient,
-    "8.13",
-    (
-        "penalty = adv.abs() * mu * (ratio - 1).square() / (2 * delta)",
-        "penalty = adv * mu * (ratio - 1).square() / (2 * delta)",
-    ),
-)
+rejects(law_drpo_gradient, "8.13", ("= adv.abs() * mu", "= adv * mu"))
 
 
 @judges("8.13", "8.10")
@@ -407,10 +361,7 @@ def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
 rejects(
     law_drpo_turns_back_where_dppo_stops,
     "8.10",
-    (
-        "return _surrogate(-u.exp() * adv * inside, ~inside)",
-        "inside = trust_mask(u.detach(), adv, divergence > delta / 2)\n    return _surrogate(-u.exp() * adv * inside, ~inside)",
-    ),
+    ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence > delta / 2)\n    return _surrogate"),
 )
 
 
@@ -427,14 +378,7 @@ def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
         assert bool(((got + adv * pi / mu).abs() <= adv.abs() * pi / mu / delta).all()), "unregularised in the limit"
 
 
-rejects(
-    law_drpo_is_spo_with_its_own_epsilon,
-    "8.13",
-    (
-        "penalty = adv.abs() * mu * (ratio - 1).square() / (2 * delta)",
-        "penalty = adv.abs() * mu.square() * (ratio - 1).square() / (2 * delta)",
-    ),
-)
+rejects(law_drpo_is_spo_with_its_own_epsilon, "8.13", ("() * mu * (ratio", "() * mu.square() * (ratio"))
 
 
 @judges("8.13", "8.12")
@@ -460,14 +404,7 @@ def law_drpo_bounds_the_weight_not_the_coefficient(alg: Any) -> None:
         assert got[1] > got[0] and got[1] > got[2] and abs(got[1] - peak) < 1e-3 * peak
 
 
-rejects(
-    law_drpo_bounds_the_weight_not_the_coefficient,
-    "8.13",
-    (
-        "penalty = adv.abs() * mu * (ratio - 1).square() / (2 * delta)",
-        "penalty = adv.abs() * (ratio - 1).square() / (2 * delta)",
-    ),
-)
+rejects(law_drpo_bounds_the_weight_not_the_coefficient, "8.13", ("() * mu * (ratio -", "() * (ratio -"))
 
 
 @judges("8.13", "8.10")
@@ -492,11 +429,7 @@ def law_the_boundary_must_be_a_probability(alg: Any) -> None:
         close(got[0 if a > 0 else 1], 0.0, f"kl stops every token: mu {mu}, delta {delta}, adv {a}", 0.0)
 
 
-rejects(
-    law_the_boundary_must_be_a_probability,
-    "8.9",
-    ("return ~(outside & (torch.sign(adv) * log_ratios > 0))", "return ~(outside & (log_ratios > 0))"),
-)
+rejects(law_the_boundary_must_be_a_probability, "8.9", ("torch.sign(adv) *", ""))
 
 
 def family(alg: Any) -> dict[str, Callable]:
@@ -526,11 +459,7 @@ def law_on_policy_all_are_reinforce(alg: Any) -> None:
         close(got, [-a * ((v == 2) - p) for v, p in enumerate(z.softmax(-1).tolist())], f"{name}: logits")
 
 
-rejects(
-    law_on_policy_all_are_reinforce,
-    "8.2",
-    ("ratio = log_ratio(ll, anchor).exp()", "ratio = log_ratio(ll, anchor).exp().detach() + 0 * ll"),
-)
+rejects(law_on_policy_all_are_reinforce, "8.2", ("ll, anchor).exp()", "ll, anchor).exp().detach() + 0 * ll"))
 
 
 @judges("8.6", "8.10", "8.11", "8.12", "8.13")
@@ -545,14 +474,7 @@ def law_advantage_is_a_scale(alg: Any) -> None:
             close(scaled / max(k, 1e-9), got[0] if k else torch.zeros_like(mu), f"{name}: {k}")
 
 
-rejects(
-    law_advantage_is_a_scale,
-    "8.12",
-    (
-        "penalty = adv.abs() * (ratio - 1).square() / (2 * epsilon)",
-        "penalty = adv.square() * (ratio - 1).square() / (2 * epsilon)",
-    ),
-)
+rejects(law_advantage_is_a_scale, "8.12", ("penalty = adv.abs() *", "penalty = adv.square() *"))
 
 
 @judges("8.12", "8.13")
@@ -568,14 +490,7 @@ def law_penalties_in_expectation(alg: Any) -> None:
         close(got, gain - float(adv.abs() @ (share / mu)) / (2 * delta), f"chi-square, {delta}")
 
 
-rejects(
-    law_penalties_in_expectation,
-    "8.12",
-    (
-        "penalty = adv.abs() * (ratio - 1).square() / (2 * epsilon)",
-        "penalty = adv.abs() * anchor.exp() * (ratio - 1).square() / (2 * epsilon)",
-    ),
-)
+rejects(law_penalties_in_expectation, "8.12", ("abs() * (ratio -", "abs() * anchor.exp() * (ratio -"))
 
 
 def simplex_optimum(mu: Tensor, adv: Tensor, delta: float) -> tuple[Tensor, float]:
