@@ -33,44 +33,16 @@ Loss = Callable[[dict[str, Tensor]], Tensor]  # of the features of a plan
 
 
 class Alone:
-    """One process, which shares nothing. run/distributed.py has the same functions for several."""
+    """One process, which shares nothing. run/distributed.py has these functions for several."""
 
     generate = staticmethod(sampler.generate)
-
-    @staticmethod
-    def num_processes() -> int:
-        """Processes that share the work."""
-        return 1
-
-    @staticmethod
-    def on_main(call: Callable[[], Any]) -> Any:
-        """``call()``, in process 0 alone; its result in all."""
-        return call()
-
-    @staticmethod
-    def share_plan(plan: Plan) -> tuple[Plan, Tensor | None]:
-        """The plan of this process's forwards, and which of their states are its own (K, B)."""
-        return plan, None
-
-    @staticmethod
-    def keep_own(values: dict[str, Tensor], own: Tensor | None) -> dict[str, Tensor]:
-        """``values`` with 0 at all states but its own."""
-        return values
-
-    @staticmethod
-    def sum_shares(values: dict[str, Tensor], own: Tensor | None) -> dict[str, Tensor]:
-        """``values``, each state's from the process whose own it is."""
-        return values
-
-    @staticmethod
-    def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The values of process 0."""
-        return values
-
-    @staticmethod
-    def full_tensor(value: Tensor) -> Tensor:
-        """All of a tensor of which each process may hold a share."""
-        return value
+    num_processes = staticmethod(lambda: 1)
+    on_main = staticmethod(lambda call: call())  # in process 0 alone, its result in all
+    share_plan = staticmethod(lambda plan: (plan, None))  # a process's forwards, its own states
+    keep_own = staticmethod(lambda values, own: values)
+    sum_shares = staticmethod(lambda values, own: values)
+    from_main = staticmethod(lambda values: values)
+    full_tensor = staticmethod(lambda value: value)
 
 
 class Backward(NamedTuple):

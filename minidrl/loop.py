@@ -52,9 +52,8 @@ def take_step(run: Run, step: int) -> dict:
     if s.filter_groups:
         experience = collected.select((collected.groups != collected.groups[:, :1]).any(1))
     if not len(experience.reward):
-        return bookkeeping.of_step(
-            run, step, collected, [skip(run) for _ in range(s.num_iterations)]
-        )
+        rows = [skip(run) for _ in range(s.num_iterations)]
+        return bookkeeping.of_step(run, step, collected, rows)
 
     # Where the likelihood of an answer is looked at, and what each answer (or state) was worth.
     credited = plans(run, step, experience)
