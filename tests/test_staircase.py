@@ -21,7 +21,7 @@ from minidrl.tasks.countdown import tokenizer
 STREAMS = ("block", "causal")
 N, P, L, B = 3, 5, 12, 4
 each_stream = pytest.mark.parametrize("stream", STREAMS)
-each_depth = pytest.mark.parametrize("layers", [1, 2, 4])
+each_depth = pytest.mark.parametrize("layers", [1, 3])
 
 
 # ------------------------------------------------------------------------------------------------------------- the judge
@@ -112,9 +112,9 @@ def law_one_forward_is_all_forwards(model, size: int, stream: str) -> None:
 
 @each_depth
 @each_stream
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 12])
-def test_one_forward_equals_one_forward_a_block(layers, stream, size):
-    law_one_forward_is_all_forwards(network(layers), size, stream)
+def test_one_forward_equals_one_forward_a_block(layers, stream):
+    for size in (1, 4, 12):
+        law_one_forward_is_all_forwards(network(layers), size, stream)
 
 
 @each_stream
@@ -151,20 +151,6 @@ def test_a_noisy_block_depends_on_the_clean_blocks_before_it_and_on_itself(strea
     assert moved(before, noisy) == [other == k for other in range(L // B)]
     prompt = staircase(model, changed(data, "prompt", slice(1, 2)), stream=stream)
     assert moved(before, prompt) == [True] * (L // B)
-
-
-@each_stream
-def test_clean_rows_do_not_depend_on_noisy_tokens(stream):
-    model = network(2)
-    data, rows = batch(model), []
-    mask = alg.staircase_mask(data["prompt_mask"], L, B, clean=stream)
-    position = alg.staircase_positions(data["prompt_mask"], L)
-    for values in (data, changed(data, "noisy", slice(None))):
-        tokens = torch.cat([values["prompt"], values["clean"], values["noisy"]], 1)
-        body = model.model.model(input_ids=tokens, attention_mask=mask, position_ids=position, use_cache=False)
-        rows.append(body.last_hidden_state)
-    assert torch.equal(rows[0][:, : P + L], rows[1][:, : P + L])
-    assert not torch.allclose(rows[0][:, P + L :], rows[1][:, P + L :], atol=1e-3)
 
 
 @each_stream
@@ -214,14 +200,6 @@ def test_the_number_of_pairs(prompt, length, size):
     causal = alg.staircase_mask(torch.ones(1, prompt, dtype=torch.bool), length, size, clean="causal")
     assert int(causal.sum()) == pairs - length * (size - 1) // 2, "what a clean token no longer sees in its own block"
     assert (size, length) != (4, 16) or pairs == 505
-
-
-@each_stream
-def test_padding_is_seen_by_no_one(stream):
-    real = torch.arange(P) >= torch.tensor([[0], [3]])
-    mask = alg.staircase_mask(real, L, B, clean=stream)
-    assert not mask[1, 0, :, :3].any() and mask[1, 0, :, 3:P].all()
-    assert torch.equal(mask[1, 0, 3:, 3:], alg.staircase_mask(real[1:, 3:], L, B, clean=stream)[0, 0])
 
 
 def test_noisy_tokens_stand_where_clean_ones_stand():
@@ -290,12 +268,11 @@ def test_a_wrong_word_is_one_line(change, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("other", ["eager", "flex_attention"])
-def test_only_attention_that_honours_the_mask(other):
+def test_only_attention_that_honours_the_mask():
     """Eager attention would add True and False as 1 and 0 to the scores."""
     model = network(1)
-    model.model.config._attn_implementation = other
-    with pytest.raises(ValueError, match=f"^attn_implementation: got '{other}'; allowed 'sdpa', which honours every mask$"):
+    model.model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="^attn_implementation: got 'eager'; allowed 'sdpa', which honours every mask$"):
         staircase(model, batch(model))
 
 

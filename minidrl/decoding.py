@@ -1,0 +1,213 @@
+"""Decoding at less cost: caches of keys and values, and steps that reveal all that is sure.
+
+sampler.py calls these functions where ``Sampler.cache`` or ``Sampler.threshold`` asks for them.
+
+cache "exact", for block-causal attention. No token sees a later block, so finished blocks never
+    change: their keys and values are kept, and a step computes its own block alone. The same
+    states, the same noise and the same distributions; only what a step costs is another matter.
+caches "prefix" and "dual", for bidirectional attention (Fast-dLLM, arXiv 2505.22618). Every token
+    revealed changes the keys and values of all others, so what is kept is out of date from the
+    second step of a block on. A block's first step computes all P + L positions. Its other steps
+    compute the block and what follows it ("prefix"), or the block alone ("dual"), and take the rest
+    as the first step left it. The tokens are drawn from other distributions than the network's
+    own: ``logp`` says from which, and to a trainer such rollouts are off-policy (an evaluation
+    judges that policy, too). With one step a block they equal "none".
+record "seen_logp". log p of every token of the response in every state of the run, for credit that
+    is given step by step.
+threshold tau (the same paper's confidence-aware parallel decoding). A step reveals every hidden
+    position of the block whose drawn token has confidence tau or more, and at least the one of
+    highest confidence. How many steps a block takes differs by row: tau = 1 is nearly one token a
+    step, tau = 0 the whole block at once.
+
+Of a model whose predictions are shifted by one position (Dream), the position before those computed
+is computed as well: it predicts the first of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from minidrl.algorithms import log_threshold
+
+if TYPE_CHECKING:
+    from minidrl.sampler import Sampler, Steps, Trace
+
+CHUNK = 2**26  # the most logits that a record makes at a time, 256 MiB in float32
+LOOK_EVERY = 4  # steps between two looks at which rows of a block are full, with a threshold
+
+
+# ------------------------------------------------------------------------------------------- caches
+def prompt_cache(
+    model: Any,
+    prompt: Int[Tensor, "G P"],
+    prompt_mask: Bool[Tensor, "G P"],
+    owner: Int[Tensor, " R"],
+) -> DynamicCache:
+    """Keys and values of the prompts of R rows, each computed once; ``owner``: which is whose."""
+    cache = DynamicCache()
+    if prompt.shape[1]:
+        own, place = owner.unique(return_inverse=True)
+        model.extend(prompt[own], prompt_mask[own], cache)
+        cache.batch_select_indices(place)
+    return cache
+
+
+def keep_rows(cache: DynamicCache, rows: Int[Tensor, " R"], left: Int[Tensor, " S"]) -> None:
+    """The cache of ``rows``, which ascend, becomes that of those ``left``."""
+    cache.batch_select_indices(torch.searchsorted(rows, left))
+
+
+def block_states(
+    model: Any,
+    tokens: Int[Tensor, "R E"],
+    attention_mask: Bool[Tensor, "R E"],
+    width: int,
+    cache: DynamicCache,
+) -> Float[Tensor, "R W D"]:
+    """Hidden states of a text's last W positions, the current block of a block-causal model.
+
+    The exact, block-level KV cache of block diffusion. ``cache`` holds a past of the rows that does
+    not change any more: the prompt, and the finished blocks but the last. That one is computed, and
+    stays, with the first step of the block after it. The current block is taken out again, since it
+    goes on changing.
+    """
+    if tokens.shape[1] == width:  # an empty prompt, and so no past yet
+        return model.encode(tokens, attention_mask)
+    h = model.extend(tokens[:, cache.get_seq_length() :], attention_mask, cache)[:, -width:]
+    cache.crop(-width)
+    return h
+
+
+def stale_states(
+    model: Any,
+    settings: Sampler,
+    tokens: Int[Tensor, "R PL"],
+    attention_mask: Bool[Tensor, "R PL"],
+    first: int,
+    cache: DynamicCache,
+) -> Float[Tensor, "R M D"]:
+    """Hidden states of the M positions from ``first`` to the last (dual: to the end of the block).
+
+    The approximate prefix and dual caches. ``cache`` is empty before the first step of a block,
+    which computes all positions, these M at the end. They are taken out again, so that the later
+    steps meet the others' keys and values as the first one left them. Attention does not mind in
+    which order keys are given, as long as their positions go with them. Where predictions are
+    shifted, all of this is so of the position before the M, too.
+    """
+    width = settings.block_length if settings.cache == "dual" else tokens.shape[1] - first
+    lead = min(first, int(model.shift))
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    order = ((column >= first - lead) & (column < first + width)).long().argsort(stable=True)
+    h = model.extend(tokens[:, order[cache.get_seq_length() :]], attention_mask, cache, order)
+    cache.crop(-width - lead)
+    return h[:, -width:]
+
+
+# ---------------------------------------------------------------------------------------- threshold
+def check_threshold(settings: Sampler) -> None:
+    """ValueError for a threshold that is no probability or does not fit the other settings."""
+    tau = settings.threshold
+    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau <= 1:
+        raise ValueError(f"threshold: got {tau!r}; allowed None or a number from 0 to 1")
+    if settings.order != "low_confidence":
+        allowed = "low_confidence, the order that has a confidence"
+        raise ValueError(f"order: got {settings.order!r} with threshold {tau}; allowed {allowed}")
+    if settings.tokens_per_step != 1:
+        got = f"{settings.tokens_per_step} with threshold {tau}"
+        allowed = "1, the fewest tokens that a step reveals"
+        raise ValueError(f"tokens_per_step: got {got}; allowed {allowed}")
+
+
+def confident(
+    conf: Float[Tensor, "R C"],
+    first: Int[Tensor, "R 1"],
+    hidden: Bool[Tensor, "R C"],
+    threshold: float,
+) -> Bool[Tensor, "R C"]:
+    """The hidden candidates of tau or more, at least the ``first``; none where nothing is hidden.
+
+    Fast-dLLM's code drops those below tau: one that is equal stays.
+    """
+    return (conf >= log_threshold(threshold)).scatter(1, first, True) & hidden
+
+
+def own_step(trace: Trace, rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+    """Steps that each row has taken: in one batch, rows stand at different steps, and a row whose
+    block is full waits without counting."""
+    return trace.unmask_step[rows].amax(1) + 1
+
+
+def still_going(
+    trace: Trace,
+    rows: Int[Tensor, " R"],
+    block: int,
+    within: int,
+    agree: Callable[[Tensor, Tensor], Tensor],
+    cache: DynamicCache | None,
+) -> Int[Tensor, " S"]:
+    """The rows that go on with the block after its step ``within``: those in which something of it
+    is hidden, and those that ``agree`` adds.
+
+    Asked every LOOK_EVERY steps, since a host that asked at each would wait for each. Until then a
+    step computes full rows in vain, and reveals nothing there. Of an exact cache none leave before
+    all are full: the next block needs the keys and values of every row.
+    """
+    if (within + 1) % LOOK_EVERY or within + 1 == trace.settings.steps_per_block:
+        return rows
+    left = agree(rows, still_open(trace, rows, block))
+    if len(left) == 0:
+        return left
+    if trace.settings.cache == "exact":
+        return rows
+    if cache is not None:
+        keep_rows(cache, rows, left)
+    return left
+
+
+def still_open(trace: Trace, rows: Int[Tensor, " R"], block: int) -> Int[Tensor, " S"]:
+    """The rows in which a position of the block is hidden."""
+    step = trace.unmask_step[rows].unflatten(1, (trace.settings.num_blocks, -1))[:, block]
+    return rows[(step < 0).any(1)]
+
+
+# -------------------------------------------------------------------- log p in every state of a run
+def add_seen(trace: Trace, vocab_size: int) -> None:
+    """Room for the log-probability of every token at every position in every state.
+
+    Until the response is known, all are kept. Raises ValueError for more than CHUNK of them.
+    """
+    rows, length = trace.unmask_step.shape
+    shape = (rows, trace.settings.num_steps, length, vocab_size)
+    if (numbers := math.prod(shape)) > CHUNK:
+        got = f"'seen_logp' of {rows} responses, {numbers:,} numbers"
+        raise ValueError(f"records: got {got}; allowed up to {CHUNK:,} of them")
+    trace.records["seen_logp"] = trace.logp.new_zeros(shape)
+
+
+def record_seen(
+    model: Any, trace: Trace, own: Steps, rows: Int[Tensor, " R"], rest: Float[Tensor, "R M D"]
+) -> None:
+    """log p of every token in the state before a step; ``rest``: from the block to the end."""
+    seen = trace.records["seen_logp"]
+    seen[rows, own, -rest.shape[1] :] = model.head(rest).log_softmax(-1).to(seen)
+
+
+def seen_of(
+    seen: Float[Tensor, "B T L V"],
+    response: Int[Tensor, "B L"],
+    unmask_step: Int[Tensor, "B L"],
+    over: Bool[Tensor, "B L"],
+) -> Float[Tensor, "B T L"]:
+    """Of the tokens of the response, where they were hidden; 0 elsewhere, and after the end."""
+    token = response[:, None, :, None].expand(*seen.shape[:3], 1)
+    step, own = torch.arange(seen.shape[1], device=seen.device)[:, None], unmask_step[:, None]
+    hidden = ((own >= step) | (own < 0)) & ~over[:, None]  # (B, T, L)
+    ran = step < (unmask_step.amax(1) + 1)[:, None, None]
+    return seen.gather(-1, token)[..., 0].masked_fill(~(hidden & ran), 0.0)
