@@ -366,7 +366,6 @@ def tasks(
 
     Any --task.key can be given with --check.
     """
-    from minidrl.run import checkpoints, config
     from minidrl.tasks import DEFAULT, TASKS, task_class
 
     settings = _overrides(context, "task.")
@@ -374,6 +373,8 @@ def tasks(
         for task in [name] if name else TASKS:
             print(f"{task:<12}{task_class(task).about}")
         return
+    from minidrl.run import checkpoints, config
+
     kind = task_class(name or DEFAULT)
     if not hasattr(kind, "check"):
         got = f"--check with {name or DEFAULT}, whose problems are generated"

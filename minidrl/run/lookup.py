@@ -11,8 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import re
-from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,7 +49,7 @@ def first_line(text: str | None) -> str:
 def where(query: str) -> list[Entry]:
     """What implements an equation's tag, a term, an arXiv number, a function or a method; the best
     first. ValueError, with the nearest names, where nothing does."""
-    known = list(_entries())
+    known = _entries()
     ranked = sorted((rank, entry) for entry in known if (rank := _rank(query, entry)))
     if not ranked:
         names = {entry.name for entry in known}
@@ -59,19 +58,22 @@ def where(query: str) -> list[Entry]:
     return [entry for _, entry in ranked[:MOST]]
 
 
-def _entries() -> Iterator[Entry]:
+@cache
+def _entries() -> list[Entry]:
+    found = []
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                yield Entry(path, node.lineno, node.name, ast.get_docstring(node) or "")
+                found.append(Entry(path, node.lineno, node.name, ast.get_docstring(node) or ""))
             elif isinstance(node, ast.Module):
-                yield Entry(path, 1, path.stem, ast.get_docstring(node) or "")
+                found.append(Entry(path, 1, path.stem, ast.get_docstring(node) or ""))
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "row":
                 words = {word.arg: word.value for word in node.keywords}
                 said = [words[key] for key in ("title", "source", "differs") if key in words]
                 texts = [text.value for text in said if isinstance(text, ast.Constant)]
-                yield Entry(path, node.lineno, node.args[0].value, "\n\n".join(texts))
+                found.append(Entry(path, node.lineno, node.args[0].value, "\n\n".join(texts)))
+    return found
 
 
 def _rank(query: str, entry: Entry) -> tuple | None:
