@@ -41,9 +41,8 @@ class Entry(NamedTuple):
 
 def first_line(text: str | None) -> str:
     """The first sentence of a docstring, or as much of it as stands before a blank line."""
-    return re.split(r"(?<=\w\w\.)\s|(?<=\)\.)\s", " ".join((text or "").split("\n\n")[0].split()))[
-        0
-    ]
+    paragraph = " ".join((text or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\w\w\.)\s|(?<=\)\.)\s", paragraph)[0]
 
 
 def where(query: str) -> list[Entry]:
