@@ -10,7 +10,7 @@ import math
 import pytest
 
 from minidrl.methods import METHODS
-from minidrl.run import cards
+from minidrl.run import lookup
 
 EVERY = {"plan.num_states": None, "plan.min_entropy": 0.0}  # every recorded step, whatever its entropy
 
@@ -122,4 +122,4 @@ def test_every_row_is_in_the_table():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_numbers_and_words_of_a_row_are_those_of_its_source(name):
-    assert cards.settings(METHODS[name]) == PUBLISHED[name]
+    assert lookup.settings(METHODS[name]) == PUBLISHED[name]

@@ -110,8 +110,8 @@ def method_list(everything: bool = False) -> str:
     """The methods of this project's papers, a line each; or all that there are."""
     from minidrl.methods import METHODS
 
-    shown = [m for m in METHODS.values() if everything or getattr(m, "family", "main") == "main"]
-    lines = [f"{m.name:<20} {m.title}" for m in shown]
+    shown = [m for m in METHODS.values() if everything or m.family == "main"]
+    lines = [f"{m.name:<20} {f'{m.family:<9}' if everything else ''}{m.title}" for m in shown]
     if rest := len(METHODS) - len(shown):
         lines += ["", f"{rest} more with --all; `methods NAME` says what a method does"]
     return "\n".join(lines)
@@ -152,6 +152,8 @@ def settings(method: Method) -> dict[str, Any]:
 
 def card(method: Method) -> str:
     """What a method does, component by component, in the words of their docstrings."""
+    from minidrl.methods import choices
+
     lines = [
         f"{method.name}: {method.title}",
         f"Source: {method.source}",
@@ -164,7 +166,7 @@ def card(method: Method) -> str:
         said = first_line(inspect.getdoc(part.func)) if isinstance(part, partial) else ""
         words = ", ".join(value) if isinstance(value, tuple) else str(value)
         lines.append(f"  {name:<24} {words:<24} {said}".rstrip())
-    options = ", ".join(settings(method)) or "none"
+    options = ", ".join([*settings(method), *choices(method)])
     return "\n".join([*lines, f"Options, as --method_options.KEY value: {options}"])
 
 
