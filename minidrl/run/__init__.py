@@ -1,1 +1,1 @@
-"""What a run needs around the loop: command line, settings, checkpoints, folders, processes, evaluation, memory."""
+"""What a run needs around the loop: command line, settings, checkpoints, folders, evaluation."""

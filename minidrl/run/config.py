@@ -263,10 +263,6 @@ def read(path: Path) -> dict:
     return data
 
 
-def check_path(key: str, name: str) -> None:
-    """TODO: until studies has moved off."""
-
-
 def _model(parent: Path, name: str) -> str:
     # A path relative to the config, made absolute; what can only be a name on the Hub as it is.
     known = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()

@@ -14,7 +14,6 @@ import torch
 from minidrl import algorithms as alg
 from minidrl import features as feat
 from minidrl import oracle
-from minidrl.run.tables import markdown_table
 from minidrl.sampler import Sampler
 
 ESTIMATOR_COLUMNS = (
@@ -233,10 +232,12 @@ def _copies(response: tuple[int, ...], count: int) -> alg.Rollout:
 
 
 def estimator_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """``estimator_rows`` as Markdown, to two decimals."""
-
-    def cell(value: Any) -> Any:
-        return round(value, 2) + 0.0 if isinstance(value, float) else value
-
-    shown = [{key: cell(value) for key, value in row.items()} for row in rows]
-    return markdown_table(shown, ESTIMATOR_COLUMNS)
+    """``estimator_rows`` in columns, to two decimals."""
+    shown = [list(ESTIMATOR_COLUMNS)]
+    for row in rows:
+        shown.append(
+            [f"{round(x, 2) + 0.0:.2f}" if isinstance(x, float) else str(x) for x in row.values()]
+        )
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in shown)
+    return "\n".join(lines)
