@@ -61,6 +61,7 @@ def study_report(ledger: str | Path, curves: str | Path, study: str) -> str:
     compared = pairs(found)
     tested = compared[compared["p (Holm)"].notna()] if len(compared) else compared
     apart = int((tested["p (Holm)"] < LEVEL).sum()) if len(tested) else 0
+    shown = compared.assign(**{"p (Holm)": compared["p (Holm)"].map(lambda p: "< 0.0001" if p < 1e-4 else f"{p:.4f}")})
     failures = "".join(f"\n- {row['cell']} {row['status']}{last(courses, row['cell'])}" for row in failed)
     return f"""## {study}
 
@@ -73,7 +74,7 @@ that failed counts 0; training: rollouts of the last tenth; calls: network calls
 {apart} of {len(tested)} pairs of methods are told apart (p < {LEVEL:g} after Holm over all these pairs). A - B in \
 points, over the seeds that both ended [95 % interval of this pair alone]; Student's paired test.
 
-{markdown(compared)}
+{markdown(shown)}
 {failures}"""
 
 
@@ -120,7 +121,7 @@ def pairs(found: Sequence[Group], column: str = "after") -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=["updates", "A", "B", "seeds", "A - B", "p (Holm)"])
     tested = frame["p (Holm)"].notna()
     frame.loc[tested, "p (Holm)"] = stats.holm(frame.loc[tested, "p (Holm)"].tolist())
-    return frame.sort_values("p (Holm)", kind="stable").round({"p (Holm)": 4})
+    return frame.sort_values("p (Holm)", kind="stable")
 
 
 # -------------------------------------------------------------------------------------- leaderboard

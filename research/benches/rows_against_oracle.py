@@ -37,6 +37,7 @@ from minidrl import features as feat
 from minidrl import methods, oracle, sampler
 from minidrl.keyed import keyed_generator, keyed_seed
 from research import stats
+from research.ledger import STORED
 from research.tables import markdown
 
 RESULTS = Path(__file__).parents[1] / "results" / "rows_against_oracle.json"
@@ -208,6 +209,11 @@ def orders_of(name: str) -> tuple[str, ...]:
     """The row's own order, if it is about one."""
     own = method_of(name).order
     return ("random", "low_confidence") if own == "any" else (own,)
+
+
+def key_of(name: str, order: str) -> str:
+    """Where the results of a method by one sampler are stored."""
+    return f"{STORED.get(name, name)}, {order}"
 
 
 def block_of(name: str) -> int:
@@ -427,7 +433,7 @@ def one_table(number: int, names: Iterable[str], draws: int, updates: int = UPDA
                 rollout = collect(model, *kind, draws, number)
                 data[kind] = model, rollout, accepted(rollout.response)
                 truths[kind] = checked_truth(model, *kind) if check else Truth(*kind)
-            found[f"{name}, {order}"] = measure(name, order, number, data[kind], truths[kind], updates)
+            found[key_of(name, order)] = measure(name, order, number, data[kind], truths[kind], updates)
     return found
 
 
@@ -459,7 +465,7 @@ def run(count: int, draws: int, path: Path) -> dict:
         raise SystemExit(f"{path.name}: got results of {done['settings']}; allowed those of {settings(draws)}, or no file")
     for number in range(count):
         table = done["tables"].setdefault(str(number), {})
-        missing = [name for name in names() if any(f"{name}, {order}" not in table for order in orders_of(name))]
+        missing = [name for name in names() if any(key_of(name, order) not in table for order in orders_of(name))]
         if missing:
             started = time.process_time()
             table |= rounded(one_table(number, missing, draws))
@@ -503,7 +509,7 @@ class Results:
 
     def values(self, name: str, order: str, *path: str) -> list[float | None]:
         """One number of a row, table by table."""
-        found = [table[f"{name}, {order}"] for table in self.tables]
+        found = [table[key_of(name, order)] for table in self.tables]
         for word in path:
             found = [x[word] for x in found]
         return found
