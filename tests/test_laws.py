@@ -43,7 +43,7 @@ def test_every_equation_has_a_law_and_two_mutants_and_every_plan_its_words():
         if not any(tag in tags for tags in laws.TAGS.values()):
             needs.append(f"a law in tests/laws/ under @judges({tag!r})")
         if number < 2:
-            needs.append(f"{2 - number} more mutants, rejects(law, {tag!r}, (passage, mistake), ..), below its law")
+            needs.append(f"{2 - number} more mutants, @rejects({tag!r}, (passage, mistake), ..) on its law")
         if name.endswith("_plan") and unknown(name):
             needs.append(f"a value for {', '.join(unknown(name))} in WORDS of tests/test_laws.py")
         if needs:
@@ -73,35 +73,30 @@ def test_every_field_and_every_choice_has_a_law():
     )
 
 
-# What the plans are given below, by the names of their keywords.
+# What the plans are given below, beside the words of the first method that has them: what suits the rollout below, and the
+# words of a plan that no method has.
 WORDS = {
-    "p_mask_prompt": 0.3,
     "num_states": 2,
     "domain": "keep",
     "min_t": 0.1,
-    "strata": True,
-    "num_nodes": 2,
-    "masks_per_node": 1,
-    "counts": "stochastic",
     "block_length": 2,
-    "p_mask": 0.3,
     "min_entropy": 0.1,
-    "shared": False,
-    "weight": "sum",
-    "merge": 2,
-    "low": 0.2,
-    "high": 0.8,
-    "progress": 0.5,
-    "schedule": None,
     "constants": laws.normal(2, 57).abs(),
 }
-WITHOUT_CHANCE = ("entropy_plan", "merged_plan", "prediction_plan", "block_replay_plan")
 PLANS = [name for _, name, _ in judged.equations() if name.endswith("_plan")]
+
+
+def words_of(name):
+    """The keywords of a plan with their values, as far as they are known."""
+    wanted = [p.name for p in inspect.signature(getattr(judged.SHIPPED, name)).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    known = next((m.plan.keywords for m in methods.METHODS.values() if m.plan.func.__name__ == name), {}) | WORDS
+    return {word: known[word] for word in wanted if word in known}
 
 
 def unknown(name):
     keywords = inspect.signature(getattr(judged.SHIPPED, name)).parameters.values()
-    return [word.name for word in keywords if word.kind == word.KEYWORD_ONLY and word.name not in WORDS]
+    needed = [word.name for word in keywords if word.kind == word.KEYWORD_ONLY and word.default is word.empty]
+    return [word for word in needed if word not in words_of(name)]
 
 
 def rollout():
@@ -121,15 +116,15 @@ def tensors(record):
 
 @pytest.mark.parametrize("name", [name for name in PLANS if not unknown(name)])
 def test_plans_use_their_own_generator_and_leave_the_rollout_alone(name):
-    function, given = getattr(judged.SHIPPED, name), rollout()
-    make = partial(function, **{word: WORDS[word] for word in inspect.signature(function).parameters if word in WORDS})
+    make, given, generator = partial(getattr(judged.SHIPPED, name), **words_of(name)), rollout(), laws.seeded(1)
     before, state = {name: value.clone() for name, value in tensors(given).items()}, torch.get_rng_state()
-    first, again, other = (make(given, laws.seeded(seed)) for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in tensors(given).items())
-    assert all(torch.equal(value, tensors(again)[name]) for name, value in tensors(first).items())
+    first, again, other = make(given, generator), make(given, laws.seeded(1)), make(given, laws.seeded(2))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was used"
+    assert all(torch.equal(value, before[name]) for name, value in tensors(given).items()), "the rollout was changed"
+    assert all(torch.equal(value, tensors(again)[name]) for name, value in tensors(first).items()), "another plan from one seed"
     same = all(torch.equal(value, tensors(other)[name]) for name, value in tensors(first).items())
-    assert same == (name in WITHOUT_CHANCE), f"{name} chooses {'without' if same else 'by'} chance: mend WITHOUT_CHANCE above"
+    drew = not torch.equal(generator.get_state(), laws.seeded(1).get_state())
+    assert same != drew, "it draws noise that changes nothing" if same else "it depends on more than its noise"
 
 
 @pytest.mark.parametrize("name", judged.SHIPPED.METHODS)

@@ -1,4 +1,4 @@
-"""Every law rejects the mutants that are listed below it in tests/laws/: one passage of an equation replaced by a mistake."""
+"""Every law rejects the mutants that are listed on it in tests/laws/: one passage of an equation replaced by a mistake."""
 
 import pytest
 
@@ -34,9 +34,7 @@ def test_every_mutant_is_of_an_equation():
 
 def test_every_law_kills_something():
     killing = {mutant.law for mutant in laws.MUTANTS}
-    idle = [
-        f"tests/laws/: {name} kills no mutant: add rejects({name}, ..) below it" for name in laws.LAWS if name not in killing
-    ]
+    idle = [f"tests/laws/: {name} kills no mutant: add @rejects(..) to it" for name in laws.LAWS if name not in killing]
     assert not idle, "\n" + "\n".join(idle)
 
 

@@ -81,6 +81,8 @@ def block_elbo_on(model: oracle.TabularDenoiser, response: tuple, keep: tuple, s
 
 
 @judges("2.8")
+@rejects("2.8", ("block > number", "block >= number"))
+@rejects("", ("return place // rollout", "return place % rollout"), where="block_numbers")
 def law_block_elbo_states(alg: Any) -> None:
     """State jM + m hides 1 .. n_m of block m's n_m positions, all later blocks and what is not kept; weight n_m / (K count)."""
     for size, states, (domain, strata) in itertools.product((1, 2, 3, 6), (1, 3), (("keep", True), ("all", False))):
@@ -99,11 +101,8 @@ def law_block_elbo_states(alg: Any) -> None:
                 close(plan.weight[k, b], len(own) / (states * len(scored)), "weight")
 
 
-rejects(law_block_elbo_states, "2.8", ("block > number", "block >= number"))
-rejects(law_block_elbo_states, "", ("return place // rollout", "return place % rollout"), where="block_numbers")
-
-
 @judges("2.8")
+@rejects("2.8", ("(block == number", "(block <= number"))
 def law_block_elbo_noise(alg: Any) -> None:
     """Each block has its own count, floor(u n_m) + 1 with u in its stratum, and the positions of smallest noise."""
     rollout = blocked(alg, [[0] * 6] * 10, KEPT * 2, 3)
@@ -122,10 +121,8 @@ def law_block_elbo_noise(alg: Any) -> None:
                 close(plan.weight[2 * j + m, b], len(own) / (3 * count), f"weight, strata {strata}, edge {edge}")
 
 
-rejects(law_block_elbo_noise, "2.8", ("(block == number", "(block <= number"))
-
-
 @judges("2.8", "5.1")
+@rejects("", ("part + u) / len(u)", "part + u) / (len(u) + 1)"), where="_in_strata")
 def law_block_elbo_expectation(alg: Any) -> None:
     """E = sum of the blocks' ELBOs for every K, with and without strata; of the whole response: oracle.block_elbo."""
     model = tabular(*MODEL)
@@ -143,10 +140,8 @@ def law_block_elbo_expectation(alg: Any) -> None:
             close(truth, oracle.block_elbo(model, RESPONSE, size).item(), "two forms of the block ELBO")
 
 
-rejects(law_block_elbo_expectation, "", ("part + u) / len(u)", "part + u) / (len(u) + 1)"), where="_in_strata")
-
-
 @judges("2.8")
+@rejects("2.8", ("device)\n    if strata:", "device)\n    if False:"))
 def law_block_elbo_frequencies(alg: Any) -> None:
     """Counts and subsets are uniform, independent between blocks, between states, or each in its stratum; the mean is right."""
     model, rollout = tabular(*MODEL), blocked(alg, [RESPONSE] * 4000, [KEEPS[0]] * 4000, 2)
@@ -162,10 +157,8 @@ def law_block_elbo_frequencies(alg: Any) -> None:
         mean_is(ll_of(alg, model, rollout, plan)[0, :, 0], truth, "estimate")
 
 
-rejects(law_block_elbo_frequencies, "2.8", ("device)\n    if strata:", "device)\n    if False:"))
-
-
 @judges("2.8", "2.3")
+@rejects("2.8", ("* count.clamp(", "* n.clamp("))
 def law_one_long_block_is_the_elbo(alg: Any) -> None:
     """A block of the whole length: the states of (2.3), from the same noise."""
     rollout = blocked(alg, [[0] * 6] * 10, KEPT * 2, 6)
@@ -177,10 +170,8 @@ def law_one_long_block_is_the_elbo(alg: Any) -> None:
         close(blocks.weight, whole.weight, "weight")  # n / l / K is rounded otherwise than n / (K l)
 
 
-rejects(law_one_long_block_is_the_elbo, "2.8", ("* count.clamp(", "* n.clamp("))
-
-
 @judges("2.8")
+@rejects("2.8", ("n.double() / (", "n.double().mean(0) / ("))
 def law_blocks_of_one_token_are_exact(alg: Any) -> None:
     """Every draw is the likelihood from left to right; with an EOS, of the tokens up to it."""
     model = tabular(*MODEL)
@@ -190,9 +181,6 @@ def law_blocks_of_one_token_are_exact(alg: Any) -> None:
     for states, strata, seed in itertools.product((1, 3), (False, True), range(3)):
         got = ll_of(alg, model, rollout, plan_of(alg, rollout, seed, num_states=states, strata=strata))[0, :, 0]
         close(got, [sum(chain[: sum(keep)]) for keep in KEEPS], f"K={states}, seed {seed}")
-
-
-rejects(law_blocks_of_one_token_are_exact, "2.8", ("n.double() / (", "n.double().mean(0) / ("))
 
 
 def mean_over_noise(alg: Any, model: oracle.TabularDenoiser, response: tuple, size: int) -> float:
@@ -206,6 +194,7 @@ def mean_over_noise(alg: Any, model: oracle.TabularDenoiser, response: tuple, si
 
 
 @judges("2.8")
+@rejects("2.8", ("weight = n.double(", "weight = inside.sum(-1).double("))
 def law_block_elbo_is_a_bound(alg: Any) -> None:
     """Of the exact log-likelihood of the block sampler; equal for conditionals of one joint distribution."""
     for seed, size in itertools.product(range(8), (2, 4)):
@@ -216,9 +205,6 @@ def law_block_elbo_is_a_bound(alg: Any) -> None:
     for size in (1, 2, 4):
         got = mean_over_noise(alg, oracle.consistent_denoiser(joint), response, size)
         close(got, math.log(joint[response] / joint.sum()), f"one joint distribution, blocks of {size}")
-
-
-rejects(law_block_elbo_is_a_bound, "2.8", ("weight = n.double(", "weight = inside.sum(-1).double("))
 
 
 # As WALKS: length, vocabulary, order, tokens per step, block length, EOS. Choices of positions that ask no model first.
@@ -247,6 +233,7 @@ def last_step(rollout: Any, b: int) -> int:
 
 
 @judges("3.5", "3.1")
+@rejects("3.5", ("* len(depth)", ""))
 def law_block_replay_states(alg: Any) -> None:
     """State jM + m is step j of block m: it hides what was not revealed before, and scores what was revealed by it."""
     for case in BLOCK_WALKS:
@@ -265,10 +252,8 @@ def law_block_replay_states(alg: Any) -> None:
                 assert bool(plan.valid[k, b]) == (s <= last_step(rollout, b)) and int(plan.step[k, b]) == s, "valid"
 
 
-rejects(law_block_replay_states, "3.5", ("* len(depth)", ""))
-
-
 @judges("3.5", "4.1")
+@rejects("3.5", ("steps <= final.minimum(last)", "steps < final.minimum(last)"))
 def law_block_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
     """E[reward grad ll] over all trajectories of the block sampler = dJ/dtable, for orders that ask no model."""
     for case in BLOCK_WALKS[:-1]:
@@ -277,12 +262,8 @@ def law_block_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
         close(replay_gradient(alg, model, rollout, plan, chance * reward), walk_gradient(case), f"{case}")
 
 
-rejects(
-    law_block_replay_gradient_is_the_policy_gradient, "3.5", ("steps <= final.minimum(last)", "steps < final.minimum(last)")
-)
-
-
 @judges("3.5", "4.2")
+@rejects("4.2", ("return hidden &", "return scored &"), where="_candidates")
 def law_exact_kernel_of_a_block(alg: Any) -> None:
     """Low-confidence order: with order_logp read off the same forward, E[reward grad ll] = dJ/dtable; without it, it is not."""
     case = BLOCK_WALKS[-1]
@@ -296,10 +277,8 @@ def law_exact_kernel_of_a_block(alg: Any) -> None:
         assert gap < 1e-10 if exact else gap > 1e-3, f"{names}: off by {gap}"
 
 
-rejects(law_exact_kernel_of_a_block, "4.2", ("return hidden &", "return scored &"), where="_candidates")
-
-
 @judges("3.5")
+@rejects("", ("int(self.needed.", "int((self.valid & self.scored.any(-1))."), where="Plan.network_calls")
 def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
     """A forward for each j at which some block decides something: never more than a block has steps; (3.1) has M times that."""
     for case in BLOCK_WALKS:
@@ -311,14 +290,6 @@ def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
         plan, steps = (make(rollout, seeded()) for make in (alg.block_replay_plan, every_step(alg)))
         assert plan.network_calls == expected <= of_block * len(paths), f"{case}: {plan.network_calls}, not {expected}"
         assert case.eos is not None or steps.network_calls == blocks * plan.network_calls
-
-
-rejects(
-    law_block_replay_costs_the_steps_of_a_block,
-    "",
-    ("int(self.needed.", "int((self.valid & self.scored.any(-1))."),
-    where="Plan.network_calls",
-)
 
 
 def every_step(alg: Any) -> Callable:
@@ -349,6 +320,8 @@ BLOCK_KEEPS = ((1, 1, 1, 1, 1), (1, 1, 1, 0, 0), (1, 0, 0, 0, 0), (1, 1, 1, 1, 0
 
 
 @judges("2.7")
+@rejects("2.7", ("prompt & rollout.prompt_mask", "prompt"))
+@rejects("2.7", ("(rollout.lengths - 1)", "rollout.lengths"), (".masked_fill(unused, torch.inf)", ""), where="_distinct_blocks")
 def law_block_states(alg: Any) -> None:
     """By loops: which block, how much of it, all after it, p_mask of what lies before; weight n/(K hidden)."""
     length, prompt = 5, 3
@@ -371,17 +344,8 @@ def law_block_states(alg: Any) -> None:
         assert bool(plan.valid.all()) and not plan.replay and plan.weight.dtype == torch.float64
 
 
-rejects(law_block_states, "2.7", ("prompt & rollout.prompt_mask", "prompt"))
-rejects(
-    law_block_states,
-    "2.7",
-    ("(rollout.lengths - 1)", "rollout.lengths"),
-    (".masked_fill(unused, torch.inf)", ""),
-    where="_distinct_blocks",
-)
-
-
 @judges("2.7")
+@rejects("2.7", ("scored | ~keep], -1)", "scored], -1)"))
 def law_block_rows_are_their_own(alg: Any) -> None:
     """The states of a response depend on its own length and noise only: the same in any batch and at any padding."""
     for size, p in ((2, 0.4), (3, 0.2)):
@@ -403,9 +367,6 @@ def law_block_rows_are_their_own(alg: Any) -> None:
                 assert not alone.scored[..., 5:].any() and bool(alone.hidden[..., 3 + 5 :].all()), "padding"
 
 
-rejects(law_block_rows_are_their_own, "2.7", ("scored | ~keep], -1)", "scored], -1)"))
-
-
 def block_law(n: int, size: int, chosen: int, p: float, length: int) -> Tensor:
     """Probability of every set of hidden kept positions, given the chosen block, by enumeration."""
     chance = torch.zeros(2**length, dtype=torch.float64)
@@ -422,6 +383,7 @@ def block_law(n: int, size: int, chosen: int, p: float, length: int) -> Tensor:
 
 
 @judges("2.7")
+@rejects("2.7", (", block > chosen", ", block >= chosen"))
 def law_block_frequencies(alg: Any) -> None:
     """With real noise: blocks without replacement while they last, then again in the same order; the rest independent."""
     length, size, p = 4, 2, 0.3
@@ -445,10 +407,8 @@ def law_block_frequencies(alg: Any) -> None:
     frequencies_agree(first[0] * 4 + first[1], ((1 - torch.eye(4)).double() / 12).flatten(), "two blocks")
 
 
-rejects(law_block_frequencies, "2.7", (", block > chosen", ", block >= chosen"))
-
-
 @judges("2.7", "5.1")
+@rejects("2.7", ("inside.sum(-1)", "block_length"))
 def law_one_block_is_the_elbo(alg: Any) -> None:
     """One block as long as the response and no dropping before it: the count form of the ELBO, exactly."""
     model = tabular(*MODEL)
@@ -461,9 +421,6 @@ def law_one_block_is_the_elbo(alg: Any) -> None:
             plan = alg.block_plan(rollout, seeded(), num_states=states, block_length=4, p_mask=0.0)
         got = ll_of(alg, model, rollout, plan)[0, :, 0].mean()
         close(got, elbo_on(model, RESPONSE, positions(keep)), f"n = {sum(keep)}, K = {states}")
-
-
-rejects(law_one_block_is_the_elbo, "2.7", ("inside.sum(-1)", "block_length"))
 
 
 def block_mean(model: oracle.TabularDenoiser, response: tuple, size: int) -> float:
@@ -482,6 +439,7 @@ def block_mean(model: oracle.TabularDenoiser, response: tuple, size: int) -> flo
 
 
 @judges("2.7", "5.1")
+@rejects("2.7", ("(block < chosen) & dropped", "(block < chosen) & ~dropped"))
 def law_block_expectation(alg: Any) -> None:
     """The mean over all draws is the published average of token means; it may lie above log p, where an ELBO never is."""
     above = {1: 0, 2: 0}
@@ -499,6 +457,3 @@ def law_block_expectation(alg: Any) -> None:
         close(got, block_mean(model, RESPONSE, size), f"block_length {size}, model {seed}")
         above[size] += got.item() > oracle.any_order_log_likelihood(model, RESPONSE).item()
     assert all(0 < number < 12 for number in above.values()), f"a bound on log p after all? {above}"
-
-
-rejects(law_block_expectation, "2.7", ("(block < chosen) & dropped", "(block < chosen) & ~dropped"))

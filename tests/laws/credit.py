@@ -59,6 +59,10 @@ def credit_rules(alg: Any) -> dict[str, tuple[Callable, Callable]]:
 
 
 @judges("6.1", "6.2", "6.3")
+@rejects("6.1", ("_average(group", "group.mean(0, keepdim=True"), ("_average(group", "group.mean("))
+@rejects("6.1", ("return first + (", "return ("), where="_average")
+@rejects("6.2", (".std(1, keepdim", ".std(0, keepdim"), ("(std + eps)", "std.clamp(min=eps)"))
+@rejects("6.3", ("num_generations / (num_generations - 1)", "(num_generations - 1) / num_generations"))
 def law_advantages(alg: Any) -> None:
     """By loops, each prompt on its own; sum 0 in a group, 0 for equal rewards, blind to a constant added to a group."""
     flat = double(REWARDS).flatten()
@@ -74,13 +78,8 @@ def law_advantages(alg: Any) -> None:
         close(credit(flat[4:], 4), got[4:], f"{name}: other prompts")
 
 
-rejects(law_advantages, "6.1", ("_average(group", "group.mean(0, keepdim=True"), ("_average(group", "group.mean("))
-rejects(law_advantages, "6.1", ("return first + (", "return ("), where="_average")
-rejects(law_advantages, "6.2", (".std(1, keepdim", ".std(0, keepdim"), ("(std + eps)", "std.clamp(min=eps)"))
-rejects(law_advantages, "6.3", ("num_generations / (num_generations - 1)", "(num_generations - 1) / num_generations"))
-
-
 @judges("6.2", "6.3", "6.4", "6.5", "6.6")
+@rejects("6.3", ("= group[..., :1], ", "= 0 * group[..., :1], "), where="_average")
 def law_equal_rewards_are_silent(alg: Any) -> None:
     """Equal rewards have advantages of exactly 0 under every method's credit: the loop leaves out the states of such a group.
 
@@ -95,10 +94,9 @@ def law_equal_rewards_are_silent(alg: Any) -> None:
         assert (adv[:, 16:] != 0).any(1).all(), f"{name}: no advantage where rewards differ"
 
 
-rejects(law_equal_rewards_are_silent, "6.3", ("= group[..., :1], ", "= 0 * group[..., :1], "), where="_average")
-
-
 @judges("6.1", "6.3")
+@rejects("6.1", ("_average(group)", "group.median(1, keepdim=True).values"))
+@rejects("6.3", ("num_generations / (num_generations - 1)", "1.0"))
 def law_advantages_scale(alg: Any) -> None:
     """group_mean = (N-1)/N leave_one_out, both linear in the reward; the z-score is not, and nearly blind to scale."""
     flat = double(REWARDS).flatten()
@@ -108,11 +106,8 @@ def law_advantages_scale(alg: Any) -> None:
     close(alg.group_mean(flat, 1), torch.zeros(12), "a group of one")
 
 
-rejects(law_advantages_scale, "6.1", ("_average(group)", "group.median(1, keepdim=True).values"))
-rejects(law_advantages_scale, "6.3", ("num_generations / (num_generations - 1)", "1.0"))
-
-
 @judges("6.2")
+@rejects("6.2", ("correction=ddof", "correction=0"))
 def law_z_score_scale(alg: Any) -> None:
     """At eps = 0 a group has standard deviation 1 with its own ddof, whatever the scale of its rewards."""
     flat = double(REWARDS[0] + REWARDS[2])
@@ -122,10 +117,8 @@ def law_z_score_scale(alg: Any) -> None:
         close(alg.group_z_score(7 * flat, 4, ddof=ddof, eps=0.0), got.flatten(), "scale")
 
 
-rejects(law_z_score_scale, "6.2", ("correction=ddof", "correction=0"))
-
-
 @judges("6.1", "6.3")
+@rejects("6.1", ("group - _average(group)", "_average(group) - group"))
 def law_leave_one_out_is_unbiased(alg: Any) -> None:
     """Over all groups of 3 draws of a categorical policy: mean of adv grad log pi = grad J; group_mean gives 2/3 of it."""
     z = normal(3, seed=18).requires_grad_()
@@ -140,10 +133,10 @@ def law_leave_one_out_is_unbiased(alg: Any) -> None:
         close(got, factor * truth)
 
 
-rejects(law_leave_one_out_is_unbiased, "6.1", ("group - _average(group)", "_average(group) - group"))
-
-
 @judges("6.1", "6.2", "6.3", "6.4")
+@rejects("6.1", ("if reward.requires_grad:", "if False:"), ("or reward.shape[0] % num_generations", ""), where="_groups")
+@rejects("6.2", ("< num_generations", "<= num_generations"))
+@rejects("6.3", ("if num_generations < 2:", "if num_generations < 1:"))
 def law_credit_refusals(alg: Any) -> None:
     """Refused: rewards with a gradient, groups that do not divide, no degrees of freedom, no others, unknown words."""
     reward = double([1.0, 0.0, 2.0, 1.0])
@@ -159,17 +152,6 @@ def law_credit_refusals(alg: Any) -> None:
     for key, value, allowed in (("schedule", "cosine", "linear"), ("center", "all", "rank"), ("lam", -0.5, "0")):
         options = {**CREDIT, key: value}
         refuses(lambda o=options: alg.stepwise_advantage(given, N, *of_steps, **o), f"credit.{key}", repr(value), allowed)
-
-
-rejects(
-    law_credit_refusals,
-    "6.1",
-    ("if reward.requires_grad:", "if False:"),
-    ("or reward.shape[0] % num_generations", ""),
-    where="_groups",
-)
-rejects(law_credit_refusals, "6.2", ("< num_generations", "<= num_generations"))
-rejects(law_credit_refusals, "6.3", ("if num_generations < 2:", "if num_generations < 1:"))
 
 
 N, K = 4, 3
@@ -204,6 +186,7 @@ def credit_by_hand(reward: Tensor, value: Tensor, valid: Tensor, time: Tensor, o
 
 
 @judges("6.4")
+@rejects("6.4", ("+ lam_k) * reward -", "- lam_k) * reward +"))
 def law_stepwise_advantage(alg: Any) -> None:
     """By loops, for every combination of options: centred rank by rank over the members that have a state there."""
     reward, value, valid, time = credit_case()
@@ -217,10 +200,8 @@ def law_stepwise_advantage(alg: Any) -> None:
         assert bool(got.isfinite().all()), "ranks without a member"
 
 
-rejects(law_stepwise_advantage, "6.4", ("+ lam_k) * reward -", "- lam_k) * reward +"))
-
-
 @judges("6.4", "6.1")
+@rejects("6.4", ("return R_k - _average", "return base - _average"))
 def law_stepwise_advantage_algebra(alg: Any) -> None:
     """Sum 0 per rank and group; blind to a constant in all rewards; lam = 0: group_mean in every row; and three identities."""
     reward, value, _, time = credit_case()
@@ -243,10 +224,8 @@ def law_stepwise_advantage_algebra(alg: Any) -> None:
     close(sums(apart) * 1.5, 0.5 * sums(reward - value), "center reward: the second part keeps its mean")
 
 
-rejects(law_stepwise_advantage_algebra, "6.4", ("return R_k - _average", "return base - _average"))
-
-
 @judges("6.4")
+@rejects("6.4", ("-1, num_generations)", "num_generations, -1)).transpose(1, 2"))
 def law_stepwise_groups_stay_apart(alg: Any) -> None:
     """Other prompts do not matter; members in another order get the same numbers; invalid states do not count."""
     reward, value, valid, time = credit_case()
@@ -261,10 +240,13 @@ def law_stepwise_groups_stay_apart(alg: Any) -> None:
     close(torch.where(valid, other - got, 0.0), torch.zeros(K, 8), "values of states that do not exist")
 
 
-rejects(law_stepwise_groups_stay_apart, "6.4", ("-1, num_generations)", "num_generations, -1)).transpose(1, 2"))
-
-
 @judges("6.4", "10.1")
+@rejects(
+    "6.4",
+    ("plan.step.to(reward", "(plan.step + 1).to(reward"),
+    ("alg.num_steps(rollout)", "plan.step.shape[0] * 2"),
+    where="advantages",
+)
 def law_stepwise_time(alg: Any) -> None:
     """A row's time is step / T: with the linear schedule the first step has lam 0, the last (T - 1)/T of lam."""
     row = dataclasses.replace(
@@ -284,15 +266,6 @@ def law_stepwise_time(alg: Any) -> None:
     assert bool((plan.step == 0).any()) and bool((plan.step == 3).any())
 
 
-rejects(
-    law_stepwise_time,
-    "6.4",
-    ("plan.step.to(reward", "(plan.step + 1).to(reward"),
-    ("alg.num_steps(rollout)", "plan.step.shape[0] * 2"),
-    where="advantages",
-)
-
-
 def greedy_completion(model: Any, state: tuple) -> tuple:
     """The likeliest token at every hidden position of a state."""
     logits = model.logits_at(state).tolist()
@@ -302,6 +275,7 @@ def greedy_completion(model: Any, state: tuple) -> tuple:
 
 
 @judges("6.4", "6.1")
+@rejects("6.4", ("1 + lam_k if normalize", "1 + 2 * lam_k if normalize"))
 def law_stepwise_advantage_is_unbiased(alg: Any) -> None:
     """All pairs of trajectories, random order: the mean of sum_t adv_t grad log pi_t is (1 - 1/N) dJ for every lam.
 
@@ -339,10 +313,8 @@ def law_stepwise_advantage_is_unbiased(alg: Any) -> None:
         close(got, expected, f"{options}")
 
 
-rejects(law_stepwise_advantage_is_unbiased, "6.4", ("1 + lam_k if normalize", "1 + 2 * lam_k if normalize"))
-
-
 @judges("6.4", "4.1")
+@rejects("6.4", ("- lam_k * step_reward)", "+ lam_k * step_reward)"))
 def law_one_step_values(alg: Any) -> None:
     """The value of a state by completing it in one step, its probability read off through the plan's targets.
 
@@ -381,9 +353,6 @@ def law_one_step_values(alg: Any) -> None:
     assert wrong > 0.01, "the drawn value is exact in every state of this fixture"
 
 
-rejects(law_one_step_values, "6.4", ("- lam_k * step_reward)", "+ lam_k * step_reward)"))
-
-
 def worth(model: Any, state: tuple, reward: dict) -> float:
     """Expected reward from a state on, random order at temperature 0.7."""
     if model.mask_token_id not in state:
@@ -416,6 +385,13 @@ def progress(reward: list, steps: list, valid: list, n: int, keep: int, eps: flo
 
 
 @judges("6.5")
+@rejects(
+    "6.5",
+    ("+ 1 + later", "+ 1"),
+    ("rewards = step_reward * valid", "rewards = step_reward"),
+    ("torch.where(following > 0, later, reward)", "later"),
+)
+@rejects("6.5", ("x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)"), where="_from_here_on")
 def law_progress_advantage(alg: Any) -> None:
     """By loops: the step's gain, the mean of what came later, a z-score per state and group, the K strongest states kept."""
     reward, steps = normal(6, seed=62).tolist(), normal(4, 6, seed=63).tolist()
@@ -428,17 +404,8 @@ def law_progress_advantage(alg: Any) -> None:
         assert int((got.unflatten(1, (2, 3)).abs().sum(2) > 0).sum(0).max()) <= keep
 
 
-rejects(
-    law_progress_advantage,
-    "6.5",
-    ("+ 1 + later", "+ 1"),
-    ("rewards = step_reward * valid", "rewards = step_reward"),
-    ("torch.where(following > 0, later, reward)", "later"),
-)
-rejects(law_progress_advantage, "6.5", ("x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)"), where="_from_here_on")
-
-
 @judges("6.5")
+@rejects("6.5", ("_average(value, present)", "_average(value)"))
 def law_progress_advantage_of_few(alg: Any) -> None:
     """A group that a state has lost altogether, or but for one member, has advantage 0 there, and the other one its own."""
     reward, steps = normal(6, seed=64).tolist(), normal(4, 6, seed=65).tolist()
@@ -451,10 +418,13 @@ def law_progress_advantage_of_few(alg: Any) -> None:
     assert bool((got[0] != 0).all()) and bool((got[1, :3] != 0).all()), "where there are members to compare"
 
 
-rejects(law_progress_advantage_of_few, "6.5", ("_average(value, present)", "_average(value)"))
-
-
 @judges("6.6")
+@rejects(
+    "6.6",
+    ("(-logits).softmax(1)", "1 / 4"),
+    ("1) - (-logits).softmax(1", "0) - (-logits).softmax(0"),
+    ("psi * (group - _average(group))", "(group - _average(group))"),
+)
 def law_softmax_contrast(alg: Any) -> None:
     """By loops over each group; equal rewards give 0; for small rewards 2 psi (reward - mean) / N."""
     reward, psi = double([1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 0.5, 0.5]), 1.5
@@ -465,12 +435,3 @@ def law_softmax_contrast(alg: Any) -> None:
         close(got[g : g + 4], [p / sum(plus) - m / sum(minus) for p, m in zip(plus, minus, strict=True)])
     small = alg.softmax_contrast(1e-5 * reward, 4, psi=psi)
     close(small / 1e-5, 2 * psi * alg.group_mean(reward, 4) / 4, "small rewards", 1e-6)
-
-
-rejects(
-    law_softmax_contrast,
-    "6.6",
-    ("(-logits).softmax(1)", "1 / 4"),
-    ("1) - (-logits).softmax(1", "0) - (-logits).softmax(0"),
-    ("psi * (group - _average(group))", "(group - _average(group))"),
-)

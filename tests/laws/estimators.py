@@ -11,6 +11,29 @@ from minidrl import oracle
 
 
 @judges("2.1", "2.2", "2.3", "2.4", "2.6", "2.8")
+@rejects("2.4", ("complementary_plan", "elbo_time_plan, min_t=0.5"), where="ESTIMATORS")
+@rejects("2.1", ("max(map(len, scores))", "1"), where="_mean_field_law")
+@rejects("2.2", ("1 / (calls * t)", "1 / calls"), ("* t / (1 - min_t) * weight", "/ (1 - min_t) * weight"), where="_time_law")
+@rejects(
+    "2.3",
+    ("n / calls / count", "(n + 1) / calls / count"),
+    ("if strata else (0.0, 1.0)", "if not strata else (0.0, 1.0)"),
+    where="_count_law",
+)
+@rejects(
+    "2.4",
+    ("(n + 1) / calls * score", "n / calls * score"),
+    ("value + weighted[everything - m]", "2 * value"),
+    where="_pair_law",
+)
+@rejects(
+    "2.6",
+    ("t, weight / t))", "t, weight))"),
+    ("math.floor(1.5 + t * (n - 1))", "math.floor(1 + t * (n - 1))"),
+    where="_sdmc_law",
+)
+@rejects("2.8", ("hidden | later)", "hidden)"), where="_scores")
+@rejects("2.8", ("block_elbo_plan", "elbo_count_plan"), where="ESTIMATORS")
 def law_the_table_of_estimators(alg: Any) -> None:
     """The exact mean and deviation of each entry: against enumeration, and against draws of its plan (5 errors, 6 %).
 
@@ -38,40 +61,6 @@ def law_the_table_of_estimators(alg: Any) -> None:
             drawn = alg.sample(name, model, response, calls, 3000)
             assert abs(drawn.mean().item() - mean) <= 5 * std / 3000**0.5 + 1e-9, f"{what}: mean {drawn.mean()}, not {mean}"
             assert abs(drawn.std().item() - std) <= 0.06 * std + 1e-9, f"{what}: deviation {drawn.std()}, not {std}"
-
-
-rejects(law_the_table_of_estimators, "2.4", ("complementary_plan", "elbo_time_plan, min_t=0.5"), where="ESTIMATORS")
-rejects(law_the_table_of_estimators, "2.1", ("max(map(len, scores))", "1"), where="_mean_field_law")
-rejects(
-    law_the_table_of_estimators,
-    "2.2",
-    ("1 / (calls * t)", "1 / calls"),
-    ("* t / (1 - min_t) * weight", "/ (1 - min_t) * weight"),
-    where="_time_law",
-)
-rejects(
-    law_the_table_of_estimators,
-    "2.3",
-    ("n / calls / count", "(n + 1) / calls / count"),
-    ("if strata else (0.0, 1.0)", "if not strata else (0.0, 1.0)"),
-    where="_count_law",
-)
-rejects(
-    law_the_table_of_estimators,
-    "2.4",
-    ("(n + 1) / calls * score", "n / calls * score"),
-    ("value + weighted[everything - m]", "2 * value"),
-    where="_pair_law",
-)
-rejects(
-    law_the_table_of_estimators,
-    "2.6",
-    ("t, weight / t))", "t, weight))"),
-    ("math.floor(1.5 + t * (n - 1))", "math.floor(1 + t * (n - 1))"),
-    where="_sdmc_law",
-)
-rejects(law_the_table_of_estimators, "2.8", ("hidden | later)", "hidden)"), where="_scores")
-rejects(law_the_table_of_estimators, "2.8", ("block_elbo_plan", "elbo_count_plan"), where="ESTIMATORS")
 
 
 def time_form_std(model: Any, response: tuple, least: float) -> float:

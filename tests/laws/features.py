@@ -32,6 +32,9 @@ from minidrl import oracle
 
 
 @judges()
+@rejects("", ("return self.keep.sum(-1)", "return self.keep.sum(-1) - 1"), where="Rollout.lengths")
+@rejects("", ("self.needed.sum", "self.valid.sum"), where="Plan.network_calls")
+@rejects("", ("(self.valid & self.scored.any(-1)", "self.scored.any(-1"), where="Plan.needed")
 def law_lengths_and_calls(alg: Any) -> None:
     """A response counts its kept tokens; a plan calls the network for valid states that score something."""
     rollout = rollout_of(alg, [[1, 2, 0], [2, 2, 2]], [[1, 1, 0], [1, 0, 0]])
@@ -42,11 +45,6 @@ def law_lengths_and_calls(alg: Any) -> None:
     assert plan.network_calls == 2
     assert [chunk.tolist() for chunk in alg.state_chunks(plan, 1)] == [[0], [1]]
     assert [chunk.tolist() for chunk in alg.state_chunks(plan, 5)] == [[0, 1]]
-
-
-rejects(law_lengths_and_calls, "", ("return self.keep.sum(-1)", "return self.keep.sum(-1) - 1"), where="Rollout.lengths")
-rejects(law_lengths_and_calls, "", ("self.needed.sum", "self.valid.sum"), where="Plan.network_calls")
-rejects(law_lengths_and_calls, "", ("(self.valid & self.scored.any(-1)", "self.scored.any(-1"), where="Plan.needed")
 
 
 def mixed_batch(alg: Any) -> tuple[oracle.TabularDenoiser, Any, Any]:
@@ -62,6 +60,9 @@ def mixed_batch(alg: Any) -> tuple[oracle.TabularDenoiser, Any, Any]:
 
 
 @judges("4.1")
+@rejects(
+    "4.1", ("torch.ones_like(rollout.keep)", "rollout.keep"), ("masked_fill(plan", "masked_fill(~plan"), where="plan_inputs"
+)
 def law_network_inputs(alg: Any) -> None:
     """[MASK] exactly where hidden, prompt included; attention everywhere but on the padding of the prompt."""
     _, rollout, plan = mixed_batch(alg)
@@ -75,16 +76,8 @@ def law_network_inputs(alg: Any) -> None:
         assert attention[row].tolist() == [False, True, True, True, True, True, True]
 
 
-rejects(
-    law_network_inputs,
-    "4.1",
-    ("torch.ones_like(rollout.keep)", "rollout.keep"),
-    ("masked_fill(plan", "masked_fill(~plan"),
-    where="plan_inputs",
-)
-
-
 @judges("4.1")
+@rejects("4.1", ("prompt.shape[1] :]", "prompt.shape[1] - 1 : -1]"), where="_encode")
 def law_features_are_those_of_the_model(alg: Any) -> None:
     """logp and entropy of every scored position equal the oracle's, at any temperature; 0 elsewhere."""
     model, rollout, plan = mixed_batch(alg)
@@ -101,13 +94,11 @@ def law_features_are_those_of_the_model(alg: Any) -> None:
             close(got["entropy"][k, b], entropy, "entropy")
 
 
-rejects(law_features_are_those_of_the_model, "4.1", ("prompt.shape[1] :]", "prompt.shape[1] - 1 : -1]"), where="_encode")
-
-
 MAIN_FEATURES = ("logp", "entropy")  # the others need records, an order or a reference: laws of their methods
 
 
 @judges("4.1")
+@rejects("4.1", ("blank)[states]", "blank)[: len(states)]"), where="features")
 def law_features_do_not_depend_on_the_split(alg: Any) -> None:
     """Bit for bit the same for every micro-batch size, and for states in any order; no graph."""
     model, rollout, plan = mixed_batch(alg)
@@ -123,10 +114,8 @@ def law_features_do_not_depend_on_the_split(alg: Any) -> None:
     close(alg.features(model, rollout, nothing, temperature=0.7)["logp"], torch.zeros(4, 3, 4), "nothing scored")
 
 
-rejects(law_features_do_not_depend_on_the_split, "4.1", ("blank)[states]", "blank)[: len(states)]"), where="features")
-
-
 @judges("4.1")
+@rejects("4.1", ("value.masked_fill(log_probs == -torch.inf, 0)", "value"), where="_expectation")
 def law_features_have_the_right_gradient(alg: Any) -> None:
     """d(sum of logp and entropies)/dtable by autograd through the oracle; finite although [MASK] has logit -inf."""
     model, rollout, plan = mixed_batch(alg)
@@ -143,14 +132,6 @@ def law_features_have_the_right_gradient(alg: Any) -> None:
     close(gradient, oracle.table_gradient(model, total))
 
 
-rejects(
-    law_features_have_the_right_gradient,
-    "4.1",
-    ("value.masked_fill(log_probs == -torch.inf, 0)", "value"),
-    where="_expectation",
-)
-
-
 def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: Any, plan: Any) -> None:
     """Before anything is added to the gradient."""
     for bad in (math.inf, math.nan):
@@ -163,6 +144,16 @@ def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: An
 
 
 @judges("4.1")
+@rejects("", (".any(2) for c in", ".all(2) for c in"), (".values()]).any(0)", ".values()]).all(0)"), where="second_pass")
+@rejects(
+    "",
+    ("zip(leaves, grads, strict", "zip(leaves, grads[::-1], strict"),
+    (".requires_grad_", ".square().requires_grad_"),
+    where="cotangents",
+)
+@rejects("", ("if feature is None:", "if True:"), ("    _check_finite(loss)\n", ""), where="two_pass_backward")
+@rejects("", ("if not torch.isfinite(loss):", "if torch.isnan(loss):"), where="_check_finite")
+@rejects("", ("if module.training and p:", "if p:"), where="refuse_random_modules")
 def law_two_pass_backward(alg: Any) -> None:
     """The gradient is that of one graph, at the features of pass 1 or at those given in its place; what it tells is so."""
     _, rollout, plan = mixed_batch(alg)
@@ -213,28 +204,9 @@ def law_two_pass_backward(alg: Any) -> None:
     alg.refuse_random_modules(model.eval())
 
 
-rejects(
-    law_two_pass_backward,
-    "",
-    (".any(2) for c in", ".all(2) for c in"),
-    (".values()]).any(0)", ".values()]).all(0)"),
-    where="second_pass",
-)
-rejects(
-    law_two_pass_backward,
-    "",
-    ("zip(leaves, grads, strict", "zip(leaves, grads[::-1], strict"),
-    (".requires_grad_", ".square().requires_grad_"),
-    where="cotangents",
-)
-rejects(
-    law_two_pass_backward, "", ("if feature is None:", "if True:"), ("    _check_finite(loss)\n", ""), where="two_pass_backward"
-)
-rejects(law_two_pass_backward, "", ("if not torch.isfinite(loss):", "if torch.isnan(loss):"), where="_check_finite")
-rejects(law_two_pass_backward, "", ("if module.training and p:", "if p:"), where="refuse_random_modules")
-
-
 @judges()
+@rejects("", ("    _check_finite(loss)\n", ""), ("    refuse_random_modules(model)\n", ""), where="one_pass_backward")
+@rejects("", ("set_grad_enabled(graph)", "set_grad_enabled(True)"), where="features")
 def law_one_pass_backward(alg: Any) -> None:
     """Gradient, loss and features of one graph, however it is cut; all that is needed is computed once."""
     _, rollout, plan = mixed_batch(alg)
@@ -268,17 +240,8 @@ def law_one_pass_backward(alg: Any) -> None:
     refuses(lambda: alg.one_pass_backward(model, rollout, plan, loss, **how), "model", "dropout 0.1", "drop")
 
 
-rejects(
-    law_one_pass_backward,
-    "",
-    ("    _check_finite(loss)\n", ""),
-    ("    refuse_random_modules(model)\n", ""),
-    where="one_pass_backward",
-)
-rejects(law_one_pass_backward, "", ("set_grad_enabled(graph)", "set_grad_enabled(True)"), where="features")
-
-
 @judges("4.1")
+@rejects("4.1", ("if plan.targets is None else plan.targets.flatten(0, 1)[states]", ""), where="state_features")
 def law_targets_override_the_response(alg: Any) -> None:
     """logp of the plan's own targets, state by state, where it names some; the network still sees the response."""
     model, rollout = tabular(4, 3), rollout_of(alg, [[1, 0, 2, 1], [2, 2, 0, 0]])
@@ -297,15 +260,8 @@ def law_targets_override_the_response(alg: Any) -> None:
     assert float((got - plain).abs().max()) > 0.1, "the targets are the response"
 
 
-rejects(
-    law_targets_override_the_response,
-    "4.1",
-    ("if plan.targets is None else plan.targets.flatten(0, 1)[states]", ""),
-    where="state_features",
-)
-
-
 @judges("4.1")
+@rejects("4.1", ('"topk_ids")[row][scored]', '"topk_ids")[row * 0][scored]'), where="state_features")
 def law_topk_logp(alg: Any) -> None:
     """The new log-probabilities of the sampler's M likeliest tokens, where scored; its own at its own weights."""
     drawn, old, new, _, _ = experience()
@@ -329,9 +285,6 @@ def law_topk_logp(alg: Any) -> None:
     )
 
 
-rejects(law_topk_logp, "4.1", ('"topk_ids")[row][scored]', '"topk_ids")[row * 0][scored]'), where="state_features")
-
-
 def kl_by_hand(model: Any, ref: Any, rollout: Any, plan: Any, k: int, b: int, temperature: float) -> dict[int, Tensor]:
     """KL(model || ref) of each scored position, over the whole vocabulary."""
     masked = positions(plan.hidden[k, b, 3:])
@@ -341,6 +294,7 @@ def kl_by_hand(model: Any, ref: Any, rollout: Any, plan: Any, k: int, b: int, te
 
 
 @judges("4.1")
+@rejects("4.1", ("else reference.head(their_h)", "else model.head(their_h)"), where="_read")
 def law_exact_kl(alg: Any) -> None:
     """kl_ref = KL(policy || reference) over the vocabulary: value, gradient in the policy, none in the reference; 0 at it."""
     drawn, _, new, ref, _ = experience()
@@ -364,10 +318,8 @@ def law_exact_kl(alg: Any) -> None:
         close(ask(reference=half)["kl_ref"].unflatten(0, got.shape[:2]), got, "read by the reference's own head")
 
 
-rejects(law_exact_kl, "4.1", ("else reference.head(their_h)", "else model.head(their_h)"), where="_read")
-
-
 @judges("4.1", "7.2")
+@rejects("4.1", ("log_p - log_ref", "log_ref.exp() - log_p.exp()"))
 def law_exact_kl_is_the_mean_of_k3(alg: Any) -> None:
     """Tokens of a step drawn from the policy: the mean of k3 on the step's sum is the sum of the tokens' exact KL."""
     _, _, new, ref, _ = experience()
@@ -382,6 +334,3 @@ def law_exact_kl_is_the_mean_of_k3(alg: Any) -> None:
     chance = double([math.exp(sum(oracle.token_logp(new, y, hidden, 0.8).values()).item()) for y in rows])
     close(chance.sum(), 1.0, "the outcomes of the step")
     close((chance * alg.kl_term(ll, other, form="k3")).sum(), mine["kl_ref"].sum(-1).mean(), "k3 and the exact KL")
-
-
-rejects(law_exact_kl_is_the_mean_of_k3, "4.1", ("log_p - log_ref", "log_ref.exp() - log_p.exp()"))

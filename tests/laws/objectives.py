@@ -14,6 +14,7 @@ from laws.tools import close, coefficients, double, normal, of, refuses, rollout
 
 
 @judges("8.1")
+@rejects("8.1", ("_surrogate(-adv * (ll if", "_surrogate(adv * (ll if"))
 def law_reinforce_gradient(alg: Any) -> None:
     """Coefficient -adv, whatever ll is."""
     adv = double([1.0, -2.0, 0.5, 0.0])
@@ -21,10 +22,8 @@ def law_reinforce_gradient(alg: Any) -> None:
         close(coefficients(lambda ll: alg.reinforce(ll, None, adv, 2).loss, normal(4, seed=seed)), [-1.0, 2.0, -0.5, 0.0])
 
 
-rejects(law_reinforce_gradient, "8.1", ("_surrogate(-adv * (ll if", "_surrogate(adv * (ll if"))
-
-
 @judges("8.2")
+@rejects("8.2", ("-torch.minimum(", "-torch.maximum("))
 def law_ppo_gradient(alg: Any) -> None:
     """-adv ratio; 0 above 1 + epsilon_high where adv > 0, and below 1 - epsilon_low where adv < 0; else it passes."""
     low, high = 0.2, 0.5
@@ -39,10 +38,9 @@ def law_ppo_gradient(alg: Any) -> None:
     assert abs(got[-2].item()) > 1e6, "with adv < 0 a large ratio passes unbounded"
 
 
-rejects(law_ppo_gradient, "8.2", ("-torch.minimum(", "-torch.maximum("))
-
-
 @judges("8.2", "8.4", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13")
+@rejects("8.4", ('_check_above("cap", cap, 0)', '_check_above("cap", cap, -1)'))
+@rejects("8.10", ("if not value > least:", "if value < least:"), where="_check_above")
 def law_objective_refusals(alg: Any) -> None:
     """Refused by name: anchors with a gradient, and regions, caps and bounds that are empty or no numbers."""
     x = normal(1, 4, 1, seed=28)
@@ -67,16 +65,13 @@ def law_objective_refusals(alg: Any) -> None:
         refuses(lambda f=call: f(x, x, x, 2).loss, "objective", f"floor {floor}", f"cap {cap}")
 
 
-rejects(law_objective_refusals, "8.4", ('_check_above("cap", cap, 0)', '_check_above("cap", cap, -1)'))
-rejects(law_objective_refusals, "8.10", ("if not value > least:", "if value < least:"), where="_check_above")
-
-
 def weights_of(alg: Any, log_ratios: Tensor, group: int, cap: float) -> Tensor:
     """(8.3) for a flat vector."""
     return alg.self_normalized_weights(log_ratios[None, :, None], group, log_cap=math.log(cap))[0, :, 0]
 
 
 @judges("8.3")
+@rejects("8.3", ("capped.softmax(2)", "capped.exp().div(capped.exp().sum(2, keepdim=True))"))
 def law_self_normalized_weights(alg: Any) -> None:
     """min(ratio, cap) over its sum in the group: the published vector, any group, sums to 1, equal shares where capped."""
     golden = double([1.0, 2.0, 10.0, 0.25]).log()
@@ -97,10 +92,8 @@ def law_self_normalized_weights(alg: Any) -> None:
     close(weights_of(alg, logs, 1, 5.0), torch.ones(12), "a group of one")
 
 
-rejects(law_self_normalized_weights, "8.3", ("capped.softmax(2)", "capped.exp().div(capped.exp().sum(2, keepdim=True))"))
-
-
 @judges("8.3")
+@rejects("8.3", ("-1, num_generations", "1, -1"))
 def law_self_normalized_weights_stay_in_the_group(alg: Any) -> None:
     """Other prompts do not matter; permutation equivariant inside a group; blind to a shift below the cap; K, L apart."""
     logs = normal(8, seed=30)
@@ -116,10 +109,8 @@ def law_self_normalized_weights_stay_in_the_group(alg: Any) -> None:
         close(full[k, :, i], weights_of(alg, grid[k, :, i], 4, math.e), "each state and position on its own")
 
 
-rejects(law_self_normalized_weights_stay_in_the_group, "8.3", ("-1, num_generations", "1, -1"))
-
-
 @judges("8.4")
+@rejects("8.4", ("log_ratio(ll.detach(),", "log_ratio(ll,"), ("math.log(cap)", "math.log(1 + cap)"))
 def law_self_normalized_gradient(alg: Any) -> None:
     """-w adv, w detached: clipped samples still learn, and nothing flows through the ratio or the normaliser."""
     ratio, adv = [1.0, 2.0, 10.0, 0.25, 7.0, 8.0, 0.5, 1.0], [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0]
@@ -139,12 +130,8 @@ def law_self_normalized_gradient(alg: Any) -> None:
         close(other, -got, "weights do not see the sign of adv")
 
 
-rejects(
-    law_self_normalized_gradient, "8.4", ("log_ratio(ll.detach(),", "log_ratio(ll,"), ("math.log(cap)", "math.log(1 + cap)")
-)
-
-
 @judges("8.4", "8.1", "6.1")
+@rejects("8.4", ("loss = -weights * adv * (ll", "loss = weights * adv * (ll"))
 def law_self_normalized_on_policy_is_reinforce(alg: Any) -> None:
     """Equal ratios: the mean-centred reinforce gradient over N; equal rewards: no gradient at all."""
     ll, reward = normal(8, seed=34), normal(8, seed=35)
@@ -155,9 +142,6 @@ def law_self_normalized_on_policy_is_reinforce(alg: Any) -> None:
     close(got, [-(r - sum(reward.tolist()[4 * (j // 4) :][:4]) / 4) / 4 for j, r in enumerate(reward.tolist())])
     still = alg.group_mean(torch.ones(8, dtype=torch.float64), 4)
     close(coefficients(lambda x: loss(x, still), ll + normal(8, seed=36)), torch.zeros(8))
-
-
-rejects(law_self_normalized_on_policy_is_reinforce, "8.4", ("loss = -weights * adv * (ll", "loss = weights * adv * (ll"))
 
 
 SIDES = {"epsilon_low": 0.2, "epsilon_high": 0.3}
@@ -216,6 +200,22 @@ def objectives(alg: Any) -> dict[str, Callable]:
 
 
 @judges("8.1", "8.2", "8.4", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13", "8.14", "8.15", "8.16")
+@rejects("8.1", ("None else score))", "None else score), adv < 0)"))
+@rejects("8.5", ("(ratio > cap) | (ratio < floor)", "ratio > cap"))
+@rejects(
+    "8.6", ("beyond = (adv < 0) &", "beyond = (adv > 0) &"), (".exp() > bound)", ".exp() > 1 + bound)"), ("cut | beyond", "cut")
+)
+@rejects("8.11", ("~inside | (u.exp() > cap)", "u.exp() > cap"))
+@rejects("8.12", ("torch.sign(adv) * (ratio - 1", "(ratio - 1).abs("))
+@rejects("8.14", ("* loss, cut, bypass)", "* loss, cut & (anchor > -1), bypass)"))
+@rejects("8.15", ("(u < low) | (u > high)", "u > high"))
+@rejects(
+    "",
+    ("in (cut, bypass", "in (~never if cut is None else cut, bypass"),
+    ("in (cut, bypass)", "in (cut, ~never if bypass is None else bypass)"),
+    where="_surrogate",
+)
+@rejects("8.16", ("((adv < 0) & below) | beyond", "((adv < 0) & below)"))
 def law_cut_is_what_the_clip_does(alg: Any) -> None:
     """cut: the gradient is 0, stops growing with the ratio, or is turned back; bypass: a bad answer above the clip, uncut."""
     anchor, adv = normal(1, 60, 1, seed=90, scale=0.7) - 1.2, normal(1, 60, 1, seed=91)
@@ -231,30 +231,15 @@ def law_cut_is_what_the_clip_does(alg: Any) -> None:
         assert torch.equal(result.bypass, passed), f"{name}: it should let bad answers through up to {case.passes} (CASES)"
 
 
-rejects(law_cut_is_what_the_clip_does, "8.1", ("None else score))", "None else score), adv < 0)"))
-rejects(law_cut_is_what_the_clip_does, "8.5", ("(ratio > cap) | (ratio < floor)", "ratio > cap"))
-rejects(
-    law_cut_is_what_the_clip_does,
-    "8.6",
-    ("beyond = (adv < 0) &", "beyond = (adv > 0) &"),
-    (".exp() > bound)", ".exp() > 1 + bound)"),
-    ("cut | beyond", "cut"),
-)
-rejects(law_cut_is_what_the_clip_does, "8.11", ("~inside | (u.exp() > cap)", "u.exp() > cap"))
-rejects(law_cut_is_what_the_clip_does, "8.12", ("torch.sign(adv) * (ratio - 1", "(ratio - 1).abs("))
-rejects(law_cut_is_what_the_clip_does, "8.14", ("* loss, cut, bypass)", "* loss, cut & (anchor > -1), bypass)"))
-rejects(law_cut_is_what_the_clip_does, "8.15", ("(u < low) | (u > high)", "u > high"))
-rejects(
-    law_cut_is_what_the_clip_does,
-    "",
-    ("in (cut, bypass", "in (~never if cut is None else cut, bypass"),
-    ("in (cut, bypass)", "in (cut, ~never if bypass is None else bypass)"),
-    where="_surrogate",
-)
-rejects(law_cut_is_what_the_clip_does, "8.16", ("((adv < 0) & below) | beyond", "((adv < 0) & below)"))
-
-
 @judges("8.1", "8.2", "8.4", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13", "8.14", "8.15")
+@rejects("8.1", ("True, reinforce_on_policy=True", "True"))
+@rejects("8.11", ("(reinforce_on_policy", "(linear=True, reinforce_on_policy"))
+@rejects("8.14", ("@declares()", "@declares(reinforce_on_policy=True)"))
+@rejects("8.15", (", needs_advantage=False", ""), ("reinforce_on_policy=True, ", ""))
+@rejects(
+    "", ("linear = linear", "linear = reinforce_on_policy"), ("= needs_advantage", "= not needs_advantage"), where="declares"
+)
+@rejects("8.16", ("@declares(reinforce_on_policy=True)", "@declares()"))
 def law_objectives_are_what_they_declare(alg: Any) -> None:
     """linear: coefficients that do not depend on ll. reinforce_on_policy: at ll = anchor they are a constant times -adv.
 
@@ -277,21 +262,8 @@ def law_objectives_are_what_they_declare(alg: Any) -> None:
         assert told.needs_advantage == silent, f"{name}: mend needs_advantage of its @declares"
 
 
-rejects(law_objectives_are_what_they_declare, "8.1", ("True, reinforce_on_policy=True", "True"))
-rejects(law_objectives_are_what_they_declare, "8.11", ("(reinforce_on_policy", "(linear=True, reinforce_on_policy"))
-rejects(law_objectives_are_what_they_declare, "8.14", ("@declares()", "@declares(reinforce_on_policy=True)"))
-rejects(law_objectives_are_what_they_declare, "8.15", (", needs_advantage=False", ""), ("reinforce_on_policy=True, ", ""))
-rejects(
-    law_objectives_are_what_they_declare,
-    "",
-    ("linear = linear", "linear = reinforce_on_policy"),
-    ("= needs_advantage", "= not needs_advantage"),
-    where="declares",
-)
-rejects(law_objectives_are_what_they_declare, "8.16", ("@declares(reinforce_on_policy=True)", "@declares()"))
-
-
 @judges("8.16")
+@rejects("8.16", ("torch.where(adv > 0, 1 + d, d.exp())", "d.exp()"), ("torch.minimum(loss, -bound * adv)", "loss"))
 def law_tangent(alg: Any) -> None:
     """Its mean over masks lies below adv exp(mean d), with equality at d = 0 in value and gradient; dual clip by hand."""
     wide = {"epsilon_low": 1e9, "epsilon_high": 1e9, "bound": 1e9}
@@ -312,10 +284,8 @@ def law_tangent(alg: Any) -> None:
     refuses(lambda: alg.tangent(at, at, adv, 1, **{**wide, "bound": 1.0}), "objective.bound", "1.0")
 
 
-rejects(law_tangent, "8.16", ("torch.where(adv > 0, 1 + d, d.exp())", "d.exp()"), ("torch.minimum(loss, -bound * adv)", "loss"))
-
-
 @judges("8.5")
+@rejects("8.5", ("-ratio.clamp(floor, cap)", "-ratio.clamp(max=cap)"))
 def law_truncated_weights(alg: Any) -> None:
     """Coefficient -clip(ratio, floor, cap) adv: detached, capped on either sign of adv, floored, and 0 only where adv is."""
     ratios, cases = [1e-4, 0.1, 0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 4.9, 5.1, 1e6], [1.0, -2.0, 0.0]
@@ -335,10 +305,9 @@ def law_truncated_weights(alg: Any) -> None:
     close(on_policy, coefficients(lambda x: alg.reinforce(x, None, adv, 3).loss, ll), "at ratio 1: reinforce")
 
 
-rejects(law_truncated_weights, "8.5", ("-ratio.clamp(floor, cap)", "-ratio.clamp(max=cap)"))
-
-
 @judges("8.1", "8.4", "8.5")
+@rejects("8.5", ("log_ratio(ll.detach(),", "log_ratio(ll,"))
+@rejects("8.1", ("(ll if score is None else score)", "ll"))
 def law_score_carries_the_gradient(alg: Any) -> None:
     """Where a row scores something else, the whole gradient flows through that, and none through ll."""
     anchor, adv = normal(1, 8, 1, seed=67), normal(1, 8, 1, seed=68)
@@ -358,11 +327,8 @@ def law_score_carries_the_gradient(alg: Any) -> None:
         close(through[1], -double(weight)[None, :, None] * adv, name)
 
 
-rejects(law_score_carries_the_gradient, "8.5", ("log_ratio(ll.detach(),", "log_ratio(ll,"))
-rejects(law_score_carries_the_gradient, "8.1", ("(ll if score is None else score)", "ll"))
-
-
 @judges("8.3", "8.4", "8.2")
+@rejects("8.3", ("clamp(max=log_cap)", "clamp(max=math.log1p(math.exp(log_cap)))"))
 def law_published_vector(alg: Any) -> None:
     """Ratios 1, 2, 10, 1/4 with adv 1, -1, 1/2, -1/2: the weighted sum is 1/6 at cap 5, and GRPO's coefficients beside it.
 
@@ -379,10 +345,8 @@ def law_published_vector(alg: Any) -> None:
     close(-coefficients(grpo, ratio.log()), [0.25, -0.5, 0.0, 0.0], "GRPO")
 
 
-rejects(law_published_vector, "8.3", ("clamp(max=log_cap)", "clamp(max=math.log1p(math.exp(log_cap)))"))
-
-
 @judges("8.3")
+@rejects("8.3", (".clamp(max=log_cap)", ""))
 def law_concentration_needs_a_floor(alg: Any) -> None:
     """Ratios in [low, cap]: the largest weight and the effective sample size are bounded. Without a floor they are not.
 
@@ -402,10 +366,8 @@ def law_concentration_needs_a_floor(alg: Any) -> None:
     assert alone.max().item() > 1 - 1e-8, "the cap bounds no share"
 
 
-rejects(law_concentration_needs_a_floor, "8.3", (".clamp(max=log_cap)", ""))
-
-
 @judges("8.4", "8.2", "8.5")
+@rejects("8.2", ("minimum(ratio *", "minimum(ratio.clamp(max=1e3) *"))
 def law_one_large_ratio(alg: Any) -> None:
     """adv < 0 and a ratio that grows: GRPO's gradient grows with it, clipped ones stop at the cap, normalised ones at adv g."""
     g, adv = normal(4, 3, seed=71), double([1.0, -1.5, 0.5, -1.0])
@@ -428,10 +390,8 @@ def law_one_large_ratio(alg: Any) -> None:
     close(norms["normalised"][2], (adv[1] * g[1]).norm().item(), "without a cap one answer is the whole gradient", 1e-4)
 
 
-rejects(law_one_large_ratio, "8.2", ("minimum(ratio *", "minimum(ratio.clamp(max=1e3) *"))
-
-
 @judges("7.1", "8.4")
+@rejects("8.5", ("anchor).exp()", "anchor)"))
 def law_common_noise_cancels(alg: Any) -> None:
     """Noise that a group shares leaves its normalised weights alone below the cap; clipped weights move with it."""
     logs, adv = normal(8, seed=72, scale=0.3), normal(8, seed=73)
@@ -443,10 +403,8 @@ def law_common_noise_cancels(alg: Any) -> None:
         close(coefficients(clip, logs + shift), math.exp(shift) * coefficients(clip, logs), "clipped", 1e-9)
 
 
-rejects(law_common_noise_cancels, "8.5", ("anchor).exp()", "anchor)"))
-
-
 @judges("8.14")
+@rejects("8.14", ("Surrogate(anchor.exp() * loss", "Surrogate(ll.exp() * loss"))
 def law_confident_clip(alg: Any) -> None:
     """PPO's gradient times exp(anchor), which is data."""
     ll, anchor, adv = -normal(20, seed=64).abs(), -normal(20, seed=65).abs() - 0.1, normal(20, seed=66)
@@ -458,10 +416,8 @@ def law_confident_clip(alg: Any) -> None:
         close(got[j], 0.0 if stopped else -float(adv[j]) * ratio * math.exp(float(anchor[j])), f"entry {j}")
 
 
-rejects(law_confident_clip, "8.14", ("Surrogate(anchor.exp() * loss", "Surrogate(ll.exp() * loss"))
-
-
 @judges("8.15")
+@rejects("8.15", ("/ length - psi", "/ length + psi"))
 def law_regression(alg: Any) -> None:
     """d/d ll of (clip(u)/L - psi adv)^2: 2 (u/L - psi adv)/L inside the clip, 0 outside; least where u = L psi adv."""
     anchor, adv, psi, length = normal(9, seed=67), normal(9, seed=68), 0.7, 5
@@ -475,6 +431,3 @@ def law_regression(alg: Any) -> None:
     still = coefficients(lambda x: alg.regression(x, double([0.0]), double([0.01]), 1, **options).loss, goal)
     close(still, [0.0], "at the target")
     assert alg.response_length(None, None, None, None, rollout_of(alg, [[1, 2, 0]]), None) == {"length": 3}
-
-
-rejects(law_regression, "8.15", ("/ length - psi", "/ length + psi"))

@@ -166,6 +166,7 @@ def quadrature_mean(alg: Any, model: Any, response: tuple, nodes: int) -> float:
 
 
 @judges("2.5")
+@rejects("2.5", ("torch.from_numpy(w / 2)", "torch.from_numpy(w)"), ("from_numpy((x + 1)", "from_numpy((1 - x)"))
 def law_gauss_legendre(alg: Any) -> None:
     """Nodes in (0, 1), ascending and symmetric; positive weights with sum 1; the published numbers of two and three nodes."""
     for nodes in range(1, 9):
@@ -183,12 +184,8 @@ def law_gauss_legendre(alg: Any) -> None:
         refuses(lambda wrong=wrong: alg.gauss_legendre(wrong), "plan.num_nodes", str(wrong), "1")
 
 
-rejects(
-    law_gauss_legendre, "2.5", ("torch.from_numpy(w / 2)", "torch.from_numpy(w)"), ("from_numpy((x + 1)", "from_numpy((1 - x)")
-)
-
-
 @judges("2.5")
+@rejects("2.5", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"))
 def law_gauss_legendre_moments(alg: Any) -> None:
     """Integrals of t^m exact up to m = 2N - 1; at m = 2N short by C_N (2N)!, with C_N = 1/24, 1/4320, 1/2016000, .."""
     close([error_constant(n) for n in (1, 2, 3)], [1 / 24, 1 / 4320, 1 / 2016000], "published constants", 1e-18)
@@ -200,10 +197,8 @@ def law_gauss_legendre_moments(alg: Any) -> None:
         close(missing / (error_constant(nodes) * math.factorial(2 * nodes)), 1.0, f"{nodes} nodes: first error", 1e-6)
 
 
-rejects(law_gauss_legendre_moments, "2.5", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"))
-
-
 @judges("2.6", "5.1")
+@rejects("2.6", ("(1 + t * (n - 1) + up).floor()", "(t * n + up).floor()"), where="_count_at")
 def law_quadrature_expectation(alg: Any) -> None:
     """E = sum of w times the mean at t, for every kind of count, every n, one mask or two; bernoulli: sum of w g(t)."""
     model = tabular(4, 3)
@@ -216,10 +211,11 @@ def law_quadrature_expectation(alg: Any) -> None:
     close(expected(model, KEEPS[0], 2, "bernoulli"), sum(integrand), "bernoulli is the rule on g")
 
 
-rejects(law_quadrature_expectation, "2.6", ("(1 + t * (n - 1) + up).floor()", "(t * n + up).floor()"), where="_count_at")
-
-
 @judges("2.6", "2.5")
+@rejects(
+    "2.5",
+    ("numpy.polynomial.legendre.leggauss(", "(numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / "),
+)
 def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
     """bernoulli: the ELBO itself once N >= n/2, because g has degree n - 1; off by more than 1e-4 with fewer nodes."""
     for length, seed in ((3, 0), (4, 0), (6, 1)):
@@ -234,14 +230,8 @@ def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
             assert 1e-4 < gap, f"n={length}: {nodes} nodes are exact, by accident of the fixture"
 
 
-rejects(
-    law_quadrature_is_exact_from_half_the_length,
-    "2.5",
-    ("numpy.polynomial.legendre.leggauss(", "(numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / "),
-)
-
-
 @judges("2.6", "2.5")
+@rejects("2.6", ("(1 / t).expand(", "t.expand("))
 def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
     """bernoulli: exact for any n where the mean logp is a polynomial of degree 2N - 1 in the count; at 2N it is not."""
     for nodes, length in ((1, 5), (2, 6)):
@@ -254,10 +244,8 @@ def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
                 assert abs(gap) > 1e-6, f"{nodes} nodes, degree {degree}: {gap}"
 
 
-rejects(law_quadrature_is_exact_for_smooth_models, "2.6", ("(1 / t).expand(", "t.expand("))
-
-
 @judges("2.6", "2.5")
+@rejects("2.6", ("noise < t[..., None]", "noise < 1.1 * t[..., None]"))
 def law_quadrature_error_bound_and_sign(alg: Any) -> None:
     """|bias| <= C_N n (n-1)!/(n-1-2N)! max |2N-th difference of a|; one node: above the ELBO where a is concave."""
     length = 6
@@ -276,10 +264,8 @@ def law_quadrature_error_bound_and_sign(alg: Any) -> None:
             close(bias, -limit * difference[0], "constant second difference: the bound is the bias, its sign the opposite")
 
 
-rejects(law_quadrature_error_bound_and_sign, "2.6", ("noise < t[..., None]", "noise < 1.1 * t[..., None]"))
-
-
 @judges("2.6")
+@rejects("2.6", ('if counts == "stochastic":', "if False:"), where="_count_at")
 def law_stochastic_counts_are_exact_for_linear_models(alg: Any) -> None:
     """stochastic: the ELBO for a mean logp that is linear in the count; rounded is not, which is what the chance repairs."""
     length = 4
@@ -294,12 +280,8 @@ def law_stochastic_counts_are_exact_for_linear_models(alg: Any) -> None:
     assert abs(found["rounded"] - sum(a)) > 0.1
 
 
-rejects(
-    law_stochastic_counts_are_exact_for_linear_models, "2.6", ('if counts == "stochastic":', "if False:"), where="_count_at"
-)
-
-
 @judges("2.6")
+@rejects("2.6", ("up = 0.5", "up = 0.4"), where="_count_at")
 def law_rounded_counts_are_the_nearest(alg: Any) -> None:
     """rounded: at every node the integer next to 1 + t (n - 1), at most half of a position off; of n = 1 .. 40 positions."""
     lengths, gaps = range(1, 41), []
@@ -314,10 +296,8 @@ def law_rounded_counts_are_the_nearest(alg: Any) -> None:
     assert float(gap.max()) > 0.45 and float(gap.min()) < -0.45, "the fixture has fractions on both sides of one half"
 
 
-rejects(law_rounded_counts_are_the_nearest, "2.6", ("up = 0.5", "up = 0.4"), where="_count_at")
-
-
 @judges("2.6")
+@rejects("2.6", ("(1 / t).expand(-1, len(n)", "n / (t * n).floor("), where="_count_at")
 def law_constant_models_show_the_scale(alg: Any) -> None:
     """logp c everywhere: fixed counts give n c in every draw; floor gives sum of w floor(t n)/(t n) of it, 0.72 at n = 8."""
     published = {(4, 2): 0.475, (4, 3): 0.679, (8, 2): 0.771, (8, 3): 0.718, (16, 3): 0.872, (64, 2): 0.976, (256, 3): 0.9916}
@@ -336,10 +316,9 @@ def law_constant_models_show_the_scale(alg: Any) -> None:
     assert plan.scored.any(-1).tolist() == [[False], [True], [True]] and plan.network_calls == 2, "the first node is lost"
 
 
-rejects(law_constant_models_show_the_scale, "2.6", ("(1 / t).expand(-1, len(n)", "n / (t * n).floor("), where="_count_at")
-
-
 @judges("2.6", "2.1")
+@rejects("2.6", ("None]) & inside", "None]).all(-1, keepdim=True) & inside"))
+@rejects("2.6", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"), where="gauss_legendre")
 def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
     """Copies (two equal texts): -n ln2 sum w t^(n-1) for -ln2. Parity: -n ln2 sum w (1-(1-t)^(n-1)) for -(n-1) ln2."""
     length, ln2 = 6, math.log(2)
@@ -361,16 +340,8 @@ def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
     close((one_step.weight * one_step.scored.sum(-1)).sum() * -ln2, -256 * ln2, "where mean field sees nothing else")
 
 
-rejects(law_quadrature_fails_where_the_doubt_is_at_one_end, "2.6", ("None]) & inside", "None]).all(-1, keepdim=True) & inside"))
-rejects(
-    law_quadrature_fails_where_the_doubt_is_at_one_end,
-    "2.6",
-    ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"),
-    where="gauss_legendre",
-)
-
-
 @judges("2.6")
+@rejects("2.6", ("w = w / masks_per_node", "w = w**2 / masks_per_node"))
 def law_quadrature_variance(alg: Any) -> None:
     """Var = sum of w^2 Var(.|t) / masks: nothing of the time's; half of it with twice the masks."""
     model, length = tabular(3, 3), 3
@@ -387,10 +358,8 @@ def law_quadrature_variance(alg: Any) -> None:
         close(found[2], found[1] / 2, f"{how}: twice the masks")
 
 
-rejects(law_quadrature_variance, "2.6", ("w = w / masks_per_node", "w = w**2 / masks_per_node"))
-
-
 @judges("2.3", "2.6")
+@rejects("2.3", ("inside, count)", "inside, torch.minimum(count + 1, n))"))
 def law_two_models_with_known_variances(alg: Any) -> None:
     """One call in two models, all masks of the plan: own costs, V_mask = L sum a^2/l (L-l)/(L-1); a key token, 2/3 of all.
 
@@ -426,10 +395,8 @@ def law_two_models_with_known_variances(alg: Any) -> None:
             close(got[k], w * w * (second - sum(p * c * x / t for p, c, x in law) ** 2), f"{how}, t = {t}")
 
 
-rejects(law_two_models_with_known_variances, "2.3", ("inside, count)", "inside, torch.minimum(count + 1, n))"))
-
-
 @judges("2.6")
+@rejects("2.6", ("up = 0.5", "up = 0.0"), where="_count_at")
 def law_quadrature_states(alg: Any) -> None:
     """Node-major states, weights w/t or w n/k over the masks; prompt visible, the rest of the response hidden, not scored."""
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
@@ -450,10 +417,8 @@ def law_quadrature_states(alg: Any) -> None:
             assert how == "bernoulli" or count in [c for _, c in counts_at(t, n, how)], f"{how}: {count} hidden of {n}"
 
 
-rejects(law_quadrature_states, "2.6", ("up = 0.5", "up = 0.0"), where="_count_at")
-
-
 @judges("2.6")
+@rejects("2.6", ("_uniform((len(t),", "_uniform((1,"))
 def law_quadrature_frequencies(alg: Any) -> None:
     """The real noise: hidden sets of a state have the stated probabilities; states, also of one node, are independent."""
     for how, keep in itertools.product(COUNTS, KEEPS[:2]):
@@ -470,10 +435,8 @@ def law_quadrature_frequencies(alg: Any) -> None:
             frequencies_agree(pair, (chance[a][:, None] * chance[b]).flatten(), f"{how}, n={n}, states {a} and {b}")
 
 
-rejects(law_quadrature_frequencies, "2.6", ("_uniform((len(t),", "_uniform((1,"))
-
-
 @judges("2.6")
+@rejects("2.6", ("inside.sum(-1)", "inside.sum(-1).amax().expand(len(inside))"))
 def law_quadrature_rows_are_their_own(alg: Any) -> None:
     """A row's states do not depend on what other rows hold; equal noise gives equal rows, in whatever batch they stand."""
     for how in COUNTS:
@@ -490,10 +453,8 @@ def law_quadrature_rows_are_their_own(alg: Any) -> None:
             close(small.weight[:, 0], large.weight[:, b], f"{how}: weight of row {b} alone")
 
 
-rejects(law_quadrature_rows_are_their_own, "2.6", ("inside.sum(-1)", "inside.sum(-1).amax().expand(len(inside))"))
-
-
 @judges("2.6", "7.1", "8.2", "10.1")
+@rejects("10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo")
 def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
     """Equal weights, one plan: ratio 1, gradient of the loss -adv grad B / n; two plans: E r = E e^B E e^-B > 1."""
     model, n = tabular(3, 3), 3
@@ -514,8 +475,3 @@ def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
         truth *= sum(p * math.exp(x) for p, x in drawn) * sum(p * math.exp(-x) for p, x in drawn)
     close(got, truth, "mean ratio of independent masks")
     assert truth > 1.5, f"mean ratio {truth}"
-
-
-rejects(
-    law_shared_masks_make_the_first_update_on_policy, "10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo"
-)

@@ -42,6 +42,7 @@ from minidrl import oracle
 
 
 @judges("2.1")
+@rejects("2.1", ("& rollout.prompt_mask", ""), ("torch.ones_like(rollout.keep)", "rollout.keep"))
 def law_mean_field_states(alg: Any) -> None:
     """One state of weight 1: the response hidden, kept tokens scored, prompt tokens hidden where noise < p, padding never."""
     rollout = rollout_of(alg, [RESPONSE] * 3, KEEPS)
@@ -56,10 +57,8 @@ def law_mean_field_states(alg: Any) -> None:
     assert bool(plan.valid.all())
 
 
-rejects(law_mean_field_states, "2.1", ("& rollout.prompt_mask", ""), ("torch.ones_like(rollout.keep)", "rollout.keep"))
-
-
 @judges("2.1")
+@rejects("2.1", ("(noise < p_mask_prompt)", "(noise > p_mask_prompt)"))
 def law_mean_field_frequencies(alg: Any) -> None:
     """Each prompt token of each row is hidden with probability p, independently; none at p = 0."""
     rollout, p = rollout_of(alg, [RESPONSE] * 4000), 0.3
@@ -68,10 +67,8 @@ def law_mean_field_frequencies(alg: Any) -> None:
     assert not alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0).hidden[..., :3].any()
 
 
-rejects(law_mean_field_frequencies, "2.1", ("(noise < p_mask_prompt)", "(noise > p_mask_prompt)"))
-
-
 @judges("2.1", "5.1")
+@rejects("2.1", ("= rollout.keep[", "= torch.ones_like(rollout.keep)["))
 def law_mean_field_is_integrand_at_one(alg: Any) -> None:
     """With p_mask_prompt = 0 the value is g(1), the ELBO's integrand where everything is hidden; kept tokens only."""
     model = tabular(*MODEL)
@@ -80,9 +77,6 @@ def law_mean_field_is_integrand_at_one(alg: Any) -> None:
     logp = oracle.token_logp(model, RESPONSE, frozenset(range(4)))
     close(got[0, :, 0], [sum(logp[i].item() for i in positions(keep)) for keep in KEEPS])
     close(got[0, 0, 0], oracle.elbo_integrand(model, RESPONSE, 1.0).item())
-
-
-rejects(law_mean_field_is_integrand_at_one, "2.1", ("= rollout.keep[", "= torch.ones_like(rollout.keep)["))
 
 
 def gauss(nodes: int, low: float) -> tuple[list[float], list[float]]:
@@ -111,6 +105,7 @@ def time_expectation(alg: Any, model: oracle.TabularDenoiser, min_t: float, stat
 
 
 @judges("2.2")
+@rejects("2.2", ("inside, 1 / (num_states * t))", "inside, 1 / t)"), ("(noise < t[...", "(noise > t[..."))
 def law_time_plan_expectation(alg: Any) -> None:
     """E = mean of g over (min_t, 1), for any number of states; the ELBO at min_t = 0."""
     model = tabular(3, 3)
@@ -119,12 +114,8 @@ def law_time_plan_expectation(alg: Any) -> None:
     close(time_mean(model, RESPONSE[:3], 0.0), oracle.elbo(model, RESPONSE[:3]).item(), "integral of g")
 
 
-rejects(
-    law_time_plan_expectation, "2.2", ("inside, 1 / (num_states * t))", "inside, 1 / t)"), ("(noise < t[...", "(noise > t[...")
-)
-
-
 @judges("2.2")
+@rejects("2.2", ("= min_t + (1 -", "= 2 * min_t + (1 - 2 *"))
 def law_time_plan_bias(alg: Any) -> None:
     """Bias = min_t (B - g(0)) to first order: right sign, right size, and the rest shrinks as min_t squared."""
     model, response = tabular(3, 3), RESPONSE[:3]
@@ -139,10 +130,8 @@ def law_time_plan_bias(alg: Any) -> None:
     assert 3 < rest[0] / rest[1] < 5, f"second-order terms {rest}"
 
 
-rejects(law_time_plan_bias, "2.2", ("= min_t + (1 -", "= 2 * min_t + (1 - 2 *"))
-
-
 @judges("2.2")
+@rejects("2.2", ("u = _uniform((num_states,", "u = _uniform((1,"))
 def law_time_plan_frequencies(alg: Any) -> None:
     """1/(K weight) is uniform on (min_t, 1); given it, positions are hidden independently with that probability."""
     model, states, min_t = tabular(3, 3), 2, 0.2
@@ -164,10 +153,10 @@ def law_time_plan_frequencies(alg: Any) -> None:
     mean_is(values, time_mean(model, RESPONSE[:3], min_t), "estimate")
 
 
-rejects(law_time_plan_frequencies, "2.2", ("u = _uniform((num_states,", "u = _uniform((1,"))
-
-
 @judges("2.2", "2.3", "2.4")
+@rejects("2.3", ("masked | ~domain", "masked"), where="_response_plan")
+@rejects("2.2", ("masked.any(-1))", "masked.any(-1) | True)"), where="_response_plan")
+@rejects("2.4", ('domain == "keep"', 'domain == "all"'), where="_domain")
 def law_response_plan_states(alg: Any) -> None:
     """Prompt visible; what lies outside the domain hidden in every state and never scored; domain all ignores keep."""
     rollout = rollout_of(alg, [RESPONSE] * 60, KEEPS * 20)
@@ -189,12 +178,8 @@ def law_response_plan_states(alg: Any) -> None:
         assert plan.weight.dtype == torch.float64 and bool((plan.weight > 0).all()), f"{name}: weight"
 
 
-rejects(law_response_plan_states, "2.3", ("masked | ~domain", "masked"), where="_response_plan")
-rejects(law_response_plan_states, "2.2", ("masked.any(-1))", "masked.any(-1) | True)"), where="_response_plan")
-rejects(law_response_plan_states, "2.4", ('domain == "keep"', 'domain == "all"'), where="_domain")
-
-
 @judges("2.3")
+@rejects("2.3", ("(rank < count[", "(rank <= count["), where="_random_subset")
 def law_count_plan_weights(alg: Any) -> None:
     """1 .. n positions are hidden, with weight n / (K count)."""
     rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
@@ -206,10 +191,8 @@ def law_count_plan_weights(alg: Any) -> None:
             close(plan.weight[k, b], n / (states * count), "weight")
 
 
-rejects(law_count_plan_weights, "2.3", ("(rank < count[", "(rank <= count["), where="_random_subset")
-
-
 @judges("2.3")
+@rejects("2.3", ("long() + 1, n)", "long() + 1, 0 * n + 99)"))
 def law_count_plan_at_the_edge(alg: Any) -> None:
     """The largest uniform number below 1 hides all n positions with weight 1/K, although adding a stratum rounds it to K."""
     rollout = rollout_of(alg, [RESPONSE] * 3, KEEPS)
@@ -220,10 +203,14 @@ def law_count_plan_at_the_edge(alg: Any) -> None:
     close(plan.weight[1], [0.5, 0.5, 0.5], "weight")
 
 
-rejects(law_count_plan_at_the_edge, "2.3", ("long() + 1, n)", "long() + 1, 0 * n + 99)"))
-
-
 @judges("2.3", "5.1")
+@rejects(
+    "5.1",
+    (
+        "parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1",
+        "(ll * plan.weight[..., None]).mean(0, keepdim=True",
+    ),
+)
 def law_count_plan_expectation(alg: Any) -> None:
     """E = ELBO of the domain for every K, with and without strata; also where K and n share no factor (n = 3, K = 2)."""
     model = tabular(*MODEL)
@@ -237,17 +224,8 @@ def law_count_plan_expectation(alg: Any) -> None:
         close(got, elbo_on(model, RESPONSE, positions(keep)), f"n={sum(keep)} K={states} strata={strata}")
 
 
-rejects(
-    law_count_plan_expectation,
-    "5.1",
-    (
-        "parts * (ll * plan.weight[..., None]).unflatten(0, (parts, -1)).sum(1",
-        "(ll * plan.weight[..., None]).mean(0, keepdim=True",
-    ),
-)
-
-
 @judges("2.3")
+@rejects("2.3", ("masked_fill(~domain, torch.inf).", ""), where="_random_subset")
 def law_count_plan_frequencies(alg: Any) -> None:
     """Counts are uniform, subsets of a count too; states are independent, or each in its stratum; the mean is the ELBO."""
     model, states = tabular(*MODEL), 2
@@ -272,10 +250,8 @@ def law_count_plan_frequencies(alg: Any) -> None:
         )
 
 
-rejects(law_count_plan_frequencies, "2.3", ("masked_fill(~domain, torch.inf).", ""), where="_random_subset")
-
-
 @judges("2.3")
+@rejects("2.3", ("device)\n    if strata:", "device)\n    if not strata:"))
 def law_strata_do_not_raise_the_variance(alg: Any) -> None:
     """K states without strata: the variance of one over K, which splits into counts and subsets; strata: never more."""
     for seed, n in ((0, 3), (1, 3), (2, 2)):
@@ -296,10 +272,8 @@ def law_strata_do_not_raise_the_variance(alg: Any) -> None:
         assert found[True] < found[False] - 1e-6, f"strata {found[True]}, independent {found[False]}"
 
 
-rejects(law_strata_do_not_raise_the_variance, "2.3", ("device)\n    if strata:", "device)\n    if not strata:"))
-
-
 @judges("2.3")
+@rejects("2.3", ("(u * n).floor(", "(u.square() * n).floor("))
 def law_count_plan_is_exact_for_consistent_models(alg: Any) -> None:
     """Conditionals of one joint distribution: the expectation is the log-likelihood."""
     joint = normal(2, 2, 2, seed=5).exp()
@@ -311,10 +285,8 @@ def law_count_plan_is_exact_for_consistent_models(alg: Any) -> None:
     close(ll_of(alg, model, rollout, plan).mean(), math.log(joint[response] / joint.sum()))
 
 
-rejects(law_count_plan_is_exact_for_consistent_models, "2.3", ("(u * n).floor(", "(u.square() * n).floor("))
-
-
 @judges("2.3", "2.4")
+@rejects("2.3", ("sum(-1)\n    u =", "sum(-1) * 0 + inside.shape[1]\n    u ="))
 def law_single_position_is_exact(alg: Any) -> None:
     """n = 1: every draw, of either form, is the token's own log-probability."""
     model, keep = tabular(*MODEL), KEEPS[2]
@@ -327,10 +299,8 @@ def law_single_position_is_exact(alg: Any) -> None:
     close(ll_of(alg, model, rollout, pairs).flatten(), [truth] * 8)
 
 
-rejects(law_single_position_is_exact, "2.3", ("sum(-1)\n    u =", "sum(-1) * 0 + inside.shape[1]\n    u ="))
-
-
 @judges("2.4")
+@rejects("2.4", ("(num_states * both.sum(-1)", "(pairs * both.sum(-1)"))
 def law_complementary_states(alg: Any) -> None:
     """States 2j and 2j+1 partition the domain; weights (n+1) / (K l) and (n+1) / (K (n-l)); empty states are not valid."""
     rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
@@ -344,10 +314,8 @@ def law_complementary_states(alg: Any) -> None:
     assert not plan.valid.all(), "the fixture has no empty state"
 
 
-rejects(law_complementary_states, "2.4", ("(num_states * both.sum(-1)", "(pairs * both.sum(-1)"))
-
-
 @judges("2.4", "5.1")
+@rejects("2.4", ("weight = (n + 1).double()", "weight = n.double()"))
 def law_complementary_expectation(alg: Any) -> None:
     """E = ELBO of the domain; each half alone is unbiased too."""
     model = tabular(*MODEL)
@@ -362,10 +330,8 @@ def law_complementary_expectation(alg: Any) -> None:
         close(halves.mean(1), [truth] * states, "a state alone")
 
 
-rejects(law_complementary_expectation, "2.4", ("weight = (n + 1).double()", "weight = n.double()"))
-
-
 @judges("2.4")
+@rejects("2.4", ("* (n + 1)).floor()", "* n).floor()"))
 def law_complementary_frequencies(alg: Any) -> None:
     """The count of a mask is uniform on 0..n, its subset uniform given the count; pairs are independent."""
     model = tabular(*MODEL)
@@ -385,10 +351,8 @@ def law_complementary_frequencies(alg: Any) -> None:
         mean_is(scored_values(plan, subset_scores(model, RESPONSE, positions(keep))), truth, "estimate")
 
 
-rejects(law_complementary_frequencies, "2.4", ("* (n + 1)).floor()", "* n).floor()"))
-
-
 @judges("2.4", "2.3")
+@rejects("2.4", ("[masked, inside & ~masked]", "[masked, masked]"))
 def law_complementary_variance(alg: Any) -> None:
     """One mask on {0..n}: (1 + 1/n) Var{1..n} + B^2/n. A pair, per token: half of that variance minus v^2/2."""
     model, response, n = tabular(3, 3), RESPONSE[:3], 3
@@ -410,10 +374,12 @@ def law_complementary_variance(alg: Any) -> None:
         close(variance(pair), variance(token) / 2 - pair.mean().item() ** 2 / 2, f"variance of token {i}")
 
 
-rejects(law_complementary_variance, "2.4", ("[masked, inside & ~masked]", "[masked, masked]"))
-
-
 @judges("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "2.8", "3.1", "3.2", "3.3")
+@rejects("2.3", ('if domain not in ("keep", "all"):', "if False:"), where="_domain")
+@rejects("2.4", ("or value < least:", "or value < 0:"), where="_check_count")
+@rejects("3.1", ("_check_num_states(rollout, num_states)", ""))
+@rejects("3.2", ("if name not in rollout.records:", "if False:"), where="record")
+@rejects("3.3", ('    _check_count("plan.merge", merge)\n', ""))
 def law_plan_refusals(alg: Any) -> None:
     """A wrong option of a plan is refused in one line that names its key, its value and, where it has to, what is allowed."""
     steps, settings = torch.tensor([[0, 1, 2, 3]]), settings_of(Walk(4, 3, "random", 1, 2))
@@ -474,14 +440,8 @@ def law_plan_refusals(alg: Any) -> None:
     refuses(lambda: alg.entropy_plan(rollout, seeded(), **right[alg.entropy_plan][1]), "records", "'entropy'", "needs")
 
 
-rejects(law_plan_refusals, "2.3", ('if domain not in ("keep", "all"):', "if False:"), where="_domain")
-rejects(law_plan_refusals, "2.4", ("or value < least:", "or value < 0:"), where="_check_count")
-rejects(law_plan_refusals, "3.1", ("_check_num_states(rollout, num_states)", ""))
-rejects(law_plan_refusals, "3.2", ("if name not in rollout.records:", "if False:"), where="record")
-rejects(law_plan_refusals, "3.3", ('    _check_count("plan.merge", merge)\n', ""))
-
-
 @judges("2.3")
+@rejects("2.3", ("/ (num_states * count)", "/ num_states + 0 * count"))
 def law_total_variance_and_its_allocation(alg: Any) -> None:
     """N counts with M masks for each: Var = Var_l(E[.|l]) / N + E_l(Var(.|l)) / (N M), so M = 1 is best at equal N M."""
     model, n = tabular(3, 3), 3
@@ -507,10 +467,14 @@ def law_total_variance_and_its_allocation(alg: Any) -> None:
     assert found[2, 1] < found[1, 2] and of_count > 0.01, "two calls: two counts are better than one"
 
 
-rejects(law_total_variance_and_its_allocation, "2.3", ("/ (num_states * count)", "/ num_states + 0 * count"))
-
-
 @judges("2.9", "5.1")
+@rejects(
+    "2.9",
+    ("[1.0, 1 / r, 1 / (1 - r)]", "[1.0, 1 / (1 - r), 1 / r]"),
+    ("keep & ~chosen", "keep & chosen"),
+    ("chosen, ~chosen])", "chosen, chosen])"),
+    ("(high - low) * float(", "high * float("),
+)
 def law_coupled_plan(alg: Any) -> None:
     """All hidden, S, complement, padding too; a kept token is scored in two; weights 1/2, 1/2r, 1/2(1-r); r by its noise."""
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
@@ -529,17 +493,14 @@ def law_coupled_plan(alg: Any) -> None:
         refuses(lambda low=low, high=high: alg.coupled_plan(rollout, seeded(), low=low, high=high), "plan.low", str(low))
 
 
-rejects(
-    law_coupled_plan,
-    "2.9",
-    ("[1.0, 1 / r, 1 / (1 - r)]", "[1.0, 1 / (1 - r), 1 / r]"),
-    ("keep & ~chosen", "keep & chosen"),
-    ("chosen, ~chosen])", "chosen, chosen])"),
-    ("(high - low) * float(", "high * float("),
-)
-
-
 @judges("2.10")
+@rejects(
+    "2.10",
+    ("start + progress * (1 - start)", "start"),
+    ("schedule or generator", "generator"),
+    ("min_t + (1 - min_t) * u", "min_t + u"),
+    ("inside.device) < t)", "inside.device) > t)"),
+)
 def law_scheduled_plan(alg: Any) -> None:
     """Hidden where the noise is below t_0 + progress (1 - t_0), and scored there; everything at the last update."""
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
@@ -560,13 +521,3 @@ def law_scheduled_plan(alg: Any) -> None:
         mean_is(plan.scored.double() - share, 0.0, "the share comes from the schedule")
     assert not torch.equal(same[0].scored, same[1].scored), "the masks do not"
     refuses(lambda: alg.scheduled_plan(rollout, seeded(), min_t=1.0, domain="all", progress=0.0), "plan.min_t", "1.0")
-
-
-rejects(
-    law_scheduled_plan,
-    "2.10",
-    ("start + progress * (1 - start)", "start"),
-    ("schedule or generator", "generator"),
-    ("min_t + (1 - min_t) * u", "min_t + u"),
-    ("inside.device) < t)", "inside.device) > t)"),
-)

@@ -30,6 +30,8 @@ from minidrl import oracle
 
 
 @judges("5.1")
+@rejects("5.1", ("ll = logp * plan.scored", "ll = logp"), ("ll = ll.sum(-1,", "ll = ll.mean(-1,"))
+@rejects("5.1", ('{"state": states,', '{"state": 1,'), where="_parts")
 def law_reductions(alg: Any) -> None:
     """Token, step and sequence by loops; what is not scored adds nothing; the normaliser divides each sequence."""
     _, plan, logp = loose_plan(alg)
@@ -47,11 +49,13 @@ def law_reductions(alg: Any) -> None:
     refuses(lambda: alg.reduce_logp(logp, plan, level="word", normalizer=None), "reduction", "'word'", "token")
 
 
-rejects(law_reductions, "5.1", ("ll = logp * plan.scored", "ll = logp"), ("ll = ll.sum(-1,", "ll = ll.mean(-1,"))
-rejects(law_reductions, "5.1", ('{"state": states,', '{"state": 1,'), where="_parts")
-
-
 @judges("5.1", "9.1")
+@rejects(
+    "5.1",
+    ("parts, -1)).any(1)", "parts, -1)).all(1)"),
+    ("torch.ones_like(plan.weight[:parts, :, None])", "plan.weight.sum(0)[None, :, None]"),
+    where="entries",
+)
 def law_entries(alg: Any) -> None:
     """Which entries exist at each level, and the weight of each; a sequence has absorbed its weights."""
     _, plan, _ = loose_plan(alg)
@@ -74,15 +78,6 @@ def law_entries(alg: Any) -> None:
     close(alg.entries(silent, "sequence")[0], [[[True], [False], [True], [True]]], "a sequence without scored tokens")
 
 
-rejects(
-    law_entries,
-    "5.1",
-    ("parts, -1)).any(1)", "parts, -1)).all(1)"),
-    ("torch.ones_like(plan.weight[:parts, :, None])", "plan.weight.sum(0)[None, :, None]"),
-    where="entries",
-)
-
-
 def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: int, entries: int) -> float:
     """The normalisers in plain arithmetic."""
     rows = len(sums)
@@ -98,6 +93,7 @@ def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: 
 
 
 @judges("9.1")
+@rejects("9.1", ("total.sum() / rollout", "total.mean() / rollout"))
 def law_aggregation(alg: Any) -> None:
     """Each way at each level by loops: entries that exist, each with its weight, then the normaliser."""
     rollout, plan, loss = loose_plan(alg)
@@ -117,10 +113,8 @@ def law_aggregation(alg: Any) -> None:
     refuses(lambda: alg.aggregate(loss, plan, rollout, level="token", how="mean"), "aggregation", "'mean'", "token_mean")
 
 
-rejects(law_aggregation, "9.1", ("total.sum() / rollout", "total.mean() / rollout"))
-
-
 @judges("9.1")
+@rejects("9.1", ("weight * present", "weight"), (".keep.shape[1]", ".lengths.max()"))
 def law_aggregation_invariances(alg: Any) -> None:
     """Order inside a group and padding do not matter, except that fixed_length divides by the padded length."""
     rollout, plan, loss = loose_plan(alg)
@@ -136,10 +130,8 @@ def law_aggregation_invariances(alg: Any) -> None:
         close(padded, value * 5 / 8 if how == "fixed_length" else value, f"{how}: padding")
 
 
-rejects(law_aggregation_invariances, "9.1", ("weight * present", "weight"), (".keep.shape[1]", ".lengths.max()"))
-
-
 @judges("9.1")
+@rejects("9.1", ("lengths).mean()", "lengths).sum()"))
 def law_aggregation_of_prompts(alg: Any) -> None:
     """All but those that count tokens or entries are the mean over the prompts of what each prompt gives alone."""
     rollout, plan, loss = loose_plan(alg)
@@ -153,9 +145,6 @@ def law_aggregation_of_prompts(alg: Any) -> None:
         if how == "entry_mean":
             shares = [float(plan.scored[:, rows].sum() / plan.scored.sum()) for rows in (slice(0, 2), slice(2, 4))]
         close(alg.aggregate(loss, plan, rollout, level="token", how=how), shares[0] * alone[0] + shares[1] * alone[1], how)
-
-
-rejects(law_aggregation_of_prompts, "9.1", ("lengths).mean()", "lengths).sum()"))
 
 
 def eubo_by_loops(logp: list[dict[int, Any]], weight: list[float], beta: float) -> Any:
@@ -195,6 +184,7 @@ def states_of(model: Any, rollout: Any, plan: Any, b: int) -> list[dict[int, Ten
 
 
 @judges("5.2")
+@rejects("5.2", ("mean = total / beta / seen", "mean = total / seen"))
 def law_eubo(alg: Any) -> None:
     """Value and gradient by loops, for any beta; with weights n/(K hidden) it is the published formula times n."""
     model = tabular(*MODEL)
@@ -211,10 +201,8 @@ def law_eubo(alg: Any) -> None:
         close(mine, oracle.table_gradient(model, sum(w * v for w, v in zip(weights, truth, strict=True))), "gradient")
 
 
-rejects(law_eubo, "5.2", ("mean = total / beta / seen", "mean = total / seen"))
-
-
 @judges("5.2")
+@rejects("5.2", ("sum(-1).clamp(min=1)", "shape[-1]"))
 def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
     """d eubo / d logp_ik = n/h times softmax over the states of (log weight + beta logp): each token's shares sum to 1."""
     rollout, plans = sampled_plans(alg)
@@ -231,10 +219,8 @@ def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
                     close(got[k, b, i], expected, f"beta {beta}")
 
 
-rejects(law_eubo_gradient_is_a_soft_maximum, "5.2", ("sum(-1).clamp(min=1)", "shape[-1]"))
-
-
 @judges("5.2")
+@rejects("5.2", ("terms.logsumexp(0)", "terms.detach().logsumexp(0)"))
 def law_eubo_of_one_state(alg: Any) -> None:
     """K = 1: the ELBO of that state plus n/beta log(n/hidden), a constant: the same gradient for every beta."""
     model = tabular(*MODEL)
@@ -250,10 +236,8 @@ def law_eubo_of_one_state(alg: Any) -> None:
             close(oracle.table_gradient(model, got.sum()), slope, f"beta {beta}: gradient")
 
 
-rejects(law_eubo_of_one_state, "5.2", ("terms.logsumexp(0)", "terms.detach().logsumexp(0)"))
-
-
 @judges("5.2")
+@rejects("5.2", (".logsumexp(0).masked_fill(~seen, 0)", ".logsumexp(0)"))
 def law_eubo_reads_hidden_tokens_only(alg: Any) -> None:
     """What is not scored has neither value nor gradient, even -inf; a token hidden in no state leaves the mean."""
     rollout, plans = sampled_plans(alg)
@@ -273,9 +257,6 @@ def law_eubo_reads_hidden_tokens_only(alg: Any) -> None:
     close(alg.eubo(logp, plan, beta=2.0), [[[4 / (2 * 2) * sum(inner)]]], "two of four tokens seen")
 
 
-rejects(law_eubo_reads_hidden_tokens_only, "5.2", (".logsumexp(0).masked_fill(~seen, 0)", ".logsumexp(0)"))
-
-
 def all_states(alg: Any, response: tuple) -> tuple[Any, Any]:
     """Every mask as a state of one plan, weighted by its probability times n/hidden: estimators become expectations."""
     masks, n = oracle.all_subsets(len(response))[1:], len(response)
@@ -286,6 +267,7 @@ def all_states(alg: Any, response: tuple) -> tuple[Any, Any]:
 
 
 @judges("5.2")
+@rejects("5.2", ("+ plan.weight[..., None].log()", ""))
 def law_eubo_over_all_states(alg: Any) -> None:
     """In expectation inside the log it rises with beta, from the ELBO at beta -> 0 to the sum of each token's best logp."""
     response = RESPONSE[:3]
@@ -301,10 +283,8 @@ def law_eubo_over_all_states(alg: Any) -> None:
         close(ladder[-1], best, "beta -> inf", 0.05)
 
 
-rejects(law_eubo_over_all_states, "5.2", ("+ plan.weight[..., None].log()", ""))
-
-
 @judges("5.2")
+@rejects("5.2", ("terms = beta * logp + plan", "terms = beta * logp - plan"))
 def law_eubo_is_a_surrogate_not_a_bound(alg: Any) -> None:
     """Of 60 random models, how often it is at least log p: never always at beta 1, more often as beta grows.
 
@@ -333,10 +313,8 @@ def law_eubo_is_a_surrogate_not_a_bound(alg: Any) -> None:
     assert all(0 < number < 300 for number in below.values()), f"never below the ELBO of its own states: {below}"
 
 
-rejects(law_eubo_is_a_surrogate_not_a_bound, "5.2", ("terms = beta * logp + plan", "terms = beta * logp - plan"))
-
-
 @judges("5.3")
+@rejects("5.3", ("omega * upper + (1 - omega)", "(1 - omega) * upper + omega"))
 def law_sandwich(alg: Any) -> None:
     """adv > 0: ll itself; adv = 0 and below: omega EUBO / normaliser + (1 - omega) ll, in value and in gradient."""
     rollout, plans = sampled_plans(alg)
@@ -361,10 +339,8 @@ def law_sandwich(alg: Any) -> None:
         assert torch.equal(got["score"], plain), "good answers, or omega 0: ll exactly"
 
 
-rejects(law_sandwich, "5.3", ("omega * upper + (1 - omega)", "(1 - omega) * upper + omega"))
-
-
 @judges("5.1")
+@rejects("5.1", ("ll = parts * (ll * plan.weight", "ll = (ll * plan.weight"))
 def law_pair_reduction(alg: Any) -> None:
     """Each pair is the estimate that its two states alone would give; the mean over the pairs is the sequence's."""
     rollout, plan, _ = loose_plan(alg)
@@ -382,6 +358,3 @@ def law_pair_reduction(alg: Any) -> None:
     present, ones = alg.entries(four, "pair")
     assert present.shape == (2, 4, 1) and bool((ones == 1).all())
     close(present[..., 0], [[float((both[2 * j, b] | both[2 * j + 1, b]).any()) for b in range(4)] for j in range(2)])
-
-
-rejects(law_pair_reduction, "5.1", ("ll = parts * (ll * plan.weight", "ll = (ll * plan.weight"))

@@ -3,13 +3,12 @@
 A law is a function of the code under judgement. It raises AssertionError where that code is wrong:
 
     @judges("6.2")
+    @rejects("6.2", ("correction=ddof", "correction=0"), ("(std + eps)", "(std.square() + eps)"))
     def law_z_score_scale(alg: Any) -> None:
         ...
 
-    rejects(law_z_score_scale, "6.2", ("correction=ddof", "correction=0"), ("(std + eps)", "(std.square() + eps)"))
-
-The second statement lists mutants: passages of the function whose docstring opens with (6.2), each with the mistake that
-somebody might make in its place (a sign, a side, an axis, a detach). Every equation has at least one law and two mutants, and
+The second line lists mutants: passages of the function whose docstring opens with (6.2), each with the mistake that somebody
+might make in its place (a sign, a side, an axis, a detach). Every equation has at least one law and two mutants, and
 every law rejects at least one. A mutant that survives shows that a law is missing: strengthen the law, not the mutant.
 """
 
@@ -58,11 +57,16 @@ def judges(*tags: str) -> Callable[[Law], Law]:
     return register
 
 
-def rejects(law: Law, tag: str, *changes: tuple[str, str], where: str = "") -> None:
+def rejects(tag: str, *changes: tuple[str, str], where: str = "") -> Callable[[Law], Law]:
     """The law must fail once the first passage of a change is replaced by the second; see `Mutant` for tag and where."""
     caller = sys._getframe(1)
     at = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    MUTANTS.extend(Mutant(tag, old, new, law.__name__, where, at) for old, new in changes)
+
+    def register(law: Law) -> Law:
+        MUTANTS.extend(Mutant(tag, old, new, law.__name__, where, at) for old, new in changes)
+        return law
+
+    return register
 
 
 def for_each_method(law: Callable[[Any, str, Any], None]) -> Law:

@@ -42,6 +42,8 @@ def positions_model(values: list[float]) -> oracle.TabularDenoiser:
 
 
 @judges("2.11")
+@rejects("", ("< count[..., None", "<= count[..., None"), where="_arcs")
+@rejects("2.11", ('_check_count("plan.num_states", num_states)', ""))
 def law_arc_plan_states(alg: Any) -> None:
     """Each count in its stratum, weight n / (K count); all positions are hidden equally often, or once more; prompt visible."""
     rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
@@ -62,11 +64,13 @@ def law_arc_plan_states(alg: Any) -> None:
         refuses(lambda wrong=wrong: alg.arc_plan(rollout, seeded(), num_states=wrong, domain="keep"), "num_states", str(wrong))
 
 
-rejects(law_arc_plan_states, "", ("< count[..., None", "<= count[..., None"), where="_arcs")
-rejects(law_arc_plan_states, "2.11", ('_check_count("plan.num_states", num_states)', ""))
-
-
 @judges("2.11", "5.1")
+@rejects("", ("% n < count", "< count"), where="_arcs")
+@rejects(
+    "2.11",
+    ("n.double() / (num_states * count)", "n.double() / count"),
+    ("n.double() / (num_states * count)", "1 / u / num_states"),
+)
 def law_arc_plan_expectation(alg: Any) -> None:
     """E = ELBO of the domain for every K, by enumeration of counts and orders."""
     model = tabular(*MODEL)
@@ -80,16 +84,8 @@ def law_arc_plan_expectation(alg: Any) -> None:
         close(got, elbo_on(model, RESPONSE, positions(keep)), f"n={sum(keep)} K={states}")
 
 
-rejects(law_arc_plan_expectation, "", ("% n < count", "< count"), where="_arcs")
-rejects(
-    law_arc_plan_expectation,
-    "2.11",
-    ("n.double() / (num_states * count)", "n.double() / count"),
-    ("n.double() / (num_states * count)", "1 / u / num_states"),
-)
-
-
 @judges("2.11")
+@rejects("", ("(part + u)", "(0 * part + u)"), where="_in_strata")
 def law_arc_plan_frequencies(alg: Any) -> None:
     """Counts independent, each in its stratum; given its count, every state is a uniform subset; rows differ."""
     n, states, rows = 3, 2, 4000
@@ -105,10 +101,8 @@ def law_arc_plan_frequencies(alg: Any) -> None:
         frequencies_agree(subset_number(plan.scored[k]), chance, f"subsets of state {k}")
 
 
-rejects(law_arc_plan_frequencies, "", ("(part + u)", "(0 * part + u)"), where="_in_strata")
-
-
 @judges("2.11")
+@rejects("", ("count.cumsum(0) - count", "0 * count"), where="_arcs")
 def law_arcs_do_not_raise_the_variance_of_positions(alg: Any) -> None:
     """Log-probabilities of the position alone, two states: a variance below that of the strata of (2.3)."""
     for values in ([-0.1, -2.0, -0.5], [-1.0, -1.5, -0.2, -3.0]):
@@ -133,9 +127,6 @@ def law_arcs_do_not_raise_the_variance_of_positions(alg: Any) -> None:
             apart += spread
         close(arcs.mean(), sum(means), "mean")
         assert variance(arcs) < apart - 1e-6, f"arcs {variance(arcs)}, strata {apart}"
-
-
-rejects(law_arcs_do_not_raise_the_variance_of_positions, "", ("count.cumsum(0) - count", "0 * count"), where="_arcs")
 
 
 STEPS = ((2, 0, 3, 1), (0, 1, 2, 3), (1, 0, 0, 1))  # the step of each position; the last reveals two a step
@@ -245,6 +236,15 @@ def cells(q: list[float], states: int) -> list[list[tuple[float, float]]]:
 
 
 @judges("2.12", "2.13")
+@rejects("2.12", ("record(rollout", "1 - record(rollout"), ("own.split([20,", "own.flip(-1).split([20,"))
+@rejects(
+    "",
+    ("known.effects[:2]", "known.effects[1:3]"),
+    ("(known.at_reveal, known.first", "(known.first, known.first"),
+    where="_centre_terms",
+)
+@rejects("2.13", ("x**power for s", "x ** (power + 1) for s"), ("(~masked)", "masked"), ("n * x, n * x**2]", "x, x**2]"))
+@rejects("", ("(place + 1)", "place"), ("& inside[..., None] & inside[:, None]", ""), where="visited")
 def law_control_variate_by_hand(alg: Any) -> None:
     """Weight and shift of every draw, with the constants of its verdict; only the sequence's ll has the shift."""
     for keep, step, (states, solved) in itertools.product(KEEPS, STEPS, ((1, False), (3, True))):
@@ -269,29 +269,9 @@ def law_control_variate_by_hand(alg: Any) -> None:
         close(whole[0, :, 0], (bare[0, :, 0] + plan.shift) / 2, "a normaliser divides the shift, too")
 
 
-rejects(
-    law_control_variate_by_hand, "2.12", ("record(rollout", "1 - record(rollout"), ("own.split([20,", "own.flip(-1).split([20,")
-)
-rejects(
-    law_control_variate_by_hand,
-    "",
-    ("known.effects[:2]", "known.effects[1:3]"),
-    ("(known.at_reveal, known.first", "(known.first, known.first"),
-    where="_centre_terms",
-)
-rejects(
-    law_control_variate_by_hand,
-    "2.13",
-    ("x**power for s", "x ** (power + 1) for s"),
-    ("(~masked)", "masked"),
-    ("n * x, n * x**2]", "x, x**2]"),
-)
-rejects(
-    law_control_variate_by_hand, "", ("(place + 1)", "place"), ("& inside[..., None] & inside[:, None]", ""), where="visited"
-)
-
-
 @judges("2.13")
+@rejects("2.13", ("s / x * x**power", "s * x**power"))
+@rejects("", ("(n - count) / (n - 1)", "(n - count) / n"), ("(v * exists).sum(-1)", "v.sum(-1)"), where="surrogate_means")
 def law_means_of_the_terms(alg: Any) -> None:
     """Closed means are the means over all masks, each of the twenty."""
     for keep, step in itertools.product(KEEPS, STEPS):
@@ -304,17 +284,14 @@ def law_means_of_the_terms(alg: Any) -> None:
         close(alg.surrogate_means(known, rollout.keep)[0], chance @ terms, "means")
 
 
-rejects(law_means_of_the_terms, "2.13", ("s / x * x**power", "s * x**power"))
-rejects(
-    law_means_of_the_terms,
-    "",
-    ("(n - count) / (n - 1)", "(n - count) / n"),
-    ("(v * exists).sum(-1)", "v.sum(-1)"),
-    where="surrogate_means",
-)
-
-
 @judges("2.14")
+@rejects(
+    "2.14",
+    ("0.03 * v.sum", "0.3 * v.sum"),
+    (".sqrt() * (count <= n)", "* (count <= n)"),
+    ("both.clamp(max=0)", "both.clamp(min=0)"),
+    ("known.effects[3]", "known.effects[2]"),
+)
 def law_of_the_law_of_counts(alg: Any) -> None:
     """q by loops over masks; it sums to 1, and no count is left out."""
     for keep, step, v in itertools.product(KEEPS, STEPS, (0, 1)):
@@ -326,17 +303,8 @@ def law_of_the_law_of_counts(alg: Any) -> None:
         close(q.sum(), 1.0, "sum")
 
 
-rejects(
-    law_of_the_law_of_counts,
-    "2.14",
-    ("0.03 * v.sum", "0.3 * v.sum"),
-    (".sqrt() * (count <= n)", "* (count <= n)"),
-    ("both.clamp(max=0)", "both.clamp(min=0)"),
-    ("known.effects[3]", "known.effects[2]"),
-)
-
-
 @judges("2.12", "5.1")
+@rejects("2.12", (".sum(-1) + 1, n)", ".sum(-1).clamp(min=1), n)"))
 def law_control_variate_expectation(alg: Any) -> None:
     """E = ELBO of the domain, whatever the constants are, by enumeration of counts, with their chances, and orders."""
     model = tabular(*MODEL)
@@ -353,10 +321,8 @@ def law_control_variate_expectation(alg: Any) -> None:
         close(got, elbo_on(model, RESPONSE, positions(keep)), f"n={sum(keep)} K={states}", atol=1e-9)
 
 
-rejects(law_control_variate_expectation, "2.12", (".sum(-1) + 1, n)", ".sum(-1).clamp(min=1), n)"))
-
-
 @judges("2.12")
+@rejects("", ("tuple(inside.shape", "(1, inside.shape[1]"), where="_arcs")
 def law_control_variate_frequencies(alg: Any) -> None:
     """The counts of two states are independent, each with the law q within its half; rows differ."""
     keep, step, rows = KEEPS[0], STEPS[0], 4000
@@ -371,10 +337,8 @@ def law_control_variate_frequencies(alg: Any) -> None:
     frequencies_agree(plan.scored[0].double().argmax(-1)[count[0] == 0], double([0.25] * 4), "a position alone")
 
 
-rejects(law_control_variate_frequencies, "", ("tuple(inside.shape", "(1, inside.shape[1]"), where="_arcs")
-
-
 @judges("2.12")
+@rejects("2.12", ("domain=domain", "domain='keep'"))
 def law_without_constants_it_is_arcs(alg: Any) -> None:
     """The same states, weights and no shift; no record is read. What is missing or wrong is named."""
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
@@ -389,6 +353,3 @@ def law_without_constants_it_is_arcs(alg: Any) -> None:
     for wrong, constants in itertools.product((0, 1.5), (None, CONSTANTS)):
         words = {"num_states": wrong, "domain": "keep", "constants": constants}
         refuses(lambda words=words: alg.control_variate_plan(rollout, seeded(), **words), "num_states", str(wrong))
-
-
-rejects(law_without_constants_it_is_arcs, "2.12", ("domain=domain", "domain='keep'"))

@@ -128,25 +128,19 @@ def check_kernel(alg: Any, model: Any, case: Walk, temperature: float) -> float:
 
 
 @judges("4.2", "4.1")
+@rejects("4.2", ("token_confidence(logits", "(logits / temperature).log_softmax(-1).float("), where="log_passed_over")
+@rejects("4.2", ("chosen.amin(-1", "chosen.masked_fill(~scored, -torch.inf).amax(-1"), where="confidence_to_beat")
+@rejects("4.2", ("(total / scored.sum(-1).clamp(min=1))", "total"))
 def law_order_kernel(alg: Any) -> None:
     """exp(logp + order_logp) is the sampler's transition, state by state: it sums to 1, and the tokens alone to more."""
     for case, temperature in KERNELS:
         assert check_kernel(alg, tabular(case.length, case.vocab, 17), case, temperature) > 1.2, f"{case}: the tokens alone"
 
 
-rejects(
-    law_order_kernel,
-    "4.2",
-    ("token_confidence(logits", "(logits / temperature).log_softmax(-1).float("),
-    where="log_passed_over",
-)
-rejects(
-    law_order_kernel, "4.2", ("chosen.amin(-1", "chosen.masked_fill(~scored, -torch.inf).amax(-1"), where="confidence_to_beat"
-)
-rejects(law_order_kernel, "4.2", ("(total / scored.sum(-1).clamp(min=1))", "total"))
-
-
 @judges("4.5")
+@rejects("4.5", ("unsure & (count > 1)", "unsure & (count > 0)"), (".any(-1, keepdim=True)", ".all(-1, keepdim=True)"))
+@rejects("4.5", ("limit.masked_fill(reached, floor)", "limit"), where="threshold_to_beat")
+@rejects("4.5", ("else -math.inf", "else 0.0"), where="log_threshold")
 def law_threshold_kernel(alg: Any) -> None:
     """exp(logp + order_logp) is the transition of threshold decoding: it sums to 1 over all sets, the tokens alone to more."""
     for case, temperature in THRESHOLDS:
@@ -154,17 +148,8 @@ def law_threshold_kernel(alg: Any) -> None:
         assert (most > 1.2) == (case.threshold > 0), f"{case}: the tokens of the possible sets alone sum to {most} at most"
 
 
-rejects(
-    law_threshold_kernel,
-    "4.5",
-    ("unsure & (count > 1)", "unsure & (count > 0)"),
-    (".any(-1, keepdim=True)", ".all(-1, keepdim=True)"),
-)
-rejects(law_threshold_kernel, "4.5", ("limit.masked_fill(reached, floor)", "limit"), where="threshold_to_beat")
-rejects(law_threshold_kernel, "4.5", ("else -math.inf", "else 0.0"), where="log_threshold")
-
-
 @judges("4.2")
+@rejects("4.2", ("place[:, None] > last[state]", "place[:, None] < last[state]"), where="confidence_to_beat")
 def law_order_kernel_on_ties(alg: Any) -> None:
     """Equal confidences: the lower position wins, as in the sampler's own choice, proposal by proposal."""
     for case, temperature in KERNELS:
@@ -185,15 +170,9 @@ def law_order_kernel_on_ties(alg: Any) -> None:
     assert equal >= 4, "the fixture has no ties"
 
 
-rejects(
-    law_order_kernel_on_ties,
-    "4.2",
-    ("place[:, None] > last[state]", "place[:, None] < last[state]"),
-    where="confidence_to_beat",
-)
-
-
 @judges("4.5")
+@rejects("4.5", ("< log_threshold", "<= log_threshold"))
+@rejects("4.5", ("reached = limit >= floor", "reached = limit > floor"), where="threshold_to_beat")
 def law_threshold_kernel_on_ties(alg: Any) -> None:
     """Confidences that are equal to each other, and to tau: at tau a token is revealed; below, the lower position wins."""
     for length, vocab, tau in ((3, 2, 0.5), (3, 2, 0.9), (2, 4, 0.25), (3, 3, 0.6)):
@@ -201,10 +180,6 @@ def law_threshold_kernel_on_ties(alg: Any) -> None:
     flat = oracle.TabularDenoiser(torch.zeros(27, 3, 2, dtype=torch.float64))
     steps = {path.unmask_step for path in oracle.trajectories(flat, "low_confidence", 1.0, 1, threshold=0.5)}
     assert steps == {(0, 0, 0)}, "the fixture has no confidence that is equal to tau"
-
-
-rejects(law_threshold_kernel_on_ties, "4.5", ("< log_threshold", "<= log_threshold"))
-rejects(law_threshold_kernel_on_ties, "4.5", ("reached = limit >= floor", "reached = limit > floor"), where="threshold_to_beat")
 
 
 EXACT = (
@@ -235,6 +210,7 @@ def check_score(alg: Any, case: Walk, temperature: float) -> None:
 
 
 @judges("4.2", "10.1")
+@rejects("4.2", ("probability.clamp", "probability.detach().clamp"), where="log_passed_over")
 def law_exact_score_is_the_policy_gradient(alg: Any) -> None:
     """By confidence, logp + order_logp is a score of the sampler, and logp alone is not.
 
@@ -245,22 +221,17 @@ def law_exact_score_is_the_policy_gradient(alg: Any) -> None:
         check_score(alg, case, temperature)
 
 
-rejects(
-    law_exact_score_is_the_policy_gradient, "4.2", ("probability.clamp", "probability.detach().clamp"), where="log_passed_over"
-)
-
-
 @judges("4.5", "10.1")
+@rejects("4.5", ("math.log(threshold)", "threshold"), where="log_threshold")
 def law_threshold_score_is_the_policy_gradient(alg: Any) -> None:
     """The same with a threshold, where steps differ in the number of tokens that they reveal."""
     for case, temperature in itertools.product(EXACT_THRESHOLDS, (0.7, 1.0)):
         check_score(alg, case, temperature)
 
 
-rejects(law_threshold_score_is_the_policy_gradient, "4.5", ("math.log(threshold)", "threshold"), where="log_threshold")
-
-
 @judges("4.2")
+@rejects("4.2", ("(log_p.exp() * below)", "(log_p.exp().detach() * below)"), where="log_passed_over")
+@rejects("4.2", ("return scored * (total /", "return 0 * scored * (total /"))
 def law_mean_score_is_zero_with_the_order_only(alg: Any) -> None:
     """E[grad(logp + order_logp)] = 0 in every state; E[grad logp] alone is not: a constant in the reward would leak in."""
     leak = 0.0
@@ -275,15 +246,6 @@ def law_mean_score_is_zero_with_the_order_only(alg: Any) -> None:
     assert leak > 0.1, f"mean of the token-only score: {leak}"
 
 
-rejects(
-    law_mean_score_is_zero_with_the_order_only,
-    "4.2",
-    ("(log_p.exp() * below)", "(log_p.exp().detach() * below)"),
-    where="log_passed_over",
-)
-rejects(law_mean_score_is_zero_with_the_order_only, "4.2", ("return scored * (total /", "return 0 * scored * (total /"))
-
-
 def crossing(shift: float) -> oracle.TabularDenoiser:
     """Two positions, three tokens: token 0 of position 0 is more confident than token 0 of position 1 iff shift > 0."""
     table = normal(16, 2, 3, seed=64)
@@ -292,6 +254,7 @@ def crossing(shift: float) -> oracle.TabularDenoiser:
 
 
 @judges("4.2")
+@rejects("4.2", ("= (mine < limit) |", "= (mine > limit) |"), where="log_passed_over")
 def law_objective_jumps_where_confidences_cross(alg: Any) -> None:
     """J on a path of tables: on each side it is the module's kernel and smooth; at the crossing it jumps.
 
@@ -336,12 +299,8 @@ def law_objective_jumps_where_confidences_cross(alg: Any) -> None:
     close(above - below, jump, "jump of J", 1e-8)
 
 
-rejects(
-    law_objective_jumps_where_confidences_cross, "4.2", ("= (mine < limit) |", "= (mine > limit) |"), where="log_passed_over"
-)
-
-
 @judges("4.2")
+@rejects("4.2", ("clamp(min=torch.finfo(probability.dtype).tiny).", ""), where="log_passed_over")
 def law_impossible_orders(alg: Any) -> None:
     """A choice that the present weights never make: log of the smallest number, gradient 0, probability 0, nothing nan."""
     table = torch.zeros(16, 2, 3, dtype=torch.float64)
@@ -358,10 +317,8 @@ def law_impossible_orders(alg: Any) -> None:
         assert bool(both.isfinite().all()) and float(both.abs().max()) < 1e-30
 
 
-rejects(law_impossible_orders, "4.2", ("clamp(min=torch.finfo(probability.dtype).tiny).", ""), where="log_passed_over")
-
-
 @judges("4.5")
+@rejects("4.5", ("* scored / count.clamp(min=1)", "* scored"))
 def law_threshold_impossible_sets(alg: Any) -> None:
     """Several tokens of which one is below tau: log of the smallest number, in equal shares, gradient 0; alone it may be."""
     tau, tokens = math.log(0.6), torch.tensor([[True, True, False], [True, True, False], [False, True, False]])
@@ -376,10 +333,9 @@ def law_threshold_impossible_sets(alg: Any) -> None:
         close(slope, [[0.0] * 3, [1.0] * 3, [1.0] * 3], "gradient")
 
 
-rejects(law_threshold_impossible_sets, "4.5", ("* scored / count.clamp(min=1)", "* scored"))
-
-
 @judges("4.2", "4.1")
+@rejects("4.2", ('!= "low_confidence', '== "random'), where="_candidates")
+@rejects("4.2", ("1).clamp(min=1)", "1)"))
 def law_other_orders_have_no_position_factor(alg: Any) -> None:
     """Random and fixed orders: order_logp is 0 whatever the weights, and reads nothing; also with nothing scored."""
     for order in ("random", "left_to_right", "right_to_left"):
@@ -400,11 +356,8 @@ def law_other_orders_have_no_position_factor(alg: Any) -> None:
     close(torch.autograd.grad(passed.sum(), log_f)[0], torch.zeros(6), "candidates, and nothing scored: gradient")
 
 
-rejects(law_other_orders_have_no_position_factor, "4.2", ('!= "low_confidence', '== "random'), where="_candidates")
-rejects(law_other_orders_have_no_position_factor, "4.2", ("1).clamp(min=1)", "1)"))
-
-
 @judges("4.2", "4.1")
+@rejects("4.2", ("states) & ~scored", "states) | scored"), where="_order_logp")
 def law_exact_kernel_costs_rows_of_the_head_only(alg: Any) -> None:
     """Network calls: plan.network_calls with order_logp and without. Head rows: the block's hidden positions for the former."""
     model, rollout, _, _ = with_entropy(alg, EXACT[3])
@@ -422,10 +375,8 @@ def law_exact_kernel_costs_rows_of_the_head_only(alg: Any) -> None:
     assert scored < candidates < scored * 2
 
 
-rejects(law_exact_kernel_costs_rows_of_the_head_only, "4.2", ("states) & ~scored", "states) | scored"), where="_order_logp")
-
-
 @judges("10.1", "4.2", "4.5", "3.2")
+@rejects("4.2", ('["order_logp"]', '["order_logp"].detach()'), where="reduced")
 def law_egspo_exact_row(alg: Any) -> None:
     """egspo-exact: a chosen step's clipped ratio of transition probabilities, with and without a threshold."""
     for case, scale in ((EXACT[0], 0.6), (EXACT_THRESHOLDS[0], 0.3)):
@@ -459,10 +410,8 @@ def law_egspo_exact_row(alg: Any) -> None:
         assert max(ratios) > 1.2 and min(ratios) < 0.9, f"ratios {ratios}"
 
 
-rejects(law_egspo_exact_row, "4.2", ('["order_logp"]', '["order_logp"].detach()'), where="reduced")
-
-
 @judges("3.5", "3.1")
+@rejects("3.5", ("first.where(first >= 0, at_most", "at_most.expand_as(first"))
 def law_threshold_staircase(alg: Any) -> None:
     """Blocks of different numbers of steps: the staircase scores each token once, where the sampler drew it, and as (3.1)."""
     for eos, threshold in ((1, 0.65), (None, 0.65), (None, 0.55)):
@@ -481,15 +430,19 @@ def law_threshold_staircase(alg: Any) -> None:
         close(oracle.table_gradient(model, (chance * reward * ll).sum()), truth, "policy gradient")
 
 
-rejects(law_threshold_staircase, "3.5", ("first.where(first >= 0, at_most", "at_most.expand_as(first"))
-
-
 def share(own: Tensor, best: list[Tensor]) -> Tensor:
     """Log of the share of the first in a softmax with the others."""
     return own - torch.stack([own, *best]).exp().sum().log()
 
 
 @judges("4.4")
+@rejects(
+    "4.4",
+    ("own - torch.logaddexp(own, rivals)", "torch.logaddexp(own, rivals) - own"),
+    ("rivals)) * scored", "rivals))"),
+    ("(passed, best)", "(passed, best.detach())"),
+    ("torch.finfo(own.dtype).min", "0.0"),
+)
 def law_position_logp(alg: Any) -> None:
     """By loops on made-up logits; each of several scored tokens competes with those passed over alone; 0 without any."""
     own, best = normal(4, 5, seed=70).requires_grad_(), normal(5, seed=71, scale=2.0).requires_grad_()
@@ -505,16 +458,6 @@ def law_position_logp(alg: Any) -> None:
         close(*slopes, f"gradient in {name}")
 
 
-rejects(
-    law_position_logp,
-    "4.4",
-    ("own - torch.logaddexp(own, rivals)", "torch.logaddexp(own, rivals) - own"),
-    ("rivals)) * scored", "rivals))"),
-    ("(passed, best)", "(passed, best.detach())"),
-    ("torch.finfo(own.dtype).min", "0.0"),
-)
-
-
 def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_length: int) -> dict[int, Tensor]:
     """The position part of the scored positions of one state, from the table; rivals: hidden, same block, not scored."""
     hidden, scored = positions(plan.hidden[k, b, 3:]), positions(plan.scored[k, b])
@@ -526,6 +469,13 @@ def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_le
 
 
 @judges("4.4", "4.1")
+@rejects("4.4", ("head(h).max(-1).values", "head(h).mean(-1)"), ("states) & ~scored", "states)"), where="_position_logp")
+@rejects(
+    "4.4",
+    ("logits.gather(", "logits.detach().gather("),
+    ("= logits.gather", "= (logits / temperature).gather"),
+    where="token_features",
+)
 def law_position_feature(alg: Any) -> None:
     """By confidence: the loops, at temperature 1 whatever the sampler's; in another order 0; two passes are one graph."""
     for case in (Walk(4, 2, "low_confidence", 1, 4), Walk(4, 2, "low_confidence", 1, 2), Walk(3, 2, "random", 1, 3)):
@@ -549,19 +499,3 @@ def law_position_feature(alg: Any) -> None:
             alg.two_pass_backward(model, rollout, plan, loss, size=size, **how)
             close(model.table.grad, expected, f"{order}, blocks of {block}: gradient")
             model.zero_grad()
-
-
-rejects(
-    law_position_feature,
-    "4.4",
-    ("head(h).max(-1).values", "head(h).mean(-1)"),
-    ("states) & ~scored", "states)"),
-    where="_position_logp",
-)
-rejects(
-    law_position_feature,
-    "4.4",
-    ("logits.gather(", "logits.detach().gather("),
-    ("= logits.gather", "= (logits / temperature).gather"),
-    where="token_features",
-)

@@ -66,6 +66,8 @@ ALL = ("logp", "entropy", "order_logp", "position_logp", "kl_ref")
 
 
 @judges("4.1", "4.2", "2.8", "3.5")
+@rejects("2.8", ("| _after_visible_prompt(rollout, later)", ""))
+@rejects("4.1", ("rollout.prompt.shape[1] :", ": rollout.response.shape[1]"), where="_staircase")
 def law_one_forward_is_all_forwards(alg: Any) -> None:
     """Every feature of a staircase plan is that of the same states in a forward each; for any split; zero where not scored."""
     for name, model, reference, rollout, plan in staircases(alg):
@@ -80,13 +82,8 @@ def law_one_forward_is_all_forwards(alg: Any) -> None:
             assert not got["logp"][~plan.scored].any()
 
 
-rejects(law_one_forward_is_all_forwards, "2.8", ("| _after_visible_prompt(rollout, later)", ""))
-rejects(
-    law_one_forward_is_all_forwards, "4.1", ("rollout.prompt.shape[1] :", ": rollout.response.shape[1]"), where="_staircase"
-)
-
-
 @judges("4.1")
+@rejects("4.1", ("rollout).expand(", "rollout).flip(0).expand("), where="_staircase")
 def law_staircase_features_are_those_of_the_model(alg: Any) -> None:
     """logp and entropy of a table's staircase by the oracle, state by state."""
     for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2):
@@ -101,11 +98,6 @@ def law_staircase_features_are_those_of_the_model(alg: Any) -> None:
             close(got["entropy"][k, b], entropy, f"{name}: entropy")
 
 
-rejects(
-    law_staircase_features_are_those_of_the_model, "4.1", ("rollout).expand(", "rollout).flip(0).expand("), where="_staircase"
-)
-
-
 def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
     """A function of all features that no sum of their parts gives: exponentials of sequence sums, and products of features."""
     c = normal(len(ALL), *plan.scored.shape, seed=7)
@@ -118,6 +110,25 @@ def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
 
 
 @judges("4.3")
+@rejects(
+    "4.3",
+    ("None, :] <= rank[:,", "None, :] < rank[:,"),
+    ("None, :] < noisy[:,", "None, :] <= noisy[:,"),
+    ("None, :] == noisy[:", "None, :] <= noisy[:"),
+    ('block if clean == "block" else place', 'place if clean == "block" else block'),
+)
+@rejects(
+    "",
+    ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1]"),
+    ("response, response]", "response, response + length]"),
+    where="staircase_positions",
+)
+@rejects(
+    "",
+    ("block[:, None, :] <= block", "block[:, None, :] < block"),
+    ("visible & attention_mask", "visible | attention_mask"),
+    where="block_causal",
+)
 def law_staircase_mask(alg: Any) -> None:
     """Who sees whom in [prompt; clean; noisy], token by token; padding is seen by no one; positions count real tokens."""
     prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
@@ -147,31 +158,8 @@ def law_staircase_mask(alg: Any) -> None:
     refuses(lambda: alg.staircase_mask(prompt_mask, 4, 2, clean="all"), "clean stream", "'all'", "block", "causal")
 
 
-rejects(
-    law_staircase_mask,
-    "4.3",
-    ("None, :] <= rank[:,", "None, :] < rank[:,"),
-    ("None, :] < noisy[:,", "None, :] <= noisy[:,"),
-    ("None, :] == noisy[:", "None, :] <= noisy[:"),
-    ('block if clean == "block" else place', 'place if clean == "block" else block'),
-)
-rejects(
-    law_staircase_mask,
-    "",
-    ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1]"),
-    ("response, response]", "response, response + length]"),
-    where="staircase_positions",
-)
-rejects(
-    law_staircase_mask,
-    "",
-    ("block[:, None, :] <= block", "block[:, None, :] < block"),
-    ("visible & attention_mask", "visible | attention_mask"),
-    where="block_causal",
-)
-
-
 @judges("4.1", "4.2", "2.8", "3.5")
+@rejects("", (":, None]).split(", ":, None] * 0).split("), where="state_chunks")
 def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
     """The gradient in all weights, of a loss of all features, is that of one graph over a forward a state; for any split."""
     for name, model, reference, rollout, plan in staircases(alg):
@@ -187,12 +175,8 @@ def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
         assert not any(p.grad is not None and bool(p.grad.any()) for p in reference.parameters()), "the reference is data"
 
 
-rejects(
-    law_two_passes_of_a_staircase_are_the_joint_graph, "", (":, None]).split(", ":, None] * 0).split("), where="state_chunks"
-)
-
-
 @judges("4.1")
+@rejects("", ("blocks)).any(1)", "blocks))[:, 0]"), where="Plan.needed")
 def law_second_pass_skips_whole_forwards(alg: Any) -> None:
     """A forward is done if one of its states has a cotangent, and not otherwise; the gradient is that of these states."""
     for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2, 4):
@@ -205,9 +189,6 @@ def law_second_pass_skips_whole_forwards(alg: Any) -> None:
         _, calls = alg.second_pass(model, rollout, plan, cotangent, temperature=0.7, size=1)
         assert calls == 2, f"{name}: {calls} forwards"
         close(tiny.gradient(model), truth, f"{name}: gradient", 1e-12)
-
-
-rejects(law_second_pass_skips_whole_forwards, "", ("blocks)).any(1)", "blocks))[:, 0]"), where="Plan.needed")
 
 
 @contextmanager
@@ -234,6 +215,10 @@ def kept_logits(loss: Callable[[dict], Tensor], ask: Callable[[Any], dict], mode
 
 
 @judges("4.1", "4.2")
+@rejects(
+    "4.1", ("if count > 1 and torch.is_grad_enabled():", "if False:"), ("max(1, count)", "min(1, count)"), where="_in_parts"
+)
+@rejects("4.2", ("len(states) * rollout.sampler.block_length", "int(passed.sum())"), where="_order_logp")
 def law_head_in_parts(alg: Any) -> None:
     """At most HEAD_NUMBERS logits at a time, none kept for the way back: the same features, the same gradient.
 
@@ -265,16 +250,6 @@ def law_head_in_parts(alg: Any) -> None:
         assert all(p.grad is None for p in reference.parameters()), f"{name}: the reference is data"
 
 
-rejects(
-    law_head_in_parts,
-    "4.1",
-    ("if count > 1 and torch.is_grad_enabled():", "if False:"),
-    ("max(1, count)", "min(1, count)"),
-    where="_in_parts",
-)
-rejects(law_head_in_parts, "4.2", ("len(states) * rollout.sampler.block_length", "int(passed.sum())"), where="_order_logp")
-
-
 class Witness:
     """A network that remembers what it was given, and answers at random; a state's own forward is refused."""
 
@@ -295,6 +270,13 @@ class Witness:
 
 
 @judges("4.1")
+@rejects(
+    "4.1",
+    ("blocks)).any(1)", "blocks)).all(1)"),
+    ("where.unflatten(0, (-1, plan.blocks)).any(1", "torch.ones_like(where.unflatten(0, (-1, plan.blocks))[:, 0]"),
+    where="_at",
+)
+@rejects("4.1", ("plan.block_length is not None", "False"), where="_encode")
 def law_staircase_inputs(alg: Any) -> None:
     """A forward gets the response as it is, and each block as its own state shows it; the head sees scored positions only."""
     for name, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
@@ -315,16 +297,6 @@ def law_staircase_inputs(alg: Any) -> None:
             assert given["noisy"][row].tolist() == noisy, f"{name}: noisy"
 
 
-rejects(
-    law_staircase_inputs,
-    "4.1",
-    ("blocks)).any(1)", "blocks)).all(1)"),
-    ("where.unflatten(0, (-1, plan.blocks)).any(1", "torch.ones_like(where.unflatten(0, (-1, plan.blocks))[:, 0]"),
-    where="_at",
-)
-rejects(law_staircase_inputs, "4.1", ("plan.block_length is not None", "False"), where="_encode")
-
-
 def ragged(blocks: int) -> tuple[Any, list]:
     """A plan of 12 states of 4 responses with gaps of every kind, and its states in groups: (forward, row, group)."""
     scored = torch.rand(12, 4, 6, generator=seeded(9)) < 0.25
@@ -336,6 +308,7 @@ def ragged(blocks: int) -> tuple[Any, list]:
 
 
 @judges()
+@rejects("", ("* plan.blocks +", "+"), where="state_chunks")
 def law_state_chunks_are_whole_forwards(alg: Any) -> None:
     """A forward's states stay together, block by block, in pieces of at most ``size`` forwards; needless ones are left out."""
     for blocks in (1, 2, 3):
@@ -352,10 +325,8 @@ def law_state_chunks_are_whole_forwards(alg: Any) -> None:
     assert nothing.network_calls == 0 and list(alg.state_chunks(nothing, 4)) == []
 
 
-rejects(law_state_chunks_are_whole_forwards, "", ("* plan.blocks +", "+"), where="state_chunks")
-
-
 @judges("4.2")
+@rejects("4.2", ("scored).amax(-", "scored).amin(-"), where="_candidates")
 def law_candidates(alg: Any) -> None:
     """The hidden positions of the block that a state reads; none where it reads nothing, or the order asks no confidence."""
     for _, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
@@ -368,6 +339,3 @@ def law_candidates(alg: Any) -> None:
         for order in ("random", "left_to_right"):
             other = replace(rollout, sampler=sampler_of(6, 2, order))
             assert not alg._candidates(other, plan, states).any(), order
-
-
-rejects(law_candidates, "4.2", ("scored).amax(-", "scored).amin(-"), where="_candidates")

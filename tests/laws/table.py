@@ -60,6 +60,23 @@ def judged_gradient(alg: Any, method: Any, plan: Any, rollout: Any, reward: Tens
 
 
 @judges("10.1", "3.1", "2.1", "2.3", "5.1", "6.1", "6.2", "7.1", "7.2", "8.1", "8.2", "8.3", "8.4", "9.1")
+@rejects("10.1", ("surrogate + beta * penalty", "surrogate + penalty"))
+@rejects("10.1", ("kl_term(ll, target", "kl_term(ll.detach(), target"), where="penalty")
+@rejects("10.1", ('"how": method.aggregation', '"how": "sequence_mean"'), where="method_loss")
+@rejects("10.1", ("rollout.logp.expand", "0 * rollout.logp.expand"), where="behaviour_anchor")
+# A mistake in each kind of field that a method has.
+@rejects("10.1", ('KL("k3", 0.04)', 'KL("k2", 0.04)'), where="row.diffu-grpo-released")
+@rejects("10.1", ('normalizer="kept_length"', 'normalizer="padded_length"'), where="row.gspo")
+@rejects("10.1", ("alg.block_elbo_plan,", "alg.elbo_count_plan,"), where="row.stabledrl-block")
+@rejects("10.1", ('counts="bernoulli"', 'counts="rounded"'), where="row.gdpo")
+@rejects("10.1", ('temperature="sampling"', 'temperature="one"'), where="row.reinforce")
+@rejects("10.1", ('of="per_token"', 'of="log_likelihood"'), ("leave_one_out", "group_mean"), where="row.espo")
+@rejects("10.1", ('reduction="position"', 'reduction="token"'), where="row.coupled-grpo")
+@rejects("10.1", ('aggregation="entry_mean"', 'aggregation="token_mean"'), where="row.unigrpo")
+@rejects("10.1", ('features=("logp", "position_logp")', 'features=("logp",)'), where="row.mask-aware")
+@rejects("10.1", ("logp, feature[", "logp + feature["), where="reduced")
+@rejects("10.1", ("eubo_beta=1.5", "eubo_beta=1.0"), where="row.stabledrl-released")
+@rejects("10.1", ('topk_divergence, form="tv"', 'topk_divergence, form="kl"'), where="row.dppo-topk")
 @for_each_method
 def law_methods(alg: Any, name: str, row: Any) -> None:
     """The gradient of a method's loss is that of the published formula, written out as loops (tests/laws/formulas.py).
@@ -87,25 +104,6 @@ def law_methods(alg: Any, name: str, row: Any) -> None:
     )
 
 
-rejects(law_methods, "10.1", ("surrogate + beta * penalty", "surrogate + penalty"))
-rejects(law_methods, "10.1", ("kl_term(ll, target", "kl_term(ll.detach(), target"), where="penalty")
-rejects(law_methods, "10.1", ('"how": method.aggregation', '"how": "sequence_mean"'), where="method_loss")
-rejects(law_methods, "10.1", ("rollout.logp.expand", "0 * rollout.logp.expand"), where="behaviour_anchor")
-# A mistake in each kind of field that a method has.
-rejects(law_methods, "10.1", ('KL("k3", 0.04)', 'KL("k2", 0.04)'), where="row.diffu-grpo-released")
-rejects(law_methods, "10.1", ('normalizer="kept_length"', 'normalizer="padded_length"'), where="row.gspo")
-rejects(law_methods, "10.1", ("alg.block_elbo_plan,", "alg.elbo_count_plan,"), where="row.stabledrl-block")
-rejects(law_methods, "10.1", ('counts="bernoulli"', 'counts="rounded"'), where="row.gdpo")
-rejects(law_methods, "10.1", ('temperature="sampling"', 'temperature="one"'), where="row.reinforce")
-rejects(law_methods, "10.1", ('of="per_token"', 'of="log_likelihood"'), ("leave_one_out", "group_mean"), where="row.espo")
-rejects(law_methods, "10.1", ('reduction="position"', 'reduction="token"'), where="row.coupled-grpo")
-rejects(law_methods, "10.1", ('aggregation="entry_mean"', 'aggregation="token_mean"'), where="row.unigrpo")
-rejects(law_methods, "10.1", ('features=("logp", "position_logp")', 'features=("logp",)'), where="row.mask-aware")
-rejects(law_methods, "10.1", ("logp, feature[", "logp + feature["), where="reduced")
-rejects(law_methods, "10.1", ("eubo_beta=1.5", "eubo_beta=1.0"), where="row.stabledrl-released")
-rejects(law_methods, "10.1", ('topk_divergence, form="tv"', 'topk_divergence, form="kl"'), where="row.dppo-topk")
-
-
 def clip_acts(method: Any, ratios: list[tuple[float, float]]) -> bool:
     """A good answer is above the clip and a bad one below; True for a row without such a clip."""
     if "epsilon_low" not in method.objective.keywords:
@@ -115,6 +113,8 @@ def clip_acts(method: Any, ratios: list[tuple[float, float]]) -> bool:
 
 
 @judges("10.1")
+@rejects("10.1", ('"how": method.aggregation', '"how": "token_mean"'), where="method_loss")
+@rejects("10.1", ("rollout.num_generations", "adv.shape[1]"), where="surrogate")
 @for_each_method
 def law_methods_treat_prompts_apart(alg: Any, name: str, row: Any) -> None:
     """The loss of two prompts is the mean of the losses of each; N responses of one prompt in another order: the same."""
@@ -141,11 +141,8 @@ def law_methods_treat_prompts_apart(alg: Any, name: str, row: Any) -> None:
     close(part(torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])), whole, f"{name}: order")
 
 
-rejects(law_methods_treat_prompts_apart, "10.1", ('"how": method.aggregation', '"how": "token_mean"'), where="method_loss")
-rejects(law_methods_treat_prompts_apart, "10.1", ("rollout.num_generations", "adv.shape[1]"), where="surrogate")
-
-
 @judges("10.1")
+@rejects("10.1", ("surrogate + beta * penalty", "surrogate - beta * penalty"))
 def law_method_loss_adds_the_penalty(alg: Any) -> None:
     """loss(with KL) - loss(without) = beta times the aggregated penalty, for each form; beta = 0 removes it."""
     drawn, old, new, ref, reward = experience()
@@ -168,10 +165,14 @@ def law_method_loss_adds_the_penalty(alg: Any) -> None:
         close(got, beta * expected / 8, form)
 
 
-rejects(law_method_loss_adds_the_penalty, "10.1", ("surrogate + beta * penalty", "surrogate - beta * penalty"))
-
-
 @judges("10.1")
+@rejects("10.1", ("dtype)[..., None]", "dtype)[..., None].square()"), where="penalty")
+@rejects(
+    "10.1",
+    ('.of == "ratio"', '.of != "log_likelihood"'),
+    ('method if method.kl.of == "ratio" else plain', "method"),
+    where="kl_target",
+)
 def law_penalty_of_whole_likelihoods(alg: Any) -> None:
     """The penalty of whole log-likelihoods: divided by the normaliser before the square, after it (per_token), or never."""
     drawn, old, new, ref, reward = experience()
@@ -191,17 +192,13 @@ def law_penalty_of_whole_likelihoods(alg: Any) -> None:
             close(got, 0.25 * (whole.sum(0).square() / 2 / once).mean(), f"{of}, {normalizer}")
 
 
-rejects(law_penalty_of_whole_likelihoods, "10.1", ("dtype)[..., None]", "dtype)[..., None].square()"), where="penalty")
-rejects(
-    law_penalty_of_whole_likelihoods,
-    "10.1",
-    ('.of == "ratio"', '.of != "log_likelihood"'),
-    ('method if method.kl.of == "ratio" else plain', "method"),
-    where="kl_target",
-)
-
-
 @judges("10.1")
+@rejects(
+    "10.1",
+    ("update / max(1, updates - 1)", "update / max(1, updates)"),
+    ("schedule=schedule)", "schedule=generator)"),
+    where="draw",
+)
 def law_draw(alg: Any) -> None:
     """A scheduled plan is told which share of the updates is done, 0 to 1, and given their common generator; others are not."""
     told, base, noise, schedule = [], alg.METHODS["grpo"], seeded(1), seeded(2)
@@ -230,16 +227,10 @@ def law_draw(alg: Any) -> None:
     assert told[0][1] == {"progress": 0.0, "schedule": None}, "one update, no schedule"
 
 
-rejects(
-    law_draw,
-    "10.1",
-    ("update / max(1, updates - 1)", "update / max(1, updates)"),
-    ("schedule=schedule)", "schedule=generator)"),
-    where="draw",
-)
-
-
 @judges("10.1")
+@rejects("10.1", ("if value not in allowed:", "if False:"), where="Method.__post_init__")
+@rejects("10.1", ('"left_to_right", "right_to_left")', '"left_to_right")'), where="CHOICES")
+@rejects("10.1", ('order: str = "any"', 'order: str = "random"'), where="Method.order")
 def law_order_of_a_row(alg: Any) -> None:
     """A row is about any order, or about one of the sampler's; another word is refused."""
     base = alg.METHODS["grpo"]
@@ -249,12 +240,9 @@ def law_order_of_a_row(alg: Any) -> None:
     refuses(lambda: dataclasses.replace(base, order="sideways"), "order", "'sideways'", "left_to_right")
 
 
-rejects(law_order_of_a_row, "10.1", ("if value not in allowed:", "if False:"), where="Method.__post_init__")
-rejects(law_order_of_a_row, "10.1", ('"left_to_right", "right_to_left")', '"left_to_right")'), where="CHOICES")
-rejects(law_order_of_a_row, "10.1", ('order: str = "any"', 'order: str = "random"'), where="Method.order")
-
-
 @judges("10.1")
+@rejects("10.1", ("not plan.replay or", ""), where="behaviour_anchor")
+@rejects("10.1", ("torch.full_like(rollout.lengths, rollout.keep.shape[1])", "rollout.lengths"), where="normalizer")
 def law_normalizers(alg: Any) -> None:
     """none, kept_length and padded_length divide ll by 1, n and L; behaviour anchors need replay and its temperature."""
     drawn, _, new, _, _ = experience()
@@ -278,13 +266,8 @@ def law_normalizers(alg: Any) -> None:
     refuses(lambda: alg.behaviour_anchor(replay, plan, rollout), "anchor", "replay-grpo")
 
 
-rejects(law_normalizers, "10.1", ("not plan.replay or", ""), where="behaviour_anchor")
-rejects(
-    law_normalizers, "10.1", ("torch.full_like(rollout.lengths, rollout.keep.shape[1])", "rollout.lengths"), where="normalizer"
-)
-
-
 @judges("10.1")
+@rejects("10.1", ("adv.to(ll.dtype)[..., None]", "adv[..., None]"), where="surrogate")
 @for_each_method
 def law_single_precision_stays_single(alg: Any, name: str, row: Any) -> None:
     """A float32 rollout has float32 weights and, from float32 features and float64 advantages, a float32 loss."""
@@ -302,9 +285,6 @@ def law_single_precision_stays_single(alg: Any, name: str, row: Any) -> None:
     assert some.weight.dtype == torch.float32, "replay of some steps"
 
 
-rejects(law_single_precision_stays_single, "10.1", ("adv.to(ll.dtype)[..., None]", "adv[..., None]"), where="surrogate")
-
-
 def at_ratios(alg: Any, method: Any, values: list[float], adv: float) -> Tensor:
     """Which of these ratios the method's objective cuts, all with one advantage, each of a token that had probability 0.001."""
     rollout = rollout_of(alg, [[0]] * len(values), logp=torch.full((len(values), 1), math.log(1e-3)).double())
@@ -319,6 +299,11 @@ def at_ratios(alg: Any, method: Any, values: list[float], adv: float) -> Tensor:
 
 
 @judges("10.1", "8.2", "8.4", "8.5", "8.6", "8.11", "8.14", "8.15")
+@rejects("10.1", ("epsilon_high=0.5", "epsilon_high=0.2"), where="row.diffu-grpo-released")
+@rejects("8.2", ("> 1 + epsilon_high", "> 1 + epsilon_low"))
+@rejects("8.11", ("~inside | (u.exp() > cap)", "~inside"))
+@rejects("8.14", ("* loss, cut, bypass)", "* loss, bypass, cut)"))
+@rejects("10.1", ("epsilon_low=3e-4", "epsilon_low=4e-4"), where="row.mask-aware")
 @for_each_method
 def law_clips_of_the_rows(alg: Any, name: str, method: Any) -> None:
     """A method's clip is the published one, as its formula states it: a ratio beyond it is cut, one within it is not."""
@@ -337,14 +322,16 @@ def law_clips_of_the_rows(alg: Any, name: str, method: Any) -> None:
         assert got == acts, f"{told} at adv {sign} it cuts {got} of the ratios {outside}"
 
 
-rejects(law_clips_of_the_rows, "10.1", ("epsilon_high=0.5", "epsilon_high=0.2"), where="row.diffu-grpo-released")
-rejects(law_clips_of_the_rows, "8.2", ("> 1 + epsilon_high", "> 1 + epsilon_low"))
-rejects(law_clips_of_the_rows, "8.11", ("~inside | (u.exp() > cap)", "~inside"))
-rejects(law_clips_of_the_rows, "8.14", ("* loss, cut, bypass)", "* loss, bypass, cut)"))
-rejects(law_clips_of_the_rows, "10.1", ("epsilon_low=3e-4", "epsilon_low=4e-4"), where="row.mask-aware")
-
-
 @judges("10.1")
+@rejects("10.1", ("objective.func.linear and self.", ""), ("and self.kl is None and extra", "and extra"), where="Method.linear")
+@rejects("5.3", ("@declares()", "@declares(linear=True)"))
+@rejects("", ("@declares(linear=True)", "@declares()"), where="response_length")
+@rejects(
+    "10.1",
+    ("and penalty and extra", "and extra"),
+    ("kl is None or self.", "kl is not None and self."),
+    where="Method.linear_on_policy",
+)
 @for_each_method
 def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None:
     """linear: no coefficient of a feature depends on the features. linear_on_policy: none does where ll is its own anchor.
@@ -381,25 +368,14 @@ def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None
         assert on_policy == same[True] or harmless, f"{mend} {'not ' * on_policy}linear in them on policy"
 
 
-rejects(
-    law_rows_are_what_their_parts_declare,
-    "10.1",
-    ("objective.func.linear and self.", ""),
-    ("and self.kl is None and extra", "and extra"),
-    where="Method.linear",
-)
-rejects(law_rows_are_what_their_parts_declare, "5.3", ("@declares()", "@declares(linear=True)"))
-rejects(law_rows_are_what_their_parts_declare, "", ("@declares(linear=True)", "@declares()"), where="response_length")
-rejects(
-    law_rows_are_what_their_parts_declare,
-    "10.1",
-    ("and penalty and extra", "and extra"),
-    ("kl is None or self.", "kl is not None and self."),
-    where="Method.linear_on_policy",
-)
-
-
 @judges("10.1")
+@rejects(
+    "10.1",
+    ("(self.step_value, *self.features, self.plan.func.__name__)", "self.features"),
+    ("*self.features, self.plan.func.__name__", ""),
+    where="Method.needs",
+)
+@rejects("10.1", ('"sampled": ("one_step_sampled",)', '"sampled": ("one_step",)'), where="RECORDS")
 def law_needs_of_the_rows(alg: Any) -> None:
     """What a method asks the sampler to record: completions for values of states, likeliest tokens for their divergence."""
     asked = dict.fromkeys(("egspo-sa", "egspo-sa-released"), ("one_step",)) | {"dppo-topk": ("topk",)}
@@ -410,17 +386,12 @@ def law_needs_of_the_rows(alg: Any) -> None:
     assert drawn.needs == ("one_step_sampled",), drawn.needs
 
 
-rejects(
-    law_needs_of_the_rows,
-    "10.1",
-    ("(self.step_value, *self.features, self.plan.func.__name__)", "self.features"),
-    ("*self.features, self.plan.func.__name__", ""),
-    where="Method.needs",
-)
-rejects(law_needs_of_the_rows, "10.1", ('"sampled": ("one_step_sampled",)', '"sampled": ("one_step",)'), where="RECORDS")
-
-
 @judges()
+@rejects(
+    "",
+    ("alg.entries(plan, method.reduction)[0].expand_as(ll", "torch.ones_like(ll, dtype=torch.bool"),
+    where="ratio_diagnostics",
+)
 def law_diagnostics(alg: Any) -> None:
     """Means, spread, clipped and bypassed shares and effective sample size by plain arithmetic over entries that exist."""
     rollout, plan, _ = loose_plan(alg)
@@ -456,15 +427,8 @@ def law_diagnostics(alg: Any) -> None:
         assert alg.ratio_diagnostics(method, nothing, rollout, {"logp": ll}, anchor, adv) == {}, "no entries"
 
 
-rejects(
-    law_diagnostics,
-    "",
-    ("alg.entries(plan, method.reduction)[0].expand_as(ll", "torch.ones_like(ll, dtype=torch.bool"),
-    where="ratio_diagnostics",
-)
-
-
 @judges("10.1", "4.4")
+@rejects("10.1", ('("sequence",)', "alg.LEVELS"), where="Method.__post_init__")
 def law_mask_aware_options(alg: Any) -> None:
     """Its two ratios are those of a sequence, no other word is allowed; an exact KL is added once, to the tokens."""
     row = alg.METHODS["mask-aware"]
@@ -480,10 +444,12 @@ def law_mask_aware_options(alg: Any) -> None:
     close(loss[0] - loss[1], 0.5 * (feature["kl_ref"].sum((0, 2)) / rollout.lengths).mean(), "exact KL")
 
 
-rejects(law_mask_aware_options, "10.1", ('("sequence",)', "alg.LEVELS"), where="Method.__post_init__")
-
-
 @judges("5.3", "8.4", "10.1")
+@rejects(
+    "5.3",
+    ("torch.where(adv > 0, ll,", "torch.where(adv < 0, ll,"),
+    ("beta=eubo_beta) / normalizer[:, None]", "beta=eubo_beta)"),
+)
 def law_weights_use_the_elbo_only(alg: Any) -> None:
     """omega and beta move the score and never the weights: the loss is linear in omega, with slope -sum w adv (EUBO - ELBO)."""
     drawn, old, new, _, reward = experience()
@@ -511,20 +477,13 @@ def law_weights_use_the_elbo_only(alg: Any) -> None:
         close(loss[0.0, 1.0], loss[0.0, 2.0], "omega 0")
 
 
-rejects(
-    law_weights_use_the_elbo_only,
-    "5.3",
-    ("torch.where(adv > 0, ll,", "torch.where(adv < 0, ll,"),
-    ("beta=eubo_beta) / normalizer[:, None]", "beta=eubo_beta)"),
-)
-
-
 def with_extra(alg: Any, row: Any, omega: float, beta: float) -> Any:
     """The row with other numbers in its sandwich."""
     return replace(row, extra=functools.partial(alg.sandwich, eubo_beta=beta, omega=omega))
 
 
 @judges()
+@rejects("8.2", ("cut, (adv < 0) & above", "cut, (adv <= 0) & above"))
 def law_bypass_rate_of_noise(alg: Any) -> None:
     """The share of bad answers beyond the clip is erfc(log(1 + epsilon) / 2 s) / 2; good answers bypass nothing.
 
@@ -551,15 +510,13 @@ def law_bypass_rate_of_noise(alg: Any) -> None:
         close(seen["log_ratio_std"], math.sqrt(2) * s, "spread", 1e-3)
 
 
-rejects(law_bypass_rate_of_noise, "8.2", ("cut, (adv < 0) & above", "cut, (adv <= 0) & above"))
-
-
 def released(alg: Any, **parts: Any) -> Any:
     """egspo-released with two states a trajectory and some parts replaced."""
     return dataclasses.replace(methods.with_options(alg.METHODS["egspo-released"], {"plan.num_states": 2}), **parts)
 
 
 @judges("10.1")
+@rejects("10.1", ("reduced(method,", 'reduced(dataclasses.replace(method, normalizer="none"),'), where="penalty")
 def law_exact_kl_in_the_loss(alg: Any) -> None:
     """KL("exact"): beta times the kl_ref summed over the step, divided by the length where ll is. target old: the anchor."""
     drawn, old, new, ref, reward = experience()
@@ -588,15 +545,8 @@ def law_exact_kl_in_the_loss(alg: Any) -> None:
         close(loss(dataclasses.replace(exact, kl=alg.KL("k3", 0.3, target="old"))) - free, by_old, "target old")
 
 
-rejects(
-    law_exact_kl_in_the_loss,
-    "10.1",
-    ("reduced(method,", 'reduced(dataclasses.replace(method, normalizer="none"),'),
-    where="penalty",
-)
-
-
 @judges("8.2", "5.1", "10.1")
+@rejects("10.1", (": rollout.lengths,", ": torch.full_like(rollout.lengths, 4),"), where="normalizer")
 def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
     """Coefficient -adv s/(n B) at each of a response's n tokens, s the geometric mean ratio, or 0 at all of them."""
     rollout = rollout_of(alg, [[0] * 4] * 4, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], num_generations=4)
@@ -616,15 +566,8 @@ def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
     assert seen == {True, False}, "the fixture clips one and lets another pass"
 
 
-rejects(
-    law_gspo_moves_a_sequence_as_one,
-    "10.1",
-    (": rollout.lengths,", ": torch.full_like(rollout.lengths, 4),"),
-    where="normalizer",
-)
-
-
 @judges()
+@rejects("", ('": cut[present', '": (~cut)[present'), where="ratio_diagnostics")
 def law_trust_diagnostics(alg: Any) -> None:
     """clip_fraction of a trust region: the share beyond it on the way out; 0 at delta 12.5; dual clip: both of its sides."""
     rollout, plan, _ = loose_plan(alg)
@@ -646,6 +589,3 @@ def law_trust_diagnostics(alg: Any) -> None:
         close(got, sum(rule(*point) for point in seen) / len(seen), name)
         assert name == "drpo-released" or 0 < got < 1
     assert any(a < 0 and p / m > 3.0 for p, m, a in seen), "dual clip acts"
-
-
-rejects(law_trust_diagnostics, "", ('": cut[present', '": (~cut)[present'), where="ratio_diagnostics")

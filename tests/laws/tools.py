@@ -20,17 +20,17 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Normal float64 numbers, the same at every call."""
+    """Normally distributed float64 numbers, the same at every call."""
     return scale * torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def double(values: Any) -> Tensor:
-    """A float64 tensor; nested lists may hold scalar tensors."""
+    """A float64 tensor of these values; nested lists of them may hold scalar tensors."""
     return torch.as_tensor(values, dtype=torch.float64)
 
 
 def close(got: Any, expected: Any, what: str = "value", atol: float = 1e-10) -> None:
-    """Equal shape and equal numbers to atol (relative beyond 1); NaN is never right."""
+    """Both have one shape and equal numbers, to atol (relative where they exceed 1). NaN is never right."""
     got, expected = double(got).detach(), double(expected).detach()
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     gap = (got - expected).abs() / expected.abs().clamp(min=1)
@@ -38,7 +38,7 @@ def close(got: Any, expected: Any, what: str = "value", atol: float = 1e-10) -> 
 
 
 def refuses(call: Callable[[], Any], *words: str) -> None:
-    """The call raises ValueError, in one line that contains all words (the key, the value)."""
+    """The call raises ValueError, in one line that contains all these words (the key, the value)."""
     try:
         call()
     except ValueError as error:
@@ -51,7 +51,7 @@ def refuses(call: Callable[[], Any], *words: str) -> None:
 
 
 def frequencies_agree(outcome: Tensor, probability: Tensor, what: str) -> None:
-    """Observed shares of the outcomes 0, 1, .. are their probabilities, within 5 standard errors; 0 means never."""
+    """The outcomes 0, 1, .. are as frequent as probable, within 5 standard errors; one of probability 0 never occurs."""
     assert int(outcome.min()) >= 0, f"{what}: outcome {int(outcome.min())} is impossible"
     trials = outcome.numel()
     share = torch.bincount(outcome.flatten(), minlength=len(probability)).double() / trials
@@ -68,7 +68,7 @@ def mean_is(sample: Tensor, truth: float, what: str) -> None:
 
 @contextmanager
 def noise(alg: Any, *values: Tensor) -> Iterator[None]:
-    """Hand out these numbers, in this order, wherever the module asks for uniform noise."""
+    """Hand out these numbers, in this order, wherever the code asks for uniform noise."""
     waiting, original = list(values), alg._uniform
 
     def scripted(shape: tuple[int, ...], generator: Any, device: Any) -> Tensor:
@@ -85,12 +85,12 @@ def noise(alg: Any, *values: Tensor) -> Iterator[None]:
 
 @functools.cache
 def tabular(length: int, vocab_size: int, seed: int = 0) -> oracle.TabularDenoiser:
-    """A model with arbitrary conditionals; read-only."""
+    """A model with arbitrary conditionals. It is shared: do not write to it."""
     return oracle.TabularDenoiser.random(length, vocab_size, seeded(seed))
 
 
 def rollout_of(alg: Any, responses: list, keep: Any = None, *, num_generations: int = 1, **given: Any) -> Any:
-    """A Rollout around responses; the prompt is one padding position and two tokens unless given."""
+    """A Rollout around these responses. Unless it is given, the prompt is one padding position and two tokens."""
     response = torch.as_tensor(responses)
     rows = response.shape[0]
     fields = {
@@ -107,18 +107,18 @@ def rollout_of(alg: Any, responses: list, keep: Any = None, *, num_generations: 
 
 
 def repeated(alg: Any, response: tuple, keep: tuple, rows: int) -> Any:
-    """The same response in every row."""
+    """A Rollout with the same response in every row."""
     return rollout_of(alg, [response] * rows, [keep] * rows)
 
 
 def subset_number(masks: Tensor) -> Tensor:
-    """sum_i mask_i 2^i."""
+    """The number sum_i mask_i 2^i of each mask."""
     return (masks * 2 ** torch.arange(masks.shape[-1])).sum(-1)
 
 
 @functools.cache
 def subset_scores(model: oracle.TabularDenoiser, response: tuple, domain: frozenset) -> Tensor:
-    """S(M) = sum of the log-probabilities of M, everything outside the domain hidden too; NaN for M not in the domain."""
+    """S(M), the summed log-probability of the positions M, with everything outside the domain hidden too; NaN for other M."""
     scores = torch.full((2**model.length,), math.nan, dtype=torch.float64)
     outside = frozenset(range(model.length)) - domain
     for chosen in oracle.all_subsets(model.length):
@@ -129,7 +129,7 @@ def subset_scores(model: oracle.TabularDenoiser, response: tuple, domain: frozen
 
 
 def elbo_on(model: oracle.TabularDenoiser, response: tuple, domain: frozenset) -> float:
-    """sum over l = 1..n of the mean over |M| = l in the domain of S(M) / l."""
+    """The ELBO of a domain: the sum over l = 1..n of the mean of S(M) / l over its subsets M of size l."""
     scores, total = subset_scores(model, response, domain), 0.0
     for count in range(1, len(domain) + 1):
         values = [scores[sum(2**i for i in chosen)].item() for chosen in itertools.combinations(sorted(domain), count)]
@@ -138,38 +138,38 @@ def elbo_on(model: oracle.TabularDenoiser, response: tuple, domain: frozenset) -
 
 
 def positions(mask: Any) -> frozenset:
-    """Where a row of booleans is True."""
+    """The positions at which a row of booleans is True."""
     return frozenset(i for i, flag in enumerate(list(mask)) if flag)
 
 
 def scored_values(plan: Any, scores: Tensor) -> Tensor:
-    """The estimate of every row: sum_k weight S(scored), in the law's own arithmetic."""
+    """The estimate of every row, sum_k weight_k S(scored_k), in the law's own arithmetic."""
     drawn = scores[subset_number(plan.scored)]
     return torch.where(plan.scored.any(-1), plan.weight * drawn, torch.zeros_like(drawn)).sum(0)
 
 
 def ll_of(alg: Any, model: Any, rollout: Any, plan: Any, level: str = "sequence", temperature: float = 1.0) -> Tensor:
-    """Features and reduction of the module, without a normaliser."""
+    """The log-likelihood that the code under judgement makes of a plan, without a normaliser."""
     logp = alg.features(model, rollout, plan, temperature=temperature)["logp"]
     return alg.reduce_logp(logp, plan, level=level, normalizer=None)
 
 
 def every_state(plan: Any) -> Tensor:
-    """All flat numbers k B + b, the states of a staircase's forward side by side."""
+    """All flat numbers k B + b of a plan's states, with the states of one staircase forward side by side."""
     states, rows, length = plan.scored.shape
     blocks = 1 if plan.block_length is None else length // plan.block_length
     return torch.arange(states * rows).view(-1, blocks, rows).transpose(1, 2).flatten()
 
 
 def graph_features(alg: Any, model: Any, rollout: Any, plan: Any, names: tuple, temperature: float, **more: Any) -> dict:
-    """Features (K, B, L, ..) of all states with their graph."""
+    """The features (K, B, L, ..) of all states, with their graph."""
     states = every_state(plan)
     found = alg.state_features(model, rollout, plan, states, temperature=temperature, names=names, **more)
     return {name: value[states.argsort()].unflatten(0, plan.valid.shape) for name, value in found.items()}
 
 
 def graph_logp(alg: Any, model: Any, rollout: Any, plan: Any, temperature: float = 1.0) -> Tensor:
-    """logp (K, B, L) with its graph."""
+    """The token log-probabilities (K, B, L) of all states, with their graph."""
     return graph_features(alg, model, rollout, plan, ("logp",), temperature)["logp"]
 
 
@@ -179,26 +179,29 @@ def midpoints(cells: int) -> list[float]:
 
 
 def all_orders(length: int) -> list[list[float]]:
-    """Noise for every order of the positions."""
+    """Noise that puts the positions into every order, one list an order."""
     return [[(rank + 0.5) / length for rank in order] for order in itertools.permutations(range(length))]
 
 
 def count_noise(cells: int, length: int, states: int) -> tuple[Tensor, Tensor]:
-    """(K, R), (K, R, L): every (cell, order) once per state, the same in all states: enough for an expectation."""
+    """Noise (K, R) of counts and (K, R, L) of positions: every pair of a cell and an order is one row, the same in all states.
+
+    That is enough for an expectation, in which the states add up.
+    """
     draws = list(itertools.product(midpoints(cells), all_orders(length)))
     u, order = double([u for u, _ in draws]), double([order for _, order in draws])
     return u.expand(states, -1), order.expand(states, -1, -1)
 
 
 def joint_noise(cells: int, length: int, states: int) -> tuple[Tensor, Tensor]:
-    """(K, R), (K, R, L): every combination of independent states, for variances."""
+    """The same with every combination of independent states as a row, as variances need it."""
     draws = list(itertools.product(itertools.product(midpoints(cells), all_orders(length)), repeat=states))
     u = double([[draw[k][0] for draw in draws] for k in range(states)])
     return u, double([[draw[k][1] for draw in draws] for k in range(states)])
 
 
 def variance(values: Tensor) -> float:
-    """Of equally likely values."""
+    """The variance of equally likely values."""
     return (values - values.mean()).square().mean().item()
 
 
@@ -231,19 +234,19 @@ WALKS = (
 
 
 def keep_of(response: tuple, eos: int | None) -> list[int]:
-    """1 up to and including the first EOS."""
+    """1 for the positions up to and including the first EOS, 0 behind it."""
     end = response.index(eos) if eos in response else len(response) - 1
     return [int(i <= end) for i in range(len(response))]
 
 
 def reward_of(response: tuple, eos: int | None) -> float:
-    """Any function of the kept tokens."""
+    """An arbitrary reward that depends on the kept tokens only."""
     kept = [token for token, flag in zip(response, keep_of(response, eos), strict=True) if flag]
     return math.sin(1.0 + sum((i + 2) * (token + 1.5) for i, token in enumerate(kept)))
 
 
 def recorded(alg: Any, paths: list, eos: int | None, **given: Any) -> Any:
-    """A Rollout whose rows are trajectories."""
+    """A Rollout whose rows are these trajectories."""
     steps = torch.tensor([path.unmask_step for path in paths])
     keep = [keep_of(path.response, eos) for path in paths]
     return rollout_of(alg, [path.response for path in paths], keep, unmask_step=steps, **given)
@@ -272,14 +275,14 @@ def settings_of(case: Walk, temperature: float = 0.7) -> Sampler:
 
 
 def replay_gradient(alg: Any, model: Any, rollout: Any, plan: Any, weight: Tensor, temperature: float = 0.7) -> Tensor:
-    """d/dtable of sum_rows weight * ll."""
+    """The gradient in the table of the sum over the rows of weight times log-likelihood."""
     logp = graph_logp(alg, model, rollout, plan, temperature)
     ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
     return oracle.table_gradient(model, (weight * ll[0, :, 0]).sum())
 
 
 def walk_entropy(model: Any, path: oracle.Trajectory, temperature: float) -> list[float]:
-    """Entropy of the distribution each token was drawn from; 7 where none was."""
+    """The entropy of the distribution that each token was drawn from; 7 for a token that was not drawn."""
     values = []
     for i, step in enumerate(path.unmask_step):
         hidden = oracle.hidden_before(path, step)
@@ -290,7 +293,7 @@ def walk_entropy(model: Any, path: oracle.Trajectory, temperature: float) -> lis
 
 
 def loose_plan(alg: Any) -> tuple[Any, Any, Tensor]:
-    """A plan with unequal weights and an empty state, its rollout (2 prompts x 2), and numbers (K, B, L)."""
+    """A rollout of two prompts with two responses each, a plan with unequal weights and an empty state, and numbers for it."""
     scored = torch.rand(3, 4, 5, generator=seeded(15)) < 0.5
     scored[1, 2] = False
     weight = torch.rand(3, 4, generator=seeded(16), dtype=torch.float64) + 0.5
@@ -301,7 +304,7 @@ def loose_plan(alg: Any) -> tuple[Any, Any, Tensor]:
 
 
 def coefficients(loss: Callable[[Tensor], Tensor], ll: Tensor) -> Tensor:
-    """d(sum of the loss)/d ll; of an objective, the loss of its entries."""
+    """The gradient in ll of the summed loss, for a function that returns a loss or an objective's Surrogate."""
     ll = ll.detach().clone().requires_grad_()
     value = loss(ll)
     return torch.autograd.grad(getattr(value, "loss", value).sum(), ll)[0]
@@ -347,7 +350,7 @@ def _drawn(block_length: int, order: str) -> Any:
 
 
 def likeliest(model: oracle.TabularDenoiser, rollout: Any, count: int) -> dict[str, Tensor]:
-    """The records topk_ids and topk_logp, by the oracle: each token's distribution in the state before its step."""
+    """The records topk_ids and topk_logp by the oracle, of the distribution that each token was drawn from."""
     shape = (*rollout.response.shape, count)
     ids, logp = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.float64)
     for b, i in (rollout.unmask_step >= 0).nonzero().tolist():
@@ -370,14 +373,14 @@ def features_of(
 
 
 def token_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, temperature: float) -> dict[int, Tensor]:
-    """ll_i of the scored positions of one state, by the oracle."""
+    """The log-probability of each scored position of one state, by the oracle."""
     response, hidden = tuple(rollout.response[b].tolist()), positions(plan.hidden[k, b, rollout.prompt.shape[1] :])
     logp = oracle.token_logp(model, response, hidden, temperature)
     return {i: logp[i] for i in sorted(positions(plan.scored[k, b]))}
 
 
 def surrogate(ratio: Tensor, adv: float, low: float, high: float) -> Tensor:
-    """PPO's loss as a gradient rule: -adv ratio where the clip lets it through, else nothing."""
+    """PPO's loss by its gradient: -adv ratio where the clip lets it through, and 0 elsewhere."""
     if (adv > 0 and ratio.item() > 1 + high) or (adv < 0 and ratio.item() < 1 - low):
         return 0 * ratio
     return -adv * ratio
@@ -392,7 +395,7 @@ def with_entropy(alg: Any, case: Walk, temperature: float = 0.7) -> tuple:
 
 
 def state_of(model: Any, path: Any, step: int) -> tuple:
-    """The state of a trajectory before a step."""
+    """The state of a trajectory before one of its steps."""
     hidden = oracle.hidden_before(path, step)
     return tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(path.response))
 
@@ -416,5 +419,5 @@ class Watched:
 
 
 def of(function: Callable, **words: Any) -> Callable:
-    """An objective with its numbers."""
+    """The objective with these numbers."""
     return functools.partial(function, **words)

@@ -40,6 +40,7 @@ from minidrl.sampler import ORDERS, Sampler, generate
 
 
 @judges("3.1")
+@rejects("3.1", ("(unmask == steps", "(unmask >= steps"), where="_replay_states")
 def law_replay_states(alg: Any) -> None:
     """State s hides what was not revealed before step s, and scores what step s revealed, up to the last kept token."""
     for case in WALKS:
@@ -58,10 +59,10 @@ def law_replay_states(alg: Any) -> None:
         close(plan.weight, torch.ones(plan.weight.shape), "weight")
 
 
-rejects(law_replay_states, "3.1", ("(unmask == steps", "(unmask >= steps"), where="_replay_states")
-
-
 @judges("3.1", "3.5", "4.1")
+@rejects("3.1", ("(unmask >= steps[..., None]) | (unmask < 0)", "unmask >= steps[..., None]"), where="_replay_states")
+@rejects("3.5", ("by_block.amin(1), by_block", "by_block.amax(1), by_block"))
+@rejects("", ("return place // rollout", "return place // 2 // rollout"), where="block_numbers")
 def law_replay_reproduces_the_sampler(alg: Any) -> None:
     """At the sampling temperature, the states of a rollout give back the log-probabilities that the sampler recorded.
 
@@ -83,19 +84,8 @@ def law_replay_reproduces_the_sampler(alg: Any) -> None:
             assert bool((plan.scored.any(0) | ~rollout.keep).all()), "every kept token is scored"
 
 
-rejects(
-    law_replay_reproduces_the_sampler,
-    "3.1",
-    ("(unmask >= steps[..., None]) | (unmask < 0)", "unmask >= steps[..., None]"),
-    where="_replay_states",
-)
-rejects(law_replay_reproduces_the_sampler, "3.5", ("by_block.amin(1), by_block", "by_block.amax(1), by_block"))
-rejects(
-    law_replay_reproduces_the_sampler, "", ("return place // rollout", "return place // 2 // rollout"), where="block_numbers"
-)
-
-
 @judges("3.1", "8.1")
+@rejects("3.1", ("valid = steps <= last", "valid = steps < last"))
 def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
     """E[reward grad ll] over all trajectories = dJ/dtable for random and left-to-right order, later steps left out."""
     for case in WALKS:
@@ -110,10 +100,8 @@ def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
         close(oracle.table_gradient(model, loss), -walk_gradient(case), f"loss, {case}")
 
 
-rejects(law_replay_gradient_is_the_policy_gradient, "3.1", ("valid = steps <= last", "valid = steps < last"))
-
-
 @judges("3.1")
+@rejects("3.1", (".masked_fill(~rollout.keep, -1)", ""), where="_last_deciding_step")
 def law_replay_leaves_out_decided_steps(alg: Any) -> None:
     """Where an EOS decides the reward early, fewer states are called than steps were run; without EOS all are."""
     for case in WALKS:
@@ -124,10 +112,8 @@ def law_replay_leaves_out_decided_steps(alg: Any) -> None:
         assert case.eos is not None or plan.network_calls == run
 
 
-rejects(law_replay_leaves_out_decided_steps, "3.1", (".masked_fill(~rollout.keep, -1)", ""), where="_last_deciding_step")
-
-
 @judges("3.1")
+@rejects("3.1", ("unmask >= steps", "unmask > steps"), where="_replay_states")
 def law_replay_of_confident_samplers_is_token_only(alg: Any) -> None:
     """Low-confidence order: the gradient is that of the token-only score, and not the policy gradient."""
     case = Walk(3, 2, "low_confidence", 1, 3)
@@ -140,10 +126,8 @@ def law_replay_of_confident_samplers_is_token_only(alg: Any) -> None:
     assert float((got - walk_gradient(case)).abs().max()) > 1e-3, "the bias that the docstring states is gone"
 
 
-rejects(law_replay_of_confident_samplers_is_token_only, "3.1", ("unmask >= steps", "unmask > steps"), where="_replay_states")
-
-
 @judges("3.1")
+@rejects("3.1", ("1, max=num_states", "1"), where="_choose")
 def law_replay_subset_is_unbiased(alg: Any) -> None:
     """k steps with weight T/k: averaged over every choice, each token is scored with total weight 1, in its own state."""
     for case, states in itertools.product(WALKS[:3], (1, 2, 3)):
@@ -167,10 +151,8 @@ def law_replay_subset_is_unbiased(alg: Any) -> None:
         assert torch.equal(plan.hidden[..., 3:][drawn], hidden[drawn]), "state of a chosen step"
 
 
-rejects(law_replay_subset_is_unbiased, "3.1", ("1, max=num_states", "1"), where="_choose")
-
-
 @judges("3.1")
+@rejects("3.1", ("tuple(valid.shape", "(valid.shape[0], 1"), where="_choose")
 def law_replay_subset_frequencies(alg: Any) -> None:
     """The real noise takes every pair of steps equally often, row by row, never one twice."""
     rollout = rollout_of(alg, [RESPONSE] * 3000, unmask_step=torch.tensor([[2, 0, 3, 1]]).expand(3000, -1))
@@ -181,10 +163,9 @@ def law_replay_subset_frequencies(alg: Any) -> None:
     close(plan.weight, torch.full((2, 3000), 2.0), "weight T/k")
 
 
-rejects(law_replay_subset_frequencies, "3.1", ("tuple(valid.shape", "(valid.shape[0], 1"), where="_choose")
-
-
 @judges("3.1")
+@rejects("3.1", ("masked_fill(rollout.unmask_step < 0, 0)", "clone()"), ("scatter_add_(0", "scatter_(0"), where="_step_entropy")
+@rejects("3.1", ("valid = valid & (entropy[", "valid = (entropy["))
 def law_replay_entropy_threshold(alg: Any) -> None:
     """Exactly the steps whose tokens' entropies sum to the threshold or more; weights count those steps only."""
     steps = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 0, 1, 0, -1, -1], [0, 1, 0, 1, 2, 2]])
@@ -205,17 +186,8 @@ def law_replay_entropy_threshold(alg: Any) -> None:
     close(alone.valid, [[1], [0]], "a batch in which every reward is decided before the last step")
 
 
-rejects(
-    law_replay_entropy_threshold,
-    "3.1",
-    ("masked_fill(rollout.unmask_step < 0, 0)", "clone()"),
-    ("scatter_add_(0", "scatter_(0"),
-    where="_step_entropy",
-)
-rejects(law_replay_entropy_threshold, "3.1", ("valid = valid & (entropy[", "valid = (entropy["))
-
-
 @judges("3.1")
+@rejects("3.1", (">= min_entropy)", "< min_entropy)"))
 def law_replay_entropy_loss_is_bounded(alg: Any) -> None:
     """Leaving out near-certain steps: the mean score stays 0; the gradient moves by at most 2 max|A| sum of entropies."""
     for case in (WALKS[0], WALKS[3]):
@@ -234,9 +206,6 @@ def law_replay_entropy_loss_is_bounded(alg: Any) -> None:
         moved = (moved - replay_gradient(alg, model, rollout, plan, chance * reward, 0.4)) * 0.4
         bound = 2 * reward.abs().max() * (chance[:, None] * entropy * left_out).sum()
         assert float(moved.abs().sum()) <= float(bound), f"moved {float(moved.abs().sum())}, bound {float(bound)}"
-
-
-rejects(law_replay_entropy_loss_is_bounded, "3.1", (">= min_entropy)", "< min_entropy)"))
 
 
 # Four trajectories of T = 4 steps, n = 2 tokens a step. Row 1 is decided after step 1 (kept: the first three positions), row 2
@@ -276,6 +245,7 @@ def ranked(b: int, entropy: list[float]) -> list[int]:
 
 
 @judges("3.2")
+@rejects("3.2", ("descending=True,", "descending=False,"))
 def law_entropy_plan_takes_the_most_uncertain_steps(alg: Any) -> None:
     """Each trajectory's K steps of highest summed entropy, in decreasing order; a step after the deciding one is not valid.
 
@@ -299,10 +269,8 @@ def law_entropy_plan_takes_the_most_uncertain_steps(alg: Any) -> None:
     assert plan.network_calls == 4 + 2 + 1 + 2
 
 
-rejects(law_entropy_plan_takes_the_most_uncertain_steps, "3.2", ("descending=True,", "descending=False,"))
-
-
 @judges("3.2")
+@rejects("3.2", ("masked_fill(decided, 0).", ""))
 def law_entropy_plan_shared(alg: Any) -> None:
     """shared: the K steps of highest mean entropy over the batch, decided ones counting 0; the same for every response.
 
@@ -323,10 +291,8 @@ def law_entropy_plan_shared(alg: Any) -> None:
     assert each[0].tolist() != plan.step[0].tolist(), "the fixture does not tell shared from individual choice"
 
 
-rejects(law_entropy_plan_shared, "3.2", ("masked_fill(decided, 0).", ""))
-
-
 @judges("3.2")
+@rejects("3.2", ("(num_states * tokens)", "num_states"))
 def law_entropy_plan_weights(alg: Any) -> None:
     """sum: 1; mean: 1/K; token_mean: 1/(K tokens of the step); whatever else is valid; finite where nothing is scored."""
     uneven = torch.tensor([[0, 0, 0, 1, 2, 2, 3, 3], *STEPS[1:]])
@@ -347,10 +313,8 @@ def law_entropy_plan_weights(alg: Any) -> None:
     assert {1, 2, 3} <= sizes, f"the fixture has steps of {sizes} tokens"
 
 
-rejects(law_entropy_plan_weights, "3.2", ("(num_states * tokens)", "num_states"))
-
-
 @judges("3.2")
+@rejects("3.2", ("    if shared:\n", "    if True:\n"))
 def law_selection_by_trajectory_is_biased(alg: Any) -> None:
     """The mean score of a fixed step is 0; that of each trajectory's most uncertain step is not, although the order is random.
 
@@ -366,10 +330,8 @@ def law_selection_by_trajectory_is_biased(alg: Any) -> None:
         assert share > 0.05, f"mean score of the chosen step: {share} of the policy gradient's norm"
 
 
-rejects(law_selection_by_trajectory_is_biased, "3.2", ("    if shared:\n", "    if True:\n"))
-
-
 @judges("3.2", "4.1")
+@rejects("4.1", ("(log_p, log_p)", "(log_p, log_p) / 64"))
 def law_entropy_bounds_what_a_fixed_selection_loses(alg: Any) -> None:
     """For EVERY fixed set S: |grad J - g_S| <= 2 G max|A| sum over t not in S of the expected entropy of the step's tokens.
 
@@ -394,10 +356,8 @@ def law_entropy_bounds_what_a_fixed_selection_loses(alg: Any) -> None:
         assert bounds[best] == min(bound for chosen, bound in bounds.items() if len(chosen) == 1)
 
 
-rejects(law_entropy_bounds_what_a_fixed_selection_loses, "4.1", ("(log_p, log_p)", "(log_p, log_p) / 64"))
-
-
 @judges("4.1")
+@rejects("4.1", ("(log_p, log_p)", "(log_p, log_p) / 2"))
 def law_entropy_bounds_the_score(alg: Any) -> None:
     """With H the feature: 1 - |p|^2 <= H; E|e_a - p|_1 = 2 (1 - |p|^2) <= 2 H; E|e_a - p|_2 <= 2 (1 - |p|^2), pointwise."""
     model, rollout = tabular(4, 3, 21), rollout_of(alg, [[1, 0, 2, 1]])
@@ -415,10 +375,8 @@ def law_entropy_bounds_the_score(alg: Any) -> None:
             assert h <= math.log(3) + 1e-12, "nats"
 
 
-rejects(law_entropy_bounds_the_score, "4.1", ("(log_p, log_p)", "(log_p, log_p) / 2"))
-
-
 @judges("4.1", "3.1")
+@rejects("4.1", ("(logits / temperature)", "logits"))
 def law_score_at_another_temperature(alg: Any) -> None:
     """Sampled at 0.8: the score at 0.8 gives the policy gradient; the score at 1 misses it by more than 5 per cent."""
     for case in WALKS[:3]:
@@ -432,10 +390,8 @@ def law_score_at_another_temperature(alg: Any) -> None:
             assert low <= error <= high, f"{case}, scored at {temperature}: relative error {error}"
 
 
-rejects(law_score_at_another_temperature, "4.1", ("(logits / temperature)", "logits"))
-
-
 @judges("3.3")
+@rejects("3.3", ('rounding_mode="floor")', 'rounding_mode="trunc")'), ("rollout.unmask_step,", "rollout.unmask_step + 1,"))
 def law_merged_states(alg: Any) -> None:
     """Segment m: the steps m s .. m s + s - 1 for one. All its tokens are scored in the state before its first step."""
     for merge in (1, 2, 3, 4):
@@ -453,15 +409,8 @@ def law_merged_states(alg: Any) -> None:
         close(plan.weight, torch.ones(plan.weight.shape), "weight")
 
 
-rejects(
-    law_merged_states,
-    "3.3",
-    ('rounding_mode="floor")', 'rounding_mode="trunc")'),
-    ("rollout.unmask_step,", "rollout.unmask_step + 1,"),
-)
-
-
 @judges("3.3", "3.1", "2.1")
+@rejects("3.3", ("return replace(plan, step=None)", "return plan"))
 def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
     """merge = 1 scores as the replay does, without its behaviour anchor; merge = T as the mean field, at one call a row."""
     for case in WALKS:
@@ -481,10 +430,8 @@ def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
             close(value(all_at_once)[b], shown, f"merge = T, {case}")
 
 
-rejects(law_merged_plan_between_replay_and_mean_field, "3.3", ("return replace(plan, step=None)", "return plan"))
-
-
 @judges("3.4")
+@rejects("3.4", ("transpose(0, 1)", "transpose(0, 1).flip(0)"), ("scored.shape[-1]", "1"), ("& plan.valid[..., None]", ""))
 def law_prediction_plan(alg: Any) -> None:
     """Every state scores all its hidden positions against its own completion, weight L / hidden; none after the decision."""
     steps = torch.tensor([[0, 2, 1, 3], [1, 0, -1, -1]])
@@ -502,12 +449,3 @@ def law_prediction_plan(alg: Any) -> None:
             if k <= last:
                 close(plan.hidden[k, b, 3:], hidden, "hidden")
                 close(plan.weight[k, b], 4 / sum(hidden), "weight")
-
-
-rejects(
-    law_prediction_plan,
-    "3.4",
-    ("transpose(0, 1)", "transpose(0, 1).flip(0)"),
-    ("scored.shape[-1]", "1"),
-    ("& plan.valid[..., None]", ""),
-)

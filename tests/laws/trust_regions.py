@@ -49,6 +49,7 @@ def kl_outside(pi: float, mu: float, adv: float, delta: float) -> bool:
 
 
 @judges("8.6")
+@rejects("8.6", ("where(adv < 0,", "where(adv > 0,"))
 def law_dual_clip_gradient(alg: Any) -> None:
     """(8.2), and 0 as well where adv < 0 and ratio > bound; the loss is at most -bound adv there."""
     low, high, bound = 0.2, 0.5, 3.0
@@ -68,10 +69,14 @@ def law_dual_clip_gradient(alg: Any) -> None:
     )
 
 
-rejects(law_dual_clip_gradient, "8.6", ("where(adv < 0,", "where(adv > 0,"))
-
-
 @judges("8.7")
+@rejects(
+    "8.7",
+    ("detach().exp(), -torch.expm1(ll.detach()", "exp(), -torch.expm1(ll"),
+    ("(drawn, token,", "(token, drawn,"),
+    ("(), -torch.expm1(ll.", "(), 0 * (ll."),
+    ("(), -torch.expm1(anchor)", "(), 0 * (anchor)"),
+)
 def law_binary_divergence(alg: Any) -> None:
     """|pi - mu| and the KL of two-point distributions; 0 only on policy; data; finite for certain tokens; Pinsker."""
     pi, mu, _ = points()
@@ -90,16 +95,6 @@ def law_binary_divergence(alg: Any) -> None:
         assert bool(got.isfinite().all()) and bool((got >= -1e-6).all()), f"{form}: {got.tolist()}"
         close(got[[0, 3]], [0.0, 0.0], f"{form}: equal and certain")
     refuses(lambda: alg.binary_divergence(ll, mu.log(), form="js"), "form", "'js'", "tv, kl")
-
-
-rejects(
-    law_binary_divergence,
-    "8.7",
-    ("detach().exp(), -torch.expm1(ll.detach()", "exp(), -torch.expm1(ll"),
-    ("(drawn, token,", "(token, drawn,"),
-    ("(), -torch.expm1(ll.", "(), 0 * (ll."),
-    ("(), -torch.expm1(anchor)", "(), 0 * (anchor)"),
-)
 
 
 def categoricals(vocab: int = 6) -> tuple[Tensor, Tensor]:
@@ -132,6 +127,9 @@ def topk_of(alg: Any, rollout: Any, feature: dict[str, Tensor], form: str) -> Te
 
 
 @judges("8.7", "8.8")
+@rejects("8.7", ("().sum(-1) / 2", "().sum(-1)"), where="_divergence")
+@rejects("8.8", ("= (~listed).expand", "= listed.expand"))
+@rejects("8.8", ("1 - p.sum(-1, keepdim=True)", "0 * p[..., :1]"), where="_with_rest")
 def law_divergence_chain(alg: Any) -> None:
     """By enumeration of the drawn token: binary <= top-M <= full, growing with M; M = V is the full one; tv = E|r - 1|/2."""
     mu, pi = categoricals()
@@ -150,12 +148,14 @@ def law_divergence_chain(alg: Any) -> None:
         close(got, [full] * vocab, f"{form}: M = V")
 
 
-rejects(law_divergence_chain, "8.7", ("().sum(-1) / 2", "().sum(-1)"), where="_divergence")
-rejects(law_divergence_chain, "8.8", ("= (~listed).expand", "= listed.expand"))
-rejects(law_divergence_chain, "8.8", ("1 - p.sum(-1, keepdim=True)", "0 * p[..., :1]"), where="_with_rest")
-
-
 @judges("8.8")
+@rejects("8.8", ('if form not in ("tv", "kl"):', "if False:"), where="_divergence")
+@rejects(
+    "8.8",
+    ("= (~listed).expand", "= (listed | True).expand"),
+    ('.detach(), feature["logp"].detach()', ', feature["logp"]'),
+    ("None]).any(-1)", "None]).all(-1)"),
+)
 def law_topk_divergence(alg: Any) -> None:
     """Each decision of a plan by itself, the drawn token inside and outside the M; data; finite; needs its records."""
     new, old = normal(2, 3, 4, 7, seed=66, scale=1.5).log_softmax(-1), normal(3, 4, 7, seed=67, scale=1.5).log_softmax(-1)
@@ -183,17 +183,13 @@ def law_topk_divergence(alg: Any) -> None:
     refuses(lambda: topk_of(alg, rollout, feature, "js"), "form", "'js'", "tv, kl")
 
 
-rejects(law_topk_divergence, "8.8", ('if form not in ("tv", "kl"):', "if False:"), where="_divergence")
-rejects(
-    law_topk_divergence,
-    "8.8",
-    ("= (~listed).expand", "= (listed | True).expand"),
-    ('.detach(), feature["logp"].detach()', ', feature["logp"]'),
-    ("None]).any(-1)", "None]).all(-1)"),
-)
-
-
 @judges("8.9")
+@rejects(
+    "8.9",
+    ("log_ratios > 0", "log_ratios < 0"),
+    ("log_ratios > 0", "log_ratios >= 0"),
+    ("(outside & (torch.sign(adv) * log_ratios > 0))", "outside"),
+)
 def law_trust_mask(alg: Any) -> None:
     """False only outside and on the way out; the way back passes for every divergence; PPO's clip is |r - 1| > epsilon."""
     table = {(a, u, out): not (out and a * u > 0) for a in (2.0, -2.0, 0.0) for u in (0.3, -0.3, 0.0) for out in (True, False)}
@@ -207,16 +203,8 @@ def law_trust_mask(alg: Any) -> None:
     assert mask.tolist() == ppo
 
 
-rejects(
-    law_trust_mask,
-    "8.9",
-    ("log_ratios > 0", "log_ratios < 0"),
-    ("log_ratios > 0", "log_ratios >= 0"),
-    ("(outside & (torch.sign(adv) * log_ratios > 0))", "outside"),
-)
-
-
 @judges("8.10", "8.9", "8.7")
+@rejects("8.10", ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence < delta)\n    return _surrogate"))
 def law_dppo_gradient(alg: Any) -> None:
     """-adv r where the mask lets it through, else 0, in either form and at any delta; the value is -adv r M."""
     pi, mu, adv = points()
@@ -232,14 +220,14 @@ def law_dppo_gradient(alg: Any) -> None:
     refuses(lambda: alg.dppo(pi.log(), mu.log().requires_grad_(), adv, 1, delta=0.1, form="tv").loss, "anchor", "gradient")
 
 
-rejects(
-    law_dppo_gradient,
-    "8.10",
-    ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence < delta)\n    return _surrogate"),
-)
-
-
 @judges("8.10", "8.9")
+@rejects(
+    "8.10",
+    (
+        "divergence is None:\n        divergence = binary_divergence(ll, anchor, form=form",
+        "True:\n        divergence = binary_divergence(ll, anchor, form=form or 'tv'",
+    ),
+)
 def law_dppo_examples(alg: Any) -> None:
     """The paper's two tokens, where DPPO and PPO disagree; the boundary itself is inside; the way back is never barred."""
     tv, kl = of(alg.dppo, delta=0.15, form="tv"), of(alg.dppo, delta=0.05, form="kl")
@@ -257,17 +245,8 @@ def law_dppo_examples(alg: Any) -> None:
     )
 
 
-rejects(
-    law_dppo_examples,
-    "8.10",
-    (
-        "divergence is None:\n        divergence = binary_divergence(ll, anchor, form=form",
-        "True:\n        divergence = binary_divergence(ll, anchor, form=form or 'tv'",
-    ),
-)
-
-
 @judges("8.10", "8.2")
+@rejects("8.10", ("* adv * inside", "* adv.abs() * inside"))
 def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
     """PPO's gradient with epsilon = delta/mu for each token; from delta = 1 on there is no trust region at all."""
     pi, mu, adv = points()
@@ -279,10 +258,8 @@ def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
             close(got, -adv * pi / mu, "no trust region")
 
 
-rejects(law_dppo_is_ppo_with_its_own_clip, "8.10", ("* adv * inside", "* adv.abs() * inside"))
-
-
 @judges("8.11", "8.9")
+@rejects("8.11", (".clamp(max=cap)", ""))
 def law_dppo_released(alg: Any) -> None:
     """-min(r, cap) M adv, nothing through the weight; the value is that times ll; below the cap the gradient of (8.10)."""
     pi, mu, adv = points()
@@ -300,10 +277,8 @@ def law_dppo_released(alg: Any) -> None:
             assert bool((got != bare)[~below].any())
 
 
-rejects(law_dppo_released, "8.11", (".clamp(max=cap)", ""))
-
-
 @judges("8.12")
+@rejects("8.12", ("= adv.abs() * (", "= adv * ("))
 def law_spo_gradient(alg: Any) -> None:
     """-adv r w with w = 1 - s (r - 1)/epsilon: a line in r, 0 at 1 + s epsilon, corrective beyond, without any bound."""
     pi, mu, adv = points()
@@ -320,10 +295,8 @@ def law_spo_gradient(alg: Any) -> None:
     close(weight(of(alg.spo, epsilon=0.2), 1e-2, 1e-4, 1.0), -494.0, "no bound")
 
 
-rejects(law_spo_gradient, "8.12", ("= adv.abs() * (", "= adv * ("))
-
-
 @judges("8.13")
+@rejects("8.13", ("= adv.abs() * mu", "= adv * mu"))
 def law_drpo_gradient(alg: Any) -> None:
     """-adv r w, w = 1 - s (pi - mu)/delta = 1 - sign(adv (r - 1)) |pi - mu|/delta: a line in pi of slope -s/delta."""
     pi, mu, adv = points()
@@ -339,10 +312,8 @@ def law_drpo_gradient(alg: Any) -> None:
             close(steps, [-math.copysign(1, a) / delta * 0.998 / 39] * 39, f"{delta}: one slope everywhere")
 
 
-rejects(law_drpo_gradient, "8.13", ("= adv.abs() * mu", "= adv * mu"))
-
-
 @judges("8.13", "8.10")
+@rejects("8.10", ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence > delta / 2)\n    return _surrogate"))
 def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
     """0 at mu + s delta, of the other sign beyond; w > 0 exactly where DPPO's mask is 1; the mask jumps by 1, w does not."""
     for delta, a, eta in itertools.product((0.05, 0.15, 0.5), (1.7, -0.6), (1e-9, 1e-3)):
@@ -358,14 +329,8 @@ def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
         assert ((line > 0) == (mask > 0.5)).all(), f"{delta}: one geometry"
 
 
-rejects(
-    law_drpo_turns_back_where_dppo_stops,
-    "8.10",
-    ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence > delta / 2)\n    return _surrogate"),
-)
-
-
 @judges("8.13", "8.12")
+@rejects("8.13", ("() * mu * (ratio", "() * mu.square() * (ratio"))
 def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
     """SPO's loss with epsilon = delta/mu for each token; for a large delta the surrogate, to |adv| r/delta."""
     pi, mu, adv = points()
@@ -378,10 +343,8 @@ def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
         assert bool(((got + adv * pi / mu).abs() <= adv.abs() * pi / mu / delta).all()), "unregularised in the limit"
 
 
-rejects(law_drpo_is_spo_with_its_own_epsilon, "8.13", ("() * mu * (ratio", "() * mu.square() * (ratio"))
-
-
 @judges("8.13", "8.12")
+@rejects("8.13", ("() * mu * (ratio -", "() * (ratio -"))
 def law_drpo_bounds_the_weight_not_the_coefficient(alg: Any) -> None:
     """|w - 1| <= max(mu, 1 - mu)/delta <= 1/delta; r w peaks at (delta + mu)^2/(4 delta mu), which has no bound in mu."""
     pi, mu, adv = points(2000)
@@ -404,10 +367,8 @@ def law_drpo_bounds_the_weight_not_the_coefficient(alg: Any) -> None:
         assert got[1] > got[0] and got[1] > got[2] and abs(got[1] - peak) < 1e-3 * peak
 
 
-rejects(law_drpo_bounds_the_weight_not_the_coefficient, "8.13", ("() * mu * (ratio -", "() * (ratio -"))
-
-
 @judges("8.13", "8.10")
+@rejects("8.9", ("torch.sign(adv) *", ""))
 def law_the_boundary_must_be_a_probability(alg: Any) -> None:
     """DRPO turns back, and DPPO-tv masks, somewhere in (0, 1) iff adv > 0 and mu < 1 - delta, or adv < 0 and mu > delta.
 
@@ -429,9 +390,6 @@ def law_the_boundary_must_be_a_probability(alg: Any) -> None:
         close(got[0 if a > 0 else 1], 0.0, f"kl stops every token: mu {mu}, delta {delta}, adv {a}", 0.0)
 
 
-rejects(law_the_boundary_must_be_a_probability, "8.9", ("torch.sign(adv) *", ""))
-
-
 def family(alg: Any) -> dict[str, Callable]:
     """Every objective of the section that takes an anchor and one token."""
     clip = {"epsilon_low": 0.2, "epsilon_high": 0.28}
@@ -449,6 +407,7 @@ def family(alg: Any) -> dict[str, Callable]:
 
 
 @judges("8.2", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13")
+@rejects("8.2", ("ll, anchor).exp()", "ll, anchor).exp().detach() + 0 * ll"))
 def law_on_policy_all_are_reinforce(alg: Any) -> None:
     """pi = mu: coefficient -adv for each of them; through a softmax the gradient of the logits is -adv (e_y - pi)."""
     _, mu, adv = points(50)
@@ -459,10 +418,8 @@ def law_on_policy_all_are_reinforce(alg: Any) -> None:
         close(got, [-a * ((v == 2) - p) for v, p in enumerate(z.softmax(-1).tolist())], f"{name}: logits")
 
 
-rejects(law_on_policy_all_are_reinforce, "8.2", ("ll, anchor).exp()", "ll, anchor).exp().detach() + 0 * ll"))
-
-
 @judges("8.6", "8.10", "8.11", "8.12", "8.13")
+@rejects("8.12", ("penalty = adv.abs() *", "penalty = adv.square() *"))
 def law_advantage_is_a_scale(alg: Any) -> None:
     """c(k adv) = k c(adv) for k > 0: the size of adv moves no boundary; adv = 0 gives nothing, penalties included."""
     pi, mu, adv = points()
@@ -474,10 +431,8 @@ def law_advantage_is_a_scale(alg: Any) -> None:
             close(scaled / max(k, 1e-9), got[0] if k else torch.zeros_like(mu), f"{name}: {k}")
 
 
-rejects(law_advantage_is_a_scale, "8.12", ("penalty = adv.abs() *", "penalty = adv.square() *"))
-
-
 @judges("8.12", "8.13")
+@rejects("8.12", ("abs() * (ratio -", "abs() * anchor.exp() * (ratio -"))
 def law_penalties_in_expectation(alg: Any) -> None:
     """Over the sampler's tokens: <A, pi> minus |A|-weighted squared distance/(2 delta) (DRPO), chi-square/(2 epsilon) (SPO)."""
     mu, pi = categoricals()
@@ -488,9 +443,6 @@ def law_penalties_in_expectation(alg: Any) -> None:
         close(got, gain - float(adv.abs() @ share) / (2 * delta), f"l2, {delta}")
         got = float(mu @ -alg.spo(pi.log(), mu.log(), adv, 1, epsilon=delta).loss)
         close(got, gain - float(adv.abs() @ (share / mu)) / (2 * delta), f"chi-square, {delta}")
-
-
-rejects(law_penalties_in_expectation, "8.12", ("abs() * (ratio -", "abs() * anchor.exp() * (ratio -"))
 
 
 def simplex_optimum(mu: Tensor, adv: Tensor, delta: float) -> tuple[Tensor, float]:
@@ -504,6 +456,7 @@ def simplex_optimum(mu: Tensor, adv: Tensor, delta: float) -> tuple[Tensor, floa
 
 
 @judges("8.13")
+@rejects("8.13", ("-(ratio * adv - penalty)", "-(ratio * adv + penalty)"))
 def law_drpo_optimum_on_the_simplex(alg: Any) -> None:
     """At the best distribution dJ/dpi is one number lambda where pi > 0, and smaller elsewhere; +-a: a shift of +-delta."""
     mu = double([0.35, 0.25, 0.2, 0.15, 0.05])
@@ -520,6 +473,3 @@ def law_drpo_optimum_on_the_simplex(alg: Any) -> None:
             lambda ll, a=adv, m=two: m * alg.drpo(ll, m.log(), a, 1, delta=0.15).loss, double([0.55, 0.45]).log()
         )
         close(slope, [0.0, 0.0], "two actions: a shift of delta, whatever the size of adv")
-
-
-rejects(law_drpo_optimum_on_the_simplex, "8.13", ("-(ratio * adv - penalty)", "-(ratio * adv + penalty)"))
