@@ -1,0 +1,390 @@
+"""The folder of a run, in which nothing that was saved is ever lost.
+
+    config.yaml      the settings
+    metrics.jsonl    one JSON object a line: an update, an evaluation, or both
+    summary.json     of a run that has finished
+    checkpoint-N     network, tokenizer, optimiser and counters after N steps, with copies of
+                     config.yaml and metrics.jsonl as they stood then
+
+A file or a checkpoint is written under another name (NAME.part), flushed to the disk and renamed.
+A rename happens or does not: what has its name is whole, whatever ends the process or the machine.
+``--resume`` goes on from the newest checkpoint, and repeats what an interruption took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from minidrl.denoiser import has_adapters, trained
+from minidrl.run import checkpoints, config, distributed
+
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
+PART, OLD = ".part", ".old"
+# What may differ when a run is continued: how long, how observed, on what machine.
+FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
+FREE_ON_RESUME += ("device", "threads", "workers", "compile", "tensorboard")
+
+log = logging.getLogger("minidrl")
+
+
+class WriteError(OSError):
+    """A file could not be written; the message names it. What stood there before still does."""
+
+
+# ------------------------------------------------------------------------------ whole or not at all
+def write(path: Path, content: str | bytes) -> None:
+    """A file as a whole; WriteError leaves the one that was there."""
+    part = path.with_name(path.name + PART)
+    with _writing(path):
+        try:
+            part.write_bytes(content.encode() if isinstance(content, str) else content)
+            _sync(part)
+            os.replace(part, path)
+            _sync(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+def append(path: Path, line: str) -> None:
+    """A line at the end of a file; what is not flushed yet may go with the machine."""
+    with _writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+@contextlib.contextmanager
+def folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; at the end of the block it has its name, and the one before it is gone.
+
+    The one before is NAME.old until the new one stands: no moment is without a whole one.
+    """
+    part, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
+    with _filled(path, part):
+        yield part
+        for file in part.rglob("*"):
+            _sync(file)
+        _sync(part)
+        if path.exists():
+            _remove(old)
+            os.replace(path, old)
+        os.replace(part, path)
+        _sync(path.parent)
+        _remove(old)
+
+
+@contextlib.contextmanager
+def into(path: Path) -> Iterator[Path]:
+    """A folder to fill, whose files then replace those of their names in ``path``, each whole."""
+    part = path / f"files{PART}"
+    with _filled(path, part):
+        yield part
+        for file in part.iterdir():
+            _sync(file)
+            os.replace(file, path / file.name)
+        _sync(path)
+
+
+@contextlib.contextmanager
+def _filled(path: Path, part: Path) -> Iterator[None]:
+    # An empty ``part``; what still has that name at the end was not finished.
+    with _writing(path):
+        _remove(part)
+        try:
+            part.mkdir(parents=True)
+            yield
+        finally:
+            _remove(part)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    # The libraries that write weights and tokenizers raise exceptions of their own for a full disk.
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise WriteError(f"{path} cannot be written: {said}") from error
+
+
+def _sync(path: Path) -> None:
+    # What was written to a file, or the names in a folder, reach the disk.
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def acquire(lock: FileLock, key: str, path: Path) -> None:
+    """For this process alone; the kernel lets it go when the process ends, however it does."""
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        got = f"{str(path)!r}, to which another process is writing"
+        raise ValueError(f"{key}: got {got}; allowed another --{key}, or wait for it") from None
+    except OSError as error:
+        raise WriteError(f"{key}: {path} cannot be written to: {error}") from None
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+def save_checkpoint(
+    path: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict
+) -> None:
+    """All that a run goes on from: network, tokenizer, optimiser, counters, settings and log."""
+    gathered = get_optimizer_state_dict(model, optimizer, options=distributed.WHOLE)
+    slots = gathered.get("state", {}).items()  # nothing but in process 0
+    tensors = {f"{name}/{key}": value for name, slot in slots for key, value in slot.items()}
+    model = distributed.unsharded_copy(model)
+
+    def save() -> None:
+        with folder(path) as part:
+            checkpoints.save(model, tok, part)
+            save_file(tensors, part / OPTIMIZER)
+            (part / STATE).write_text(json.dumps(state), encoding="utf-8")
+            for name in (CONFIG, METRICS):
+                if (path.parent / name).is_file():
+                    shutil.copyfile(path.parent / name, part / name)
+
+    distributed.on_main(save)
+
+
+def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
+    """Put a checkpoint's weights and optimiser state back, to the bit; returns its counters."""
+    if has_adapters(model):
+        stored = distributed.empty_copy(model)
+        checkpoints.read_adapters(stored, path)
+    else:
+        stored, _ = checkpoints.load(path)  # on the CPU: beside the network a GPU may be full
+    checkpoints.check_finite(stored, path)
+    distributed.load_weights(model, stored)
+    load_optimizer(path / OPTIMIZER, model, optimizer)
+    return json.loads((path / STATE).read_text(encoding="utf-8"))
+
+
+def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The moments and counts of a file into an optimiser; ValueError unless the names agree."""
+    slots = {
+        f"{name}/{key}": value
+        for name, p in trained(model)
+        for key, value in optimizer.state[p].items()
+    }
+    with safe_open(path, framework="pt") as file:
+        if not (names := set(file.keys())):  # of older versions, before the first update
+            return
+        if strange := sorted(names ^ slots.keys()):
+            raise ValueError(f"{path}: {strange[0]} is in the file or in this run, not in both")
+        for name, slot in slots.items():
+            slot.copy_(distributed.sharded_like(file.get_tensor(name), slot))
+
+
+def checkpoint_folders(out: Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first."""
+    found = [path for path in out.glob("checkpoint-*") if re.fullmatch(r"\w+-\d+", path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps after which it was written, by its name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def has_checkpoint(out: Path) -> bool:
+    """True when a run in ``out`` has a checkpoint, be it one whose replacement was interrupted."""
+    return any(re.fullmatch(rf"checkpoint-\d+({OLD})?", path.name) for path in out.glob("*"))
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, in words; "" if its files can be opened.
+
+    No crash leaves a damaged one here; a copy that was cut short does, and a disk may.
+    """
+    path = checkpoint
+    try:
+        weights = [*checkpoint.glob("*model*.safetensors")] or [checkpoint / "model.safetensors"]
+        for path in (*weights, checkpoint / OPTIMIZER):
+            with safe_open(path, framework="pt"):  # whose header must account for all bytes
+                pass
+        for path in (checkpoint / CONFIG, *checkpoint.glob("*.json"), checkpoint / STATE):
+            json.loads(path.read_text()) if path.suffix == ".json" else config.read(path)
+        path = checkpoint / METRICS
+        read_metrics(checkpoint)
+    except (SafetensorError, OSError, ValueError) as error:
+        return f"{path}: {' '.join(str(error).split())}"
+    return ""
+
+
+# ------------------------------------------------------------------------------ a run and its end
+@contextlib.contextmanager
+def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
+    """The folder of a run, for this process alone; yields the checkpoint to go on from, or None.
+
+    No run is overwritten. The lock is the kernel's: it goes with the process, however that ends.
+    """
+    lock = FileLock(out / ".lock")
+    try:
+        yield distributed.on_main(lambda: _open(out, settings, resume, lock))
+    finally:
+        lock.release()
+
+
+def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None:
+    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    names = [name for name in names if name != ".lock" and not name.endswith(PART)]
+    if CONFIG not in names and not has_checkpoint(out):  # no run: nothing is touched
+        if resume:
+            got = f"{str(out)!r}, which holds no checkpoint"
+            raise ValueError(f"resume: got {got}; allowed the folder of a run")
+        if names:
+            got = f"{str(out)!r}, which already holds other files"
+            raise ValueError(f"out: got {got}; allowed another --out")
+    acquire(lock, "out", out)
+    _settle(out)
+    if checkpoint_folders(out):
+        if resume:
+            return _resumed(out, settings)
+        allowed = "another --out, or --resume to continue it"
+        raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
+    if ended := [path.name for path in (out / SUMMARY, *out.glob("failed-*")) if path.exists()]:
+        got = f"{str(out)!r}, which already holds a run with {ended[0]} and no checkpoint"
+        raise ValueError(f"out: got {got}; allowed another --out")
+    if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
+        config.check_unchanged(settings, out)
+        log.warning(f"{out} holds a run that ended before its first checkpoint; it starts again")
+    write_config(out, settings)
+    return None
+
+
+def _settle(out: Path) -> None:
+    # What an interrupted write left: the folder that was to be replaced stays if no other has come.
+    for path in list(out.iterdir()):
+        name, ending = path.stem, path.suffix
+        if ending in (PART, OLD) and re.fullmatch(r"(checkpoint|failed)-\d+", name):
+            if ending == OLD and not (out / name).exists():
+                os.replace(path, out / name)
+            else:
+                _remove(path)
+
+
+def _resumed(out: Path, settings: Any) -> Path:
+    """The newest checkpoint that can be read, if these settings may continue it."""
+    damaged = []
+    for checkpoint in reversed(checkpoint_folders(out)):
+        if not (found := damage(checkpoint)):
+            break
+        damaged.append(found)
+    else:
+        allowed = "a run with a whole checkpoint, or another --out"
+        raise ValueError(f"resume: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
+    if damaged:
+        log.warning(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
+    config.check_unchanged(settings, checkpoint, free=FREE_ON_RESUME)
+    step = step_of(checkpoint)
+    if step > settings.steps or (step == settings.steps and read_summary(out)):
+        allowed = f"above {step}, where the run in {out} stands"
+        raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
+    return checkpoint
+
+
+def write_config(out: Path, settings: Any) -> None:
+    """config.yaml of a run; of one that goes on, once its checkpoint has been read."""
+    write(out / CONFIG, config.dumped(settings))
+
+
+def write_summary(out: Path, summary: dict) -> dict:
+    """summary.json of a run; returns what it wrote."""
+    write(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def read_object(path: Path) -> dict:
+    """The JSON object of a file; empty if there is no file, or none that can be read."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def read_summary(out: Path) -> dict:
+    """summary.json of a finished run; empty if there is none, or none that can be read."""
+    return read_object(out / SUMMARY)
+
+
+# ---------------------------------------------------------------------------------------------- log
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, in the order in which they were written.
+
+    An unfinished last line, left by a run that was stopped, is not read. Raises ValueError where
+    there is no such file, or a line is no JSON object.
+    """
+    path, rows = Path(run) / METRICS, []
+    if not path.is_file():
+        got = f"{str(run)!r}, which holds no {METRICS}"
+        raise ValueError(f"run: got {got}; allowed are folders written by train")
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            raise ValueError(f"{path} line {number}: allowed is a JSON object") from None
+    return rows
+
+
+class MetricsLog:
+    """metrics.jsonl, and TensorBoard's event files where they are asked for.
+
+    A resumed run begins with the lines that its checkpoint holds: later ones are written again.
+    """
+
+    def __init__(self, out: Path, checkpoint: Path | None, step: int, tensorboard: bool = False):
+        self.path, self.writer = out / METRICS, None
+        if not distributed.is_main():
+            return
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                allowed = "false, or pip install tensorboard"
+                raise ValueError(f"tensorboard: got true, it is missing; {allowed}") from None
+        write(self.path, (checkpoint / METRICS).read_bytes() if checkpoint else "")
+        if tensorboard:
+            self.writer = SummaryWriter(out / "tensorboard", purge_step=step + 1)
+
+    def write(self, row: dict) -> None:
+        """One line; floats with seven digits."""
+        distributed.on_main(lambda: self._write(row))
+
+    def _write(self, row: dict) -> None:
+        short = {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}
+        append(self.path, json.dumps(short))
+        if self.writer is not None:
+            for key, value in row.items():
+                if isinstance(value, float):
+                    self.writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """End the event file."""
+        if self.writer is not None:
+            self.writer.close()
