@@ -23,11 +23,11 @@ from minidrl import features as feat
 from minidrl.algorithms import Rollout
 from minidrl.features import Network
 from minidrl.keyed import keyed_generator, keyed_seed
-from minidrl.run import checkpoints, config, files, memory, runs
+from minidrl.run import checkpoints, config, folders, memory
+from minidrl.run.evaluate import evaluate
+from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import RunError, stop_requests, tell_notes
-from minidrl.run.runs import MetricsLog
 from minidrl.run.train import make_optimizer, prepare, stopped
-from minidrl.run.trainer import evaluate
 from minidrl.tasks import Problem, held_out
 from minidrl.tasks.text import encode_prompts, encode_responses
 
@@ -42,7 +42,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     prepare(settings)
     held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
     memory.check_pretraining(settings)
-    with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+    with folders.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         try:
             return _pretrain(settings, out, checkpoint, asked)
         except (RuntimeError, ConnectionError, EOFError) as error:
@@ -61,11 +61,10 @@ def _pretrain(
     network = denoiser.compiled(model) if settings.compile else model
     optimizer = make_optimizer(model, settings.optimizer)
     if checkpoint is not None:
-        stored = runs.load_checkpoint(checkpoint, model, optimizer)
-        state |= runs.complete(stored, ("seconds", "met"), checkpoint)
+        state |= folders.load_checkpoint(checkpoint, model, optimizer)
     log = MetricsLog(out, checkpoint, state["step"])
     if checkpoint is not None:
-        runs.write_config(out, settings)
+        folders.write_config(out, settings)
     tell_notes()
     started = time.perf_counter() - state["seconds"]
     last, met = settings.stop_after or settings.steps, set(state["met"])
@@ -73,7 +72,7 @@ def _pretrain(
 
     def save(step: int) -> Path:
         reached = {"step": step, "seconds": time.perf_counter() - started, "met": sorted(met)}
-        runs.save_checkpoint(out / f"checkpoint-{step}", model, tok, optimizer, reached)
+        folders.save_checkpoint(out / f"checkpoint-{step}", model, tok, optimizer, reached)
         return out / f"checkpoint-{step}"
 
     batches = demonstration_rollouts(settings, tok, steps)
@@ -114,11 +113,11 @@ def _pretrained(
     settings: config.Pretrain, out: Path, model: denoiser.Denoiser, tok: Any, facts: dict
 ) -> dict:
     """The base is written, judged on held-out problems, and summed up."""
-    with files.into(out) as part:
+    with folders.into(out) as part:
         checkpoints.save(model, tok, part)
     how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
     judged = evaluate(model, tok, settings.task, settings.sampler, **how)
-    return runs.write_summary(out, facts | {"held_out": judged})
+    return folders.write_summary(out, facts | {"held_out": judged})
 
 
 def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from minidrl import denoiser, loop, sampler
 from minidrl.methods import Method
-from minidrl.run import checkpoints, config, distributed, memory, report, runs
+from minidrl.run import checkpoints, config, distributed, folders, memory, report
+from minidrl.run.evaluate import evaluate
+from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import Interrupted, RunError, stop_requests, tell_notes
 from minidrl.run.precheck import method_of
-from minidrl.run.runs import MetricsLog
-from minidrl.run.trainer import evaluate
 from minidrl.tasks import held_out
 from minidrl.tasks.text import encode_prompts
 
@@ -47,7 +47,7 @@ def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
 
 def _train(run: loop.Run, out: Path, resume: bool) -> dict:
     settings = run.settings
-    with runs.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+    with folders.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
             state |= distributed.collectively(lambda: restore(run, checkpoint))
@@ -55,7 +55,7 @@ def _train(run: loop.Run, out: Path, resume: bool) -> dict:
             lambda: MetricsLog(out, checkpoint, state["step"], settings.tensorboard)
         )
         if checkpoint is not None:
-            distributed.on_main(lambda: runs.write_config(out, settings))
+            distributed.on_main(lambda: folders.write_config(out, settings))
         if state["solved_before"] is None:
             with checkpoints.blamed(run.model, settings.model):
                 state["solved_before"] = _evaluate(run, rows, 0, 0.0)
@@ -82,7 +82,7 @@ def _steps(
             try:
                 row = next(steps)
             except FloatingPointError as error:
-                kept = runs.checkpoint_folders(out)
+                kept = folders.checkpoint_folders(out)
                 last = f"{kept[-1]} is the last checkpoint" if kept else "there is no checkpoint"
                 raise RunError(f"step {step}: {error}; stopped, {last}") from None
             if step == first:  # no step needs more than the first
@@ -133,19 +133,19 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
         "evaluated_on": s.evaluate.n,
         "temperature": s.evaluate.temperature,
     }
-    return distributed.on_main(lambda: runs.write_summary(out, summary))
+    return distributed.on_main(lambda: folders.write_summary(out, summary))
 
 
 def save(run: loop.Run, folder: Path, state: dict) -> None:
     """A checkpoint: weights, optimiser, counters."""
-    runs.save_checkpoint(folder, run.model, run.tok, run.optimizer, state)
+    folders.save_checkpoint(folder, run.model, run.tok, run.optimizer, state)
 
 
 def restore(run: loop.Run, checkpoint: Path) -> dict:
     """Go on from a checkpoint; returns its counters."""
-    state = runs.load_checkpoint(checkpoint, run.model, run.optimizer)
+    state = folders.load_checkpoint(checkpoint, run.model, run.optimizer)
     run.updates = state["step"] * run.settings.num_iterations
-    return runs.complete(state, ("seconds", "solved_before"), checkpoint)
+    return state
 
 
 # ------------------------------------------------------------------------- what a run is built from

@@ -1,0 +1,334 @@
+"""How much of a task a network solves: the one evaluator, and the file of ``minidrl evaluate``.
+
+``evaluate`` is asked by training, pre-training and studies, and returns shares. ``record`` says
+with them what was asked, how it was decoded and what was answered, for a JSON file:
+
+    protocol   what decides a number beside the weights: problems, prompts, length, steps, order,
+               cache, temperature, seed. Two results whose protocols are equal can be compared
+    made_by    model, weights, versions, device: named, and allowed to differ
+    result     the shares, an interval, and what was generated
+    rows       for each response: solved, reward, marks, tokens generated, text
+
+A response does not depend on the batch in which it was made: prompts are padded to the width of the
+whole set, and noise is drawn for the whole set and sliced. So an evaluation that was stopped goes
+on where it was, in any batch. What is left is the rounding of products of other shapes, which can
+turn a tie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from filelock import FileLock
+from torch import Tensor
+from tqdm import tqdm
+
+import minidrl
+from minidrl import sampler
+from minidrl.keyed import keyed_generator
+from minidrl.run import distributed, folders
+from minidrl.sampler import Sampler, check_positions
+from minidrl.tasks import Problem, Task, held_out, verdicts
+from minidrl.tasks.text import decode, encode_prompts
+
+Row = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------- the evaluator
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    tok: Any,
+    task: Task,
+    settings: Sampler,
+    *,
+    n: int,
+    skip: int = 0,
+    seed: int = 0,
+    samples: int = 1,
+    micro_batch: int = 128,
+) -> dict:
+    """Shares of ``n`` held-out problems, after the first ``skip``: solved, and the task's marks.
+
+    ``settings.temperature`` is the policy that is judged; 0 is greedy. With ``samples`` k > 1 also
+    pass@k: the share of problems solved by at least one of k samples.
+    """
+    asked = _asked(model, tok, task, settings, n, skip)
+    how = {"seed": seed, "samples": samples, "micro_batch": micro_batch}
+    return _shares(_responses(model, tok, task, settings, asked, **how), n)
+
+
+def _asked(
+    model: Any, tok: Any, task: Task, settings: Sampler, n: int, skip: int
+) -> tuple[Sequence[Problem], Tensor, Tensor]:
+    # Problems, prompts and their mask.
+    problems = held_out(task, n, skip)
+    where = (task.prompt_length, model.device, task.prompt_format)
+    prompt, mask = encode_prompts(tok, problems, *where)
+    check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
+    return problems, prompt, mask
+
+
+@torch.no_grad()
+def _responses(
+    model: Any,
+    tok: Any,
+    task: Task,
+    settings: Sampler,
+    asked: tuple[Sequence[Problem], Tensor, Tensor],
+    *,
+    seed: int,
+    samples: int,
+    micro_batch: int,
+    chosen: Sequence[int] | None = None,
+) -> list[Row]:
+    """A row for each response, or for the ``chosen`` ones of n x samples."""
+    problems, prompt, mask = asked
+    model.eval()
+    some = {} if chosen is None else {"rows": torch.tensor(chosen, device=prompt.device)}
+    rollout = distributed.generate(
+        model,
+        prompt,
+        mask,
+        settings,
+        eos_token_id=tok.eos_token_id,
+        num_generations=samples,
+        generator=keyed_generator(seed, 0, "evaluate"),
+        micro_batch=micro_batch,
+        **some,
+    )
+    chosen = range(len(problems) * samples) if chosen is None else chosen
+    texts = decode(tok, rollout.response[list(chosen)])
+    steps = sampler.steps_run(rollout.unmask_step)
+    found = verdicts(task, [problems[i // samples] for i in chosen], texts)
+    return [
+        {
+            "problem": i // samples,
+            "sample": i % samples,
+            "solved": bool(verdict.solved),
+            "reward": float(verdict.reward),
+            "marks": {mark: float(value) for mark, value in verdict.marks.items()},
+            "tokens": int(rollout.keep[i].sum()),  # up to and with the first end token
+            "calls": int(steps[i]),
+            "text": text,
+        }
+        for i, verdict, text in zip(chosen, found, texts, strict=True)
+    ]
+
+
+def _shares(rows: Sequence[Row], n: int) -> dict[str, Any]:
+    solved, samples = _solved(rows, n), len(rows) // n
+    result: dict[str, Any] = {"solved": float(np.mean([row["solved"] for row in rows]))}
+    for mark in rows[0]["marks"]:
+        result[mark] = float(np.mean([row["marks"][mark] for row in rows]))
+    result["n"] = n
+    return result | ({f"pass@{samples}": float((solved > 0).mean())} if samples > 1 else {})
+
+
+def _solved(rows: Sequence[Row], n: int) -> np.ndarray:
+    # Of each problem the share of its responses that solve it.
+    solved = [[] for _ in range(n)]
+    for row in rows:
+        solved[row["problem"]].append(row["solved"])
+    return np.mean(solved, axis=1)
+
+
+def interval(shares: np.ndarray) -> tuple[float, float]:
+    """95 % of the mean of the problems' shares: Wilson's where each is solved or not, else the
+    normal one of their mean."""
+    n, p, z = len(shares), float(shares.mean()), statistics.NormalDist().inv_cdf(0.975)
+    if set(shares) <= {0.0, 1.0}:
+        middle, half = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
+        low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+    else:
+        half = z * float(shares.std(ddof=1)) / n**0.5 if n > 1 else 1.0
+        low, high = p - half, p + half
+    return max(0.0, low), min(1.0, high)
+
+
+# -------------------------------------------------------------------- with protocol, and resumable
+def with_length(settings: Sampler, length: int) -> Sampler:
+    """The sampler at another length; where a response was one block, it is one again."""
+    block = length if settings.block_length == settings.length else settings.block_length
+    return dataclasses.replace(settings, length=length, block_length=block)
+
+
+def record(
+    model: Any,
+    tok: Any,
+    task: Task,
+    settings: Sampler,
+    *,
+    n: int,
+    skip: int = 0,
+    seed: int = 0,
+    samples: int = 1,
+    micro_batch: int = 128,
+    name: str = "",
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """protocol, made_by, result and rows of an evaluation.
+
+    ``out``: where the result will stand; while rows are made they are kept beside it, in
+    OUT.LENGTH.rows, and the same call goes on from there. ValueError for kept rows of another
+    protocol or other weights.
+    """
+    asked = _asked(model, tok, task, settings, n, skip)
+    how = _protocol(task, asked, settings) | {"skip": skip, "samples": samples, "seed": seed}
+    made = _made_by(name, model)
+    path = out and out.with_name(f"{out.name}.{settings.length}.rows")
+    rows, seconds = _kept(path, {"protocol": how, "weights": made["weights"]})
+    done = {row["problem"] * samples + row["sample"] for row in rows}
+    missing = [i for i in range(n * samples) if i not in done]
+    words = {"total": n * samples, "initial": len(done), "desc": f"length {settings.length}"}
+    with tqdm(**words, disable=None) as bar:  # in a terminal only
+        for first in range(0, len(missing), micro_batch):
+            started, chosen = time.perf_counter(), missing[first : first + micro_batch]
+            words = {"seed": seed, "samples": samples, "micro_batch": micro_batch}
+            new = _responses(model, tok, task, settings, asked, chosen=chosen, **words)
+            took = time.perf_counter() - started
+            if path is not None:
+                folders.append(path, json.dumps({"rows": new, "seconds": took}))
+            rows, seconds = rows + new, seconds + took
+            bar.update(len(chosen))
+    rows.sort(key=lambda row: (row["problem"], row["sample"]))
+    low, high = interval(_solved(rows, n))
+    result = _shares(rows, n) | {"low": low, "high": high, "seconds": round(seconds, 3)}
+    result |= {key: sum(row[key] for row in rows) for key in ("tokens", "calls")}
+    return {"protocol": how, "made_by": made, "result": result, "rows": rows}
+
+
+def _protocol(task: Task, asked: tuple, settings: Sampler) -> dict[str, Any]:
+    # Hashes: of the problems with what their answers are judged by, and of the token ids that the
+    # model is given, which cover template, tokenizer, wording and few-shot examples.
+    problems, prompt, mask = asked
+    ids = [row[real].tolist() for row, real in zip(prompt, mask, strict=True)]
+    return {
+        "task": task.name,
+        "n": len(problems),
+        "shots": getattr(task, "shots", 0),
+        "prompt_format": task.prompt_format,
+        "problems": _hash([repr(problem) for problem in problems]),
+        "prompts": _hash(ids),
+        "prompt_width": prompt.shape[1],
+        "length": settings.length,
+        "steps": settings.num_steps,
+        "tokens_per_step": settings.tokens_per_step,
+        "block_length": settings.block_length,
+        "order": settings.order,
+        "threshold": settings.threshold,
+        "temperature": float(settings.temperature),
+        "attention": settings.attention,
+        "cache": settings.cache,
+    }
+
+
+def _made_by(name: str, model: Any) -> dict[str, Any]:
+    # ``weights``: a hash of name, shape and up to 64 numbers, evenly spaced, of every parameter.
+    found = []
+    for key, value in sorted(model.named_parameters()):
+        flat = value.detach().flatten()
+        some = flat[:: max(1, -(-flat.numel() // 64))].to("cpu", torch.float64)
+        found.append([key, list(value.shape), some.tolist()])
+    return {
+        "model": name,
+        "weights": _hash(found),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": torch.device(model.device).type,
+        "minidrl": minidrl.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def _kept(path: Path | None, header: dict[str, Any]) -> tuple[list[Row], float]:
+    # Rows and seconds of a file of rows; the last line of a process that was ended is cut off.
+    if path is None:
+        return [], 0.0
+    whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    folders.write(path, "\n".join([*(whole or [json.dumps(header)]), ""]))
+    try:
+        stored, *lines = [json.loads(line) for line in whole] or [header]
+        if stored != header:
+            named = differing(stored["protocol"], header["protocol"]) or ["weights"]
+            got = f"{str(path)!r}, an evaluation that differs in {', '.join(named)}"
+            raise ValueError(f"out: got {got}; allowed another --out, or remove that file")
+        return sum((line["rows"] for line in lines), []), sum(line["seconds"] for line in lines)
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"{path} holds no rows; allowed another --out, or remove it") from None
+
+
+@contextlib.contextmanager
+def opened(out: Path | None) -> Iterator[None]:
+    """Inside, no other process writes to ``out``; ValueError where a result is there already."""
+    if out is None:
+        yield
+        return
+    lock = FileLock(f"{out}.lock")
+    folders.acquire(lock, "out", out)
+    try:
+        if out.exists():
+            got = f"{str(out)!r}, which is there already"
+            raise ValueError(f"out: got {got}; allowed another --out")
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def write(out: Path, found: Sequence[dict[str, Any]]) -> None:
+    """The result file, in place of the rows that were kept beside it."""
+    folders.write(out, json.dumps({"evaluations": list(found)}, indent=1) + "\n")
+    for evaluation in found:
+        length = evaluation["protocol"]["length"]
+        out.with_name(f"{out.name}.{length}.rows").unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------- comparison
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The keys whose values are not equal, or that one of the two lacks."""
+    return [key for key in {**a, **b} if key not in a or key not in b or a[key] != b[key]]
+
+
+def compare(a: Path, b: Path) -> str:
+    """The paired difference of two result files, a line for each length that both have."""
+    first, second = _read(a), _read(b)
+    return "\n".join(_compared(first[n], second[n], a, b) for n in first if n in second)
+
+
+def _read(path: Path) -> dict[int, dict]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+        return {evaluation["protocol"]["length"]: evaluation for evaluation in found}
+    except (OSError, ValueError, KeyError, TypeError):
+        got = f"{str(path)!r}, which holds no evaluation"
+        raise ValueError(f"compare: got {got}; allowed a file of evaluate --out") from None
+
+
+def _compared(a: dict, b: dict, one: Path, other: Path) -> str:
+    if keys := differing(a["protocol"], b["protocol"]):
+        told = (f"{key} ({a['protocol'].get(key)}, {b['protocol'].get(key)})" for key in keys)
+        got = f"{one} and {other}, which differ in {', '.join(told)}"
+        raise ValueError(f"compare: got {got}; allowed results of one protocol")
+    before, after = (_solved(e["rows"], a["protocol"]["n"]) for e in (a, b))
+    gap, error = 100 * (after - before), 0.0
+    if len(gap) > 1:
+        error = statistics.NormalDist().inv_cdf(0.975) * float(gap.std(ddof=1)) / len(gap) ** 0.5
+    points = f"{gap.mean():+.1f} points, 95 % interval {gap.mean() - error:.1f} to"
+    said = f"length {a['protocol']['length']}: {before.mean():.1%} and {after.mean():.1%}, "
+    return f"{said}{points} {gap.mean() + error:.1f}; of {len(gap)} problems each"
