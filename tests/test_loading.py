@@ -4,11 +4,9 @@
 says how it was made. The other checkpoints are made here, with random weights under the published keys.
 """
 
-import contextlib
 import inspect
 import json
 import shutil
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging
 
 import tiny
 from minidrl import denoiser, sampler
@@ -203,13 +200,6 @@ def test_llada_logits_equal_the_released_codes(golden, case):
     assert (logits[:, ~others(golden)] == -torch.inf).all()
 
 
-def test_llada_hidden_states_equal_the_released_codes(golden):
-    states = golden.model.model(input_ids=INPUTS["ids"], output_hidden_states=True, use_cache=False).hidden_states
-    for got, want in zip(states, EXPECTED["hidden_full"], strict=True):
-        close(got, want)
-    close(golden.encode(INPUTS["ids"], None), EXPECTED["hidden_full"][-1])
-
-
 @pytest.mark.parametrize("case", ["staircase", "staircase_left"])
 def test_llada_honours_a_mask_of_its_own_for_every_query(golden, case):
     """The body under a boolean 4-D mask, which is how a staircase of blocks or a packed batch reaches it."""
@@ -334,17 +324,6 @@ def test_sdar_writes_after_prompts_of_any_length(folders, cache):
             place = now.nonzero()[:, 0]
             close(out.logp[row, place], logp[place % 4, out.response[row, place]], atol=1e-4)
     assert (out.unmask_step >= 0).all() and out.logp.min() < -1
-
-
-def test_sdar_block_length_comes_from_the_file_or_the_caller(folders):
-    assert checkpoints.load(folders["sdar"])[0].block_length == 4
-    assert checkpoints.load(folders["sdar"], block_length=2)[0].block_length == 2
-    model, _ = checkpoints.load(folders["sdar"])
-    tokens, _ = batch(model)
-    other = tokens.clone()
-    other[:, 5] = (other[:, 5] + 1) % 250
-    moved = (model.encode(tokens, None) - model.encode(other, None)).abs().amax((0, 2)) > 1e-4
-    assert moved.tolist() == [False] * 2 + [True] * 12, "blocks of 2, 4, 4 and 4"
 
 
 def test_sdar_with_tied_embeddings_comes_back(tmp_path):
@@ -503,22 +482,6 @@ def test_a_network_goes_back_in_the_format_it_came_in(folders, family, tmp_path)
 
 
 @each_family
-def test_a_changed_weight_arrives_where_the_released_code_reads_it(folders, family, tmp_path):
-    """One weight after the other is marked in memory: the file differs in the tensor of the same place, and there only."""
-    model, tokenizer = checkpoints.load(folders[family])
-    before = load_file(folders[family] / "model.safetensors")
-    for name, p in model.model.named_parameters():
-        if ".layers.1." in name or "layers" not in name:
-            p.data.add_(1)
-            checkpoints.save(model, tokenizer, tmp_path)
-            after = load_file(tmp_path / "model.safetensors")
-            p.data.sub_(1)
-            changed = {key for key in before if not torch.allclose(before[key], after[key], atol=1e-3)}
-            assert changed == {checkpoints.stored_name(name, model.family)}
-            assert tuple(before[changed.pop()].shape) == tuple(p.shape)
-
-
-@each_family
 def test_the_stored_dtype_unless_another_is_asked(folder, family):
     path = folder(family)
     weights = {name: value.bfloat16() for name, value in load_file(path / "model.safetensors").items()}
@@ -576,41 +539,24 @@ def pickled(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
-def forget_mask(path: Path) -> None:
-    config(mask_token_id=None)(path)
-    (path / "tokenizer.json").write_text((path / "tokenizer.json").read_text().replace("<|mdm_mask|>", "<|other|>"))
-
-
 Q = "model.transformer.blocks.1.q_proj.weight"
 BROKEN = {
     "a weight is missing": ("llada", weights(lambda w: w.pop(Q)), rf"missing_keys.*\['{Q}'\]"),
     "a weight too many": ("llada", weights(lambda w: w.update({Q[:-6] + "bias": torch.ones(64)})), r"unexpected.*q_proj\.bias"),
-    "a name of the other layout": ("llada", weights(lambda w: w.update(extra=w.pop(Q))), "missing_keys.*unexpected.*extra"),
     "another shape": ("llada", config(mlp_hidden_size=128), r"mismatched_keys.*blocks\.0\.ff_out"),
     "a shard is missing": ("llada", lose_a_shard, r"which lacks model-00002-of-\d+\.safetensors, named by its model.saf"),
     "pickled weights": ("llada", pickled, "holds no file model.safetensors"),
-    "no weights": ("Dream", lambda path: (path / "model.safetensors").unlink(), "holds no file model.safetensors"),
-    "a mixture of experts": (
-        "llada",
-        config(architectures=["LLaDAMoEModelLM"]),
-        r"architectures.*allowed for llada is \['LLaDAM",
-    ),
+    "a mixture of experts": ("llada", config(architectures=["LLaDAMoEModelLM"]), r"allowed for llada is \['LLaDAM"),
     "a family nobody knows": (
         "llada",
         config(model_type="llada3"),
-        "model_type 'llada3'; allowed a bid.*, llada, Dream, sdar, a2d-qwen3$",
+        "'llada3'; allowed a bid.*, llada, Dream, sdar, a2d-qwen3$",
     ),
     "ALiBi": ("llada", config(alibi=True), "with alibi True; allowed for llada is False"),
-    "biases": ("llada", config(include_qkv_bias=True), "with include_qkv_bias True"),
-    "no rotary embedding": ("llada", config(rope=None), "with rope None; allowed for llada is True"),
     "stretched positions": ("Dream", config(rope_scaling={"type": "linear", "factor": 2}), "with rope_scaling"),
-    "a window": ("sdar", config(use_sliding_window=True), "with use_sliding_window True"),
     "a size is missing": ("llada", config(d_model=None), "cannot be read: config.json gives no d_model"),
-    "no rope_theta": ("Dream", config(rope_theta=None), "cannot be read: config.json gives no rope_theta"),
     "a mask beyond the tokens": ("llada", config(mask_token_id=500), "mask_token_id 500; allowed the id of one of its.* 199"),
-    "a mask beyond the vocabulary": ("llada", config(embedding_size=198), "mask_token_id 198; allowed from 0 to 197"),
-    "a vocabulary below the tokenizer": ("sdar", config(vocab_size=261, mask_token_id=5), "262 tokens in its tok.*up to 261"),
-    "a mask nobody names": ("llada", forget_mask, "mask_token_id None; allowed the id"),
+    "a vocabulary below the tokenizer": ("sdar", config(vocab_size=261, mask_token_id=5), "262 tokens in its tok.*of 261"),
     "two masks": ("Dream", config(mask_token_id=3), "mask_token_id 3; allowed 261, as its tokenizer says"),
     "no tokenizer": ("llada", lambda path: (path / "tokenizer.json").unlink(), "cannot be read.*tokenizer"),
     "blocks of no length": ("sdar", config(block_size=None), "allowed integers from 1"),
@@ -625,61 +571,6 @@ def test_a_broken_checkpoint_is_one_line_that_names_it(name, folder, capfd):
         checkpoints.load(path)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("source", [*MAKERS, *checkpoints.PUBLISHED])
-def test_as_many_weights_are_asked_for_as_the_matrices_of_the_network_have(source, folders):
-    shape, family, _ = checkpoints.describe(folders[source] if source in MAKERS else source)
-    with torch.device("meta"):
-        matrices = [p for p in family.network(shape).parameters() if p.dim() == 2]
-    asked = sum(p.numel() for p in matrices)
-    with pytest.raises(ValueError, match=f"^config.json asks for {asked:,} weights; allowed the 0 of its files$"):
-        checkpoints._check_size(shape, [])
-
-
-@pytest.mark.parametrize("held", [1000, 2**25])
-def test_a_few_weights_may_be_missing_until_loading_says_which(held, tmp_path):
-    """No more than there are, and no more than 16 million; the file is a header and a hole."""
-    header = json.dumps({"w": {"dtype": "F16", "shape": [held], "data_offsets": [0, 2 * held]}}).encode()
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 2 * held)
-    nothing = dict.fromkeys(("num_hidden_layers", "intermediate_size"), 0)
-    one = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads"), 1)
-    most = held + min(held, 16 * 1024**2)
-    for asked, refused in ((most, contextlib.nullcontext()), (most + 1, pytest.raises(ValueError, match="asks for"))):
-        with refused:
-            shape = types.SimpleNamespace(vocab_size=asked, tie_word_embeddings=True, **one, **nothing)
-            checkpoints._check_size(shape, [tmp_path / "model.safetensors"])
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_what_transformers_shows_is_left_as_it_was(shown, folders):
-    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    try:
-        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-        logging.set_verbosity(logging.INFO)
-        checkpoints.load(folders["llada"])
-        assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (shown, logging.INFO)
-    finally:
-        (logging.enable_progress_bar if before[0] else logging.disable_progress_bar)()
-        logging.set_verbosity(before[1])
-
-
-def test_the_mask_may_be_the_first_token():
-    class Two(dict):
-        mask_token_id, get_vocab = None, dict.copy
-
-    tokenizer, family = Two({"[MASK]": 0, "a": 1}), checkpoints.FAMILIES["llada"]
-    assert checkpoints._mask_token_id(Path(), {"mask_token_id": 0}, tokenizer, family) == 0
-    for index in (-1, 2):
-        with pytest.raises(ValueError, match=f"mask_token_id {index}; allowed the id of one of its tokenizer's 2 tokens$"):
-            checkpoints._mask_token_id(Path(), {"mask_token_id": index}, tokenizer, family)
-
-
-def test_blocks_are_asked_of_sdar_only(folders):
-    with pytest.raises(ValueError, match="^block_length: got 4 for a llada; allowed None"):
-        checkpoints.load(folders["llada"], block_length=4)
 
 
 @each_family
@@ -725,7 +616,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(monkeypatch):
         checkpoints.load("nobody/nothing")
 
 
-@pytest.mark.parametrize("source", ["runs/nothing", "./runs", "a/b/c", "nothing", "/nowhere/at/all"])
+@pytest.mark.parametrize("source", ["runs/nothing", "nothing"])
 def test_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -750,14 +641,6 @@ def test_the_probe_tells_a_trained_network_from_an_initialised_one():
         denoiser.probe_loss(fresh, tok, **words)
     with pytest.raises(ValueError, match="^text: got '5\\*8', 3 tokens; allowed from 8"):
         denoiser.probe_loss(trained, tok, "5*8", "3,5,8>40:")
-
-
-def test_the_probe_takes_eight_tokens_and_no_fewer(monkeypatch):
-    model, tok = tiny.network(), tokenizer()
-    monkeypatch.setattr(denoiser.math, "log", lambda _: 1e3)  # any loss is allowed
-    assert denoiser.probe_loss(model, tok, "5*8=40+3") > 0
-    with pytest.raises(ValueError, match="7 tokens; allowed from 8"):
-        denoiser.probe_loss(model, tok, "5*8=40+")
 
 
 @pytest.mark.parametrize("prompt", ["", "8,5>40:"])

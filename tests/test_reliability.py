@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 import tiny
 from minidrl import __main__ as cli
 from minidrl.run import config, folders, report
-from minidrl.run.launch import stop_requests
 from minidrl.tasks.countdown import Countdown
 
 RESUMED = ("--resume",)
@@ -294,14 +293,6 @@ def test_the_second_time_it_stops_at_once(folder, capfd, monkeypatch):
     status, line = train(capfd, "run", "--save_every", "1")
     assert (status, line) == (130, "minidrl: interrupted; the same command with --resume goes on")
     assert [path.name for path in Path("run").glob("checkpoint*")] == ["checkpoint-1"]
-
-
-def test_a_stop_that_comes_too_late_for_a_run_reaches_who_started_it():
-    with stop_requests() as study:
-        with stop_requests() as run:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert run() == signal.SIGTERM and not study()
-        assert study() == signal.SIGTERM
 
 
 def test_pretraining_can_be_stopped_too(folder, capfd, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +33,6 @@ from transformers import (
 from transformers.utils import logging
 
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
-from minidrl.run import untrusted
-from minidrl.run.launch import is_panic, one_line, without_stderr
-from minidrl.run.untrusted import brief
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -57,6 +53,7 @@ FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
 )
 
 
+# ----------------------------------------------------------------------------------------- families
 @dataclass(frozen=True)
 class Family:
     """How the checkpoints of one ``model_type`` become one of transformers' own classes.
@@ -196,6 +193,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+# What minidrl's own config.json may say; what is not named here has no effect.
+OWN = ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
+OWN += ("max_position_embeddings", "tie_word_embeddings", "rope_scaling", "rope_theta", "dtype")
+OWN += ("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "is_causal")
+OWN += ("use_cache", "block_length", "eos_token_id")
+
+
 def own_name(name: str, family: Family) -> str:
     """The name that transformers has for a weight of a checkpoint."""
     for theirs, ours in family.keys.items():
@@ -210,188 +214,8 @@ def stored_name(name: str, family: Family) -> str:
     return name
 
 
-_PREFIX = "base_model.model."  # which peft writes before the name of a weight
-
-
-def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    # ``peft.PeftModel.from_pretrained(base, folder)`` opens it, base being ``denoiser.model``
-    # without adapters.
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (config,) = denoiser.model.peft_config.values()
-    config.save_pretrained(folder)
-    weights = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
-    weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
-    save_file(weights, folder / ADAPTER_WEIGHTS)
-    if not denoiser.files:
-        _save_tokenizer(tokenizer, folder)
-    # The base's configuration stays away: with it, this would seem to be a base.
-    of_base = ("config.json", "generation_config.json")
-    _write({name: words for name, words in denoiser.files.items() if name not in of_base}, folder)
-
-
-def _write(files: Mapping[str, bytes], folder: Path) -> None:
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-
-
-def _refused(folder: Path, found: str) -> ValueError:
-    return ValueError(f"model: got {str(folder)!r}{found}")
-
-
-def _load_adapters(
-    folder: Path, device: Any, dtype: torch.dtype | None
-) -> tuple[Denoiser, PreTrainedTokenizerBase]:
-    """The base that the folder's config names, with the folder's adapters."""
-    with _reading(folder):
-        raw = untrusted.json_object(folder / ADAPTER_CONFIG, untrusted.ADAPTERS)
-    base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
-    if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
-        allowed = "LORA for a plain base"
-        raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
-    if missing := [key for key in ("r", "lora_alpha", "target_modules") if raw.get(key) is None]:
-        raise _refused(folder, f", whose {ADAPTER_CONFIG} gives no {missing[0]}")
-    known = ("r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout")
-    words = {key: raw[key] for key in known if raw.get(key) is not None}
-    config = peft().LoraConfig(**words, base_model_name_or_path=base, task_type="CAUSAL_LM")
-    try:
-        denoiser, tokenizer = load(base, device, dtype)
-    except ValueError as error:
-        raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
-    if config.r > (widest := denoiser.model.config.hidden_size):
-        raise _refused(folder, f", adapters of rank {config.r}; allowed up to {widest}, its width")
-    with _reading(folder):
-        inject_adapters(denoiser, config, 0)
-    read_adapters(denoiser, folder)
-    return denoiser.eval(), tokenizer
-
-
-def read_adapters(denoiser: Denoiser, folder: Path) -> None:
-    """The saved values into a network's adapters; ValueError unless names and shapes agree."""
-    with _reading(folder):
-        untrusted.check_regular(Path(folder) / ADAPTER_WEIGHTS)
-        stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
-        weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
-        own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
-    wrong = {}
-    for name, value in weights.items():
-        if name not in own or own[name].shape != value.shape:
-            wrong[name] = tuple(value.shape)
-    wrong |= {name: "missing" for name in own if name not in weights}
-    if wrong:
-        first = dict(list(wrong.items())[:2])
-        raise _refused(folder, f", whose adapters do not fit the network: {first}")
-    with torch.no_grad():
-        for name, value in weights.items():
-            own[name].copy_(value)
-
-
-def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Network (safetensors) and tokenizer, in the format that they came in.
-
-    minidrl's own format is transformers'. A checkpoint of another family goes back under its own
-    weight names, in its own dtype or the one it was loaded with, with its config.json and its
-    tokenizer files byte for byte; ``tokenizer`` is then not asked. Code files were never read and
-    are not written: beside a copy of them, the released code loads the folder. Of a network with
-    adapters only these are written, in peft's format, with the name of their base.
-    """
-    if has_adapters(denoiser):
-        _save_adapters(denoiser, tokenizer, folder)
-        return
-    if not denoiser.files:
-        with _quiet():
-            denoiser.model.save_pretrained(folder)
-            _save_tokenizer(tokenizer, folder)
-        return
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = denoiser.model.state_dict()
-    if denoiser.model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    weights = {stored_name(name, denoiser.family): value for name, value in weights.items()}
-    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    _write(denoiser.files, folder)
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    # The padding of its last call is a state of transformers' tokenizer, and would be written.
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
-        backend.no_padding()
-    tokenizer.save_pretrained(folder)
-
-
-def save_as_llada(
-    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path
-) -> None:
-    """A checkpoint of minidrl's own under LLaDA's names and keys, to rehearse what is done with it.
-
-    Both are the same Llama: only the words of config.json and the names of the weights differ.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _save_tokenizer(tokenizer, folder)
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
-    ours, family = denoiser.model.config, FAMILIES["llada"]
-    words = dict(PUBLISHED["GSAI-ML/LLaDA-8B-Base"])
-    words |= {keys[0]: getattr(ours, name) for name, keys in family.fields.items()}
-    words |= {name: getattr(ours, name) for name in ("vocab_size", "mask_token_id", "eos_token_id")}
-    words |= {
-        "pad_token_id": tokenizer.pad_token_id,
-        "rope_theta": ours.rope_parameters["rope_theta"],
-        "torch_dtype": str(denoiser.model.dtype).removeprefix("torch."),
-    }
-    files["config.json"] = json.dumps(words, indent=2).encode()
-    save(Denoiser(denoiser.model, family, None, files), tokenizer, folder)
-
-
-def load(
-    source: str | Path,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
-    *,
-    block_length: int | None = None,
-    quantize: bool = False,
-) -> tuple[Denoiser, PreTrainedTokenizerBase]:
-    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream, SDAR or A2D.
-
-    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
-                   weights as safetensors, its configuration and tokenizer files are downloaded
-                   once; its code is not. A folder of adapters is loaded with the base that it
-                   names.
-    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
-                   weights are stored in.
-    block_length   SDAR only: tokens of a block; None: what config.json says.
-    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
-                   bitsandbytes), to be used and not to be trained; embedding, head and norms in
-                   ``dtype``.
-
-    The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
-    them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,
-    or when a weight is missing, unknown, of another shape or not what the file holds: transformers
-    would only warn and leave it random.
-    """
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype: got {dtype}; allowed {', '.join(map(str, DTYPES))}")
-    folder = _folder(source)
-    if (folder / ADAPTER_CONFIG).is_file():
-        return _load_adapters(folder, device, dtype)
-    raw = _read_config(folder)
-    family = FAMILIES[raw["model_type"]]
-    block_length = _block_length(folder, raw, family, block_length)
-    tokenizer = _read_tokenizer(folder, raw, family)
-    with _reading(folder):
-        config = _network_config(folder, raw, family, tokenizer.mask_token_id)
-    _check_vocabulary(folder, config, tokenizer)
-    model = _read_network(folder, config, family, dtype, device if quantize else None)
-    names = [name for name in FILES if family.fields and (folder / name).is_file()]
-    files = {name: (folder / name).read_bytes() for name in names}
-    model = model if quantize else model.to(device)
-    return Denoiser(model, family, block_length, files).eval(), tokenizer
-
-
-# Sizes that are known without a file, as far as they decide what is computed. First the keys of
-# config.json that say how large LLaDA-8B is. Source: the folders of -Base, -Instruct and LLaDA-1.5
-# on the Hub.
+# Sizes that are known without a file. First the keys of config.json that say how large LLaDA-8B is.
+# Source: the folders of -Base, -Instruct and LLaDA-1.5 on the Hub.
 _SIZES = {
     "d_model": 4096,
     "n_layers": 32,
@@ -432,6 +256,55 @@ PUBLISHED[A2D_06B] = {
 }
 
 
+# ------------------------------------------------------------------------------------------ loading
+def load(
+    source: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    block_length: int | None = None,
+    quantize: bool = False,
+) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream, SDAR or A2D.
+
+    source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
+                   weights as safetensors, its configuration and tokenizer files are downloaded
+                   once; its code is not. A folder of adapters is loaded with the base that it
+                   names.
+    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
+                   weights are stored in.
+    block_length   SDAR only: tokens of a block; None: what config.json says.
+    quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
+                   bitsandbytes), to be used and not to be trained; embedding, head and norms in
+                   ``dtype``.
+
+    The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
+    them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,
+    or when a weight is missing, unknown, of another shape or not what the file holds: transformers
+    would only warn and leave it random.
+    """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype: got {dtype}; allowed {', '.join(map(str, DTYPES))}")
+    folder = _folder(source)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _load_adapters(folder, device, dtype)
+    raw = _read_config(folder)
+    family = FAMILIES[raw["model_type"]]
+    block_length = _block_length(folder, raw, family, block_length)
+    tokenizer = _read_tokenizer(folder, raw, family)
+    with _reading(folder):
+        config = _network_config(raw, family, tokenizer.mask_token_id)
+    size, mask, tokens = config.vocab_size, tokenizer.mask_token_id, len(tokenizer)
+    if mask >= size or tokens > size:
+        got = f" with {tokens} tokens in its tokenizer and mask_token_id {mask}"
+        raise _refused(folder, f"{got}; allowed what fits its vocabulary of {size}")
+    model = _read_network(folder, config, family, dtype, device if quantize else None)
+    names = [name for name in FILES if family.fields and (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in names}
+    model = model if quantize else model.to(device)
+    return Denoiser(model, family, block_length, files).eval(), tokenizer
+
+
 def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
     """(configuration, family, dtype of the stored weights) by config.json alone: no weight is read.
 
@@ -443,7 +316,7 @@ def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]
     raw = PUBLISHED[source] if known else _read_config(folder)
     family = FAMILIES[raw["model_type"]]
     with _reading(folder):
-        shape = _network_config(folder, raw, family, raw.get("mask_token_id") or 0)
+        shape = _network_config(raw, family, raw.get("mask_token_id") or 0)
         shape._attn_implementation = "sdpa"
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return shape, family, getattr(torch, stored)
@@ -459,22 +332,17 @@ def control_variate(source: str | Path, order: str) -> torch.Tensor | None:
     """(2, 57): the constants of (2.12) for rollouts in this order, of unsolved and of solved
     responses; None for a base without them. Raises: ValueError for a file that is no such one."""
     path = Path(source) / CONSTANTS
-    found = untrusted.json_object(path, {order: _VERDICTS}) if path.exists() else {}
-    if found.get(order) is None:
-        return None
-    verdicts = [found[order][verdict] for verdict in ("unsolved", "solved")]
-    return torch.tensor(verdicts, dtype=torch.float64)
-
-
-def _are_constants(x: Any) -> bool:
-    good = isinstance(x, list) and len(x) == NUMBERS and all(map(untrusted.NUMBER.good, x))
-    return good and min(x[20:50]) >= 0
-
-
-_VERDICTS = untrusted.Kind(
-    lambda x: isinstance(x, dict) and all(map(_are_constants, map(x.get, ("unsolved", "solved")))),
-    f"unsolved and solved, each {NUMBERS} finite numbers, of which the 21st to 50th are from 0",
-)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get(order) if path.exists() else None
+        if found is None:
+            return None
+        verdicts = torch.tensor([found["unsolved"], found["solved"]], dtype=torch.float64)
+        if verdicts.shape != (2, NUMBERS) or not verdicts.isfinite().all():
+            raise ValueError(f"got {tuple(verdicts.shape)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        allowed = f"{order}: unsolved and solved, each {NUMBERS} finite numbers"
+        raise ValueError(f"{path}: {error}; allowed {allowed}") from None
+    return verdicts
 
 
 def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
@@ -486,53 +354,36 @@ def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensor
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         got = f"{source!r}, no folder here, and the Hub does not give it"
-        raise ValueError(f"model: got {got}: {one_line(error)}") from None
+        raise ValueError(f"model: got {got}: {_one_line(error)}") from None
+
+
+def _read_json(path: Path) -> dict:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds {type(found).__name__}; allowed an object")
+    return found
 
 
 def _read_config(folder: Path) -> dict:
     """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
     if not (folder / "config.json").is_file():
         allowed = (
-            "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream, SDAR or A2D"
+            "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream, SDAR, A2D"
         )
         raise _refused(folder, f", which holds no config.json; allowed {allowed}")
     with _reading(folder):
-        raw = {"is_causal": True} | untrusted.json_object(folder / "config.json")
+        raw = {"is_causal": True} | _read_json(folder / "config.json")
     name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if name not in list(FAMILIES):
         others = ", ".join(key for key in FAMILIES if key != "llama")
         allowed = f"a bidirectional llama (is_causal false), {others}"
-        raise _refused(folder, f" with model_type {brief(name)}; allowed {allowed}")
+        raise _refused(folder, f" with model_type {name!r}; allowed {allowed}")
     for key, value in FAMILIES[name].must.items():
         if (raw.get(key) or False) != (value or False):
             allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
-            got = f" with {key} {brief(raw.get(key))}"
+            got = f" with {key} {raw.get(key)!r}"
             raise _refused(folder, f"{got}; allowed for {name} is {allowed}")
-    with _reading(folder):
-        untrusted.check(raw, _schema(FAMILIES[name]), "config.json")
     return raw
-
-
-def _schema(family: Family) -> dict[str, untrusted.Kind]:
-    """What the values of a family's config.json may be, under its own keys."""
-    if not family.fields:
-        return untrusted.CONFIG | untrusted.NETWORK | untrusted.OWN
-    fields = family.fields.items()
-    return untrusted.CONFIG | {
-        key: untrusted.NETWORK[ours] for ours, keys in fields for key in keys
-    }
-
-
-def _check_shape(shape: PreTrainedConfig) -> None:
-    """ValueError for sizes of which no attention can be made."""
-    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    if heads % groups:
-        raise ValueError(f"{groups} key-value heads; allowed divisors of its {heads} heads")
-    own = getattr(shape, "head_dim", None)
-    if own is None and shape.hidden_size % heads:
-        raise ValueError(f"hidden size {shape.hidden_size}; allowed multiples of its {heads} heads")
-    if (width := own or shape.hidden_size // heads) % 2 or not width:
-        raise ValueError(f"heads of size {width}; allowed even numbers, positions rotate pairs")
 
 
 def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
@@ -550,23 +401,17 @@ def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) ->
     return length
 
 
-def _network_config(
-    folder: Path, raw: dict, family: Family, mask_token_id: int
-) -> PreTrainedConfig:
+def _network_config(raw: dict, family: Family, mask_token_id: int) -> PreTrainedConfig:
     """The network's configuration, spelled out: nothing else in config.json has an effect.
 
     ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row, in
     LLaDA that of the end token.
     """
+    ids = {"bos_token_id": None, "pad_token_id": None, "mask_token_id": mask_token_id}
     if not family.fields:
-        known = (*untrusted.NETWORK, *untrusted.OWN, "eos_token_id", "rope_theta", "dtype")
-        words = {key: raw[key] for key in known if raw.get(key) is not None}
+        words = {key: raw[key] for key in OWN if raw.get(key) is not None}
         words.setdefault("dtype", raw.get("torch_dtype"))  # its name before transformers 4.56
-        no_ids = {"bos_token_id": None, "pad_token_id": None}
-        words |= {"mask_token_id": mask_token_id, "architectures": raw.get("architectures")}
-        config = family.config(**words, **no_ids)
-        _check_shape(config)
-        return config
+        return family.config(**words, **ids, architectures=raw.get("architectures"))
     values = {}
     for ours, keys in family.fields.items():
         values[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
@@ -575,81 +420,32 @@ def _network_config(
     theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
     if theta is None:  # the second is its place since transformers 5
         raise ValueError("config.json gives no rope_theta")
-    config = family.config(
+    return family.config(
         **values,
+        **ids,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         eos_token_id=raw.get("eos_token_id"),
-        bos_token_id=None,
-        pad_token_id=None,
-        mask_token_id=mask_token_id,
         is_causal=False,
         use_cache=False,
     )
-    _check_shape(config)
-    return config
 
 
 def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
     """The tokenizer, padding on the left, with the tokens that only other files name."""
+    whole = (folder / "tokenizer.json").is_file()
+    generation = folder / "generation_config.json"
     with _reading(folder):
-        _check_tokenizer_files(folder)
-        tokenizer = _tokenizer_of(folder, family)
-        generation, told = folder / "generation_config.json", {}
-        if generation.is_file():
-            told = untrusted.json_object(generation, untrusted.GENERATION)
-        named = raw | told
+        kind = PreTrainedTokenizerFast if whole else family.tokenizer
+        tokenizer = kind.from_pretrained(folder, padding_side="left")
+        named = raw | (_read_json(generation) if generation.is_file() else {})
     named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
     for name in ("mask_token", "eos_token", "pad_token"):
         index = named.get(f"{name}_id")
         index = index[0] if isinstance(index, list) and index else index
         if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
-        token = getattr(tokenizer, name)
-        if token is not None and getattr(tokenizer, f"{name}_id") is None:
-            allowed = f"one of its tokenizer's {len(tokenizer)} tokens"
-            raise _refused(folder, f" with {name} {brief(token)}; allowed {allowed}")
     tokenizer.template_words = dict(family.template_words)
     return tokenizer
-
-
-def _tokenizer_of(folder: Path, family: Family) -> PreTrainedTokenizerBase:
-    whole = (folder / "tokenizer.json").is_file()
-    kind, name = (
-        (PreTrainedTokenizerFast, "tokenizer.json") if whole else (family.tokenizer, "vocab.json")
-    )
-    try:
-        with without_stderr():
-            tokenizer = kind.from_pretrained(folder, padding_side="left")
-            # Some files are read, and then break off at any text: here at one of their own words.
-            tokenizer(tokenizer.convert_ids_to_tokens(len(tokenizer) // 2) or "")
-    except BaseException as error:
-        if not (isinstance(error, Exception) or is_panic(error)):
-            raise
-        allowed = "the files of a working tokenizer"
-        raise ValueError(f"{name}: got {one_line(error)}; allowed {allowed}") from None
-    return tokenizer
-
-
-def _check_tokenizer_files(folder: Path) -> None:
-    """ValueError for a file that is too large, no text, or does not say what it is asked for."""
-    for path in (folder / name for name in FILES):
-        if path.exists():
-            untrusted.check_regular(path)
-        if path.is_file() and path.suffix != ".json":
-            untrusted.text(path)
-    tables = {
-        "tokenizer_config.json": untrusted.TOKENIZER,
-        "special_tokens_map.json": untrusted.TOKENIZER,
-        "added_tokens.json": {},
-        "chat_template.json": {"chat_template": untrusted.TEXT},
-    }
-    for name, table in tables.items():
-        if (folder / name).is_file():
-            untrusted.json_object(folder / name, table)
-    if (folder / "tokenizer.json").is_file():
-        untrusted.check_tokenizer(folder / "tokenizer.json")
-    if (folder / "vocab.json").is_file():
-        untrusted.check_size(folder / "vocab.json")  # large: read once, by what it is for
 
 
 def _mask_token_id(
@@ -668,17 +464,6 @@ def _mask_token_id(
     return index
 
 
-def _check_vocabulary(
-    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    size, mask, tokens = config.vocab_size, tokenizer.mask_token_id, len(tokenizer)
-    if mask >= size:
-        allowed = f"from 0 to {size - 1}, its vocabulary"
-        raise _refused(folder, f" with mask_token_id {mask}; allowed {allowed}")
-    if tokens > size:
-        raise _refused(folder, f" with {tokens} tokens in its tokenizer; allowed up to {size}")
-
-
 def _read_network(
     folder: Path,
     config: PreTrainedConfig,
@@ -688,8 +473,6 @@ def _read_network(
 ) -> PreTrainedModel:
     """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
     paths, how = shards(folder), {}
-    with _reading(folder):
-        _check_size(config, paths)
     if quantize_on is not None:
         how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
@@ -729,35 +512,6 @@ def _four_bits() -> BitsAndBytesConfig:
     )
 
 
-STORED = ("F64", "F32", "F16", "BF16")  # dtypes of weights, in the words of safetensors
-SLACK = 2**24  # weights; where fewer are missing, loading says which
-
-
-def _check_size(shape: PreTrainedConfig, paths: list[Path]) -> None:
-    """ValueError where the configuration asks for many more weights than the files' headers name.
-
-    Before anything is built: those that are missing would be made up, whatever their size. And for
-    weights that are no floating-point numbers.
-    """
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    heads = 2 * shape.num_attention_heads + 2 * shape.num_key_value_heads
-    layer = shape.hidden_size * (heads * width + 3 * shape.intermediate_size)
-    tables = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    asked, held = tables + shape.num_hidden_layers * layer, 0
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                stored = file.get_slice(name)
-                held += math.prod(stored.get_shape())
-                if stored.get_dtype() not in STORED:
-                    got = f"{path.name} has {name} of dtype {stored.get_dtype()}"
-                    raise ValueError(f"{got}; allowed {', '.join(STORED)}")
-    if asked > held + min(SLACK, held):
-        raise ValueError(
-            f"config.json asks for {asked:,} weights; allowed the {held:,} of its files"
-        )
-
-
 def shards(folder: Path) -> list[Path]:
     """The weight files; the ones that the index names must all be there, in this folder."""
     if (folder / "model.safetensors").is_file():
@@ -765,17 +519,10 @@ def shards(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         raise _refused(folder, ", which holds no file model.safetensors and no index of several")
     with _reading(folder):
-        index = untrusted.json_object(folder / INDEX, untrusted.WEIGHT_INDEX)
-        names = sorted(set((index.get("weight_map") or {}).values()))
-    if not names:
-        raise _refused(folder, f", whose {INDEX} gives no weight_map")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - 3} more" if missing[3:] else ""
-        named = f"{', '.join(missing[:3])}{more}"
+        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        named = ", ".join(missing[:3])
         raise _refused(folder, f", which lacks {named}, named by its {INDEX}")
-    if not isinstance(index.get("metadata"), dict):  # transformers reads it
-        raise _refused(folder, f", whose {INDEX} gives no metadata; allowed an object")
     return [folder / name for name in names]
 
 
@@ -792,6 +539,132 @@ def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
     return wrong
 
 
+# ----------------------------------------------------------------------------------------- adapters
+_PREFIX = "base_model.model."  # which peft writes before the name of a weight
+# Of adapter_config.json: what is read, and what would change the function and is not computed here.
+_READ = ("r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout")
+_PLAIN = ("modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern", "use_dora")
+_PLAIN += ("exclude_modules", "layer_replication", "target_parameters", "lora_bias")
+
+
+def _load_adapters(
+    folder: Path, device: Any, dtype: torch.dtype | None
+) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """The base that the folder's config names, with the folder's adapters."""
+    with _reading(folder):
+        raw = _read_json(folder / ADAPTER_CONFIG)
+    base, kind = str(raw.get("base_model_name_or_path")), raw.get("peft_type")
+    if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
+        allowed = "LORA for a plain base"
+        raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
+    if strange := [key for key in _PLAIN if raw.get(key)]:
+        raise _refused(folder, f", adapters with {strange[0]}; allowed plain LoRA")
+    words = {key: raw[key] for key in _READ if raw.get(key) is not None}
+    config = peft().LoraConfig(**words, base_model_name_or_path=base, task_type="CAUSAL_LM")
+    try:
+        denoiser, tokenizer = load(base, device, dtype)
+    except ValueError as error:
+        raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
+    with _reading(folder):
+        inject_adapters(denoiser, config, 0)
+    read_adapters(denoiser, folder)
+    return denoiser.eval(), tokenizer
+
+
+def read_adapters(denoiser: Denoiser, folder: Path) -> None:
+    """The saved values into a network's adapters; ValueError unless names and shapes agree."""
+    with _reading(folder):
+        stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
+        weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
+        own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    shapes = [{name: tuple(value.shape) for name, value in x.items()} for x in (weights, own)]
+    if wrong := sorted(dict(shapes[0].items() ^ shapes[1].items())):
+        got = f"{wrong[0]} {shapes[0].get(wrong[0], 'missing')}"
+        raise _refused(folder, f", whose adapters do not fit the network: {got}")
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+
+
+def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # ``peft.PeftModel.from_pretrained(base, folder)`` opens it, base being ``denoiser.model``
+    # without adapters.
+    (config,) = denoiser.model.peft_config.values()
+    config.save_pretrained(folder)
+    weights = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
+    weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
+    save_file(weights, folder / ADAPTER_WEIGHTS)
+    if not denoiser.files:
+        _save_tokenizer(tokenizer, folder)
+    # The base's configuration stays away: with it, this would seem to be a base.
+    of_base = ("config.json", "generation_config.json")
+    _write({name: words for name, words in denoiser.files.items() if name not in of_base}, folder)
+
+
+# ------------------------------------------------------------------------------------------- saving
+def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Network (safetensors) and tokenizer, in the format that they came in.
+
+    minidrl's own format is transformers'. A checkpoint of another family goes back under its own
+    weight names, in its own dtype or the one it was loaded with, with its config.json and its
+    tokenizer files byte for byte; ``tokenizer`` is then not asked. Code files were never read and
+    are not written: beside a copy of them, the released code loads the folder. Of a network with
+    adapters only these are written, in peft's format, with the name of their base.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if has_adapters(denoiser):
+        _save_adapters(denoiser, tokenizer, folder)
+    elif not denoiser.files:
+        with _quiet():
+            denoiser.model.save_pretrained(folder)
+            _save_tokenizer(tokenizer, folder)
+    else:
+        weights = denoiser.model.state_dict()
+        if denoiser.model.config.tie_word_embeddings:
+            del weights["lm_head.weight"]
+        weights = {stored_name(name, denoiser.family): value for name, value in weights.items()}
+        save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+        _write(denoiser.files, folder)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # The padding of its last call is a state of transformers' tokenizer, and would be written.
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        backend.no_padding()
+    tokenizer.save_pretrained(folder)
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def save_as_llada(
+    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
+    """A checkpoint of minidrl's own under LLaDA's names and keys, to rehearse what is done with it.
+
+    Both are the same Llama: only the words of config.json and the names of the weights differ.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_tokenizer(tokenizer, folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
+    ours, family = denoiser.model.config, FAMILIES["llada"]
+    words = dict(PUBLISHED["GSAI-ML/LLaDA-8B-Base"])
+    words |= {keys[0]: getattr(ours, name) for name, keys in family.fields.items()}
+    words |= {name: getattr(ours, name) for name in ("vocab_size", "mask_token_id", "eos_token_id")}
+    words |= {
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_theta": ours.rope_parameters["rope_theta"],
+        "torch_dtype": str(denoiser.model.dtype).removeprefix("torch."),
+    }
+    files["config.json"] = json.dumps(words, indent=2).encode()
+    save(Denoiser(denoiser.model, family, None, files), tokenizer, folder)
+
+
+# ----------------------------------------------------------------------------------------- mistakes
 @contextlib.contextmanager
 def blamed(model: Denoiser, source: str | Path):
     """Numbers that are not finite, met inside, are the files' fault: ValueError that names them.
@@ -801,34 +674,30 @@ def blamed(model: Denoiser, source: str | Path):
     try:
         yield
     except FloatingPointError as error:
-        check_finite(model, source, f" ({error})")
-        size, name = max((_largest(value), name) for name, value in model.named_parameters())
-        got = f"{str(source)!r}, with which {error}; its largest weight is {size:.3g}, in {name}"
-        raise ValueError(f"model: got {got}; allowed weights that give finite numbers") from None
+        check_finite(model, source)
+        raise ValueError(f"model: got {str(source)!r}, with which {error}") from None
 
 
-def _largest(value: torch.Tensor) -> float:
-    own = _own(value)
-    known = own.is_floating_point() and own.numel() and not own.is_meta
-    return float(own.detach().abs().max()) if known else 0.0
-
-
-def _own(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
-
-
-def check_finite(model: Denoiser, source: str | Path, said: str = "") -> None:
+def check_finite(model: Denoiser, source: str | Path) -> None:
     """ValueError that names the first weights which hold infinity, or what is no number."""
     for name, value in model.named_parameters():
-        own = _own(value)
+        own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
         if not own.is_meta and not own.isfinite().all():  # on meta: not read here
-            got = f"{str(source)!r}, whose weights {name} are not all finite{said}"
+            got = f"{str(source)!r}, whose weights {name} are not all finite"
             raise ValueError(f"model: got {got}; allowed finite numbers") from None
+
+
+def _refused(folder: Path, found: str) -> ValueError:
+    return ValueError(f"model: got {str(folder)!r}{found}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:1000]
 
 
 @contextlib.contextmanager
 def _reading(folder: Path):
-    """What a library has to say about a file becomes one line: of hostile ones it may be anything.
+    """What a library has to say about a file becomes one line that names the folder.
 
     Running out of a GPU's memory is not about the file, and the caller knows what to lower.
     """
@@ -838,7 +707,7 @@ def _reading(folder: Path):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
+        raise _refused(folder, f", which cannot be read: {_one_line(error)}") from None
 
 
 @contextlib.contextmanager

@@ -229,12 +229,13 @@ def evaluate(
 
     Any --task.key and --sampler.key can be given.
     """
-    from minidrl.run import checkpoints, config, evaluation
+    from minidrl.run import checkpoints, config
+    from minidrl.run import evaluate as evaluator
     from minidrl.tasks import held_out
 
     overrides = _overrides(context, "task.", "sampler.")
     if compare:
-        print(evaluation.compare(*compare))
+        print(evaluator.compare(*compare))
         return
     if model is None:
         raise ValueError("model: got none; allowed a folder, or --compare A B")
@@ -244,17 +245,25 @@ def evaluate(
     path = config_file or _config_of(model)
     settings = _evaluated(path, task, lengths[0] if lengths else None, overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
-    at = [evaluation.with_length(decoding, size) for size in lengths or [decoding.length]]
+    at = [evaluator.with_length(decoding, size) for size in lengths or [decoding.length]]
     for one in at:
         config.check_length(settings.task, one.length)
-    how = {"n": n, "samples": samples, "batch": batch, "seed": seed, "name": model, "out": out}
-    with evaluation.opened(out):
-        held_out(settings.task, n)  # before anything is loaded
-        network, tok = checkpoints.load(model)
-        with checkpoints.blamed(network, model):
-            found = [evaluation.evaluate(network, tok, settings.task, s, **how) for s in at]
-        if out is not None:
-            evaluation.write(out, found)
+    how = {
+        "n": n,
+        "samples": samples,
+        "micro_batch": batch,
+        "seed": seed,
+        "name": model,
+        "out": out,
+    }
+    if out and out.exists():
+        raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
+    held_out(settings.task, n)  # before anything is loaded
+    network, tok = checkpoints.load(model)
+    with checkpoints.blamed(network, model):
+        found = [evaluator.record(network, tok, settings.task, s, **how) for s in at]
+    if out is not None:
+        evaluator.write(out, found)
     for one in found:
         result, at = one["result"], one["protocol"]["length"]
         if as_json:

@@ -17,20 +17,18 @@ turn a tie.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from filelock import FileLock
 from torch import Tensor
 from tqdm import tqdm
 
@@ -45,7 +43,7 @@ from minidrl.tasks.text import decode, encode_prompts
 Row = dict[str, Any]
 
 
-# ------------------------------------------------------------------------------------- the evaluator
+# ----------------------------------------------------------------------------------- the evaluator
 @torch.no_grad()
 def evaluate(
     model: Any,
@@ -271,24 +269,6 @@ def _kept(path: Path | None, header: dict[str, Any]) -> tuple[list[Row], float]:
         return sum((line["rows"] for line in lines), []), sum(line["seconds"] for line in lines)
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{path} holds no rows; allowed another --out, or remove it") from None
-
-
-@contextlib.contextmanager
-def opened(out: Path | None) -> Iterator[None]:
-    """Inside, no other process writes to ``out``; ValueError where a result is there already."""
-    if out is None:
-        yield
-        return
-    lock = FileLock(f"{out}.lock")
-    folders.acquire(lock, "out", out)
-    try:
-        if out.exists():
-            got = f"{str(out)!r}, which is there already"
-            raise ValueError(f"out: got {got}; allowed another --out")
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
 
 
 def write(out: Path, found: Sequence[dict[str, Any]]) -> None:

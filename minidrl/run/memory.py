@@ -3,65 +3,36 @@
 Known are its settings and a config.json. Resident during the whole run, for n weights of which m
 are trained (adapters only, where there are any):
 
-    weights          n bytes times the element size; in 4 bits a linear layer takes 1/2 + 1/64 +
-                     1/4096 bytes a weight: two in a byte, an 8-bit scale for 64, a float32 for 256
-                     scales. Embedding and head stay as they are
-    adapters         r (inputs + outputs) for each linear layer, in float32 over whatever base
-    optimizer        2 m, AdamW's two moments in the element size of what is trained
-    reference        n, only if a method compares with one and there are no adapters to switch off
-    rollout_weights  n, only for a sampler of its own dtype
+    weights          n times the element size; in 4 bits a linear layer takes 1/2 + 1/64 + 1/4096
+                     bytes a weight. Embedding and head stay as they are
+    adapters         rank (inputs + outputs) for each linear layer, in float32 over whatever base
+    optimizer        2 m, AdamW's two moments
+    reference        n, if a method compares with one and there are no adapters to switch off
+    rollout_weights  n, for a sampler of its own dtype
 
-Transient. N tokens are a micro-batch of sequences, or all that there are where that is less; D, A,
-F, V the widths of hidden state, attention, MLP and vocabulary; e the element size of the
-arithmetic: of ``compute_dtype``, or of the weights. The parts below are sums of the tensors that
-transformers' layers keep for a backward pass:
+Transient. N tokens are a micro-batch of sequences, or all that there are where that is less:
 
-    activations      what autograd keeps of the body. A layer keeps N times
-                         norms      2 (4 D + 4 + [2 e D]), the float32 copy, one number, [the two
-                                    factors of the scale]
-                         attention  4 e A + 4 heads + e T, queries, keys, values, result; log of
-                                    the normaliser; mask
-                         MLP        3 e F [+ e F]
-                         adapters   4 r + their input in float32, each (one tensor for several
-                                    where it is float32 already)
-                     ([...]: only where the base is trained.) With gradient checkpointing a layer
-                     keeps its input, e D, instead
-    layer            one layer on its way back: two gradients of width F, and with checkpointing
-                     what it had not kept; over 4 bits, D F unpacked weights. Or a layer of the
-                     reference on its way there, with an exact penalty. Several GPUs: what is
-                     gathered for it, see ``_gathered``
-    logits           float32 arrays of R x V, R the rows to which the head is applied at a time:
-                     logits, log-probabilities, a gradient; more for more features. The hidden
-                     states of all rows of the micro-batch and their gradient. Where the head is
-                     trained, its gradient e D V; with more than one part three, while two are
-                     added up
-    rollout          the larger of one layer's forward and the sampler's arrays of V, in float64
-                     where it sums; the cache
-    gradients        m times the element size; they grow in an update's first backward pass, and
-                     the update removes them
-    earlier          gradients of the micro-batches before this one: all, or none where an update is
-                     one micro-batch
+    activations      what autograd keeps of the body, N times what ``layer_bytes`` adds up; with
+                     gradient checkpointing a layer keeps its input instead
+    layer            one layer on its way back. Several GPUs: also what is gathered for it
+    logits           float32 arrays of R x V, R the rows to which the head is applied at a time
+                     (R x V at most about features.HEAD_NUMBERS); hidden states of all rows and
+                     their gradient; the gradient of a head that is trained
+    rollout          a layer's forward, or the sampler's arrays of V, in float64 where it sums; the
+                     cache
+    gradients        m times the element size; they grow in an update's first backward pass
+    earlier          gradients of the micro-batches before this one; none where there is one
     step             the optimiser's temporary copy of what it updates, on a GPU
 
 The peak is what is resident + the most of
 
     rollout                                     without gradients; scoring needs less than an update
     earlier + activations + max(layer, logits)  the way back begins
-    gradients + layer                           it ends: activations went, gradients came
-    gradients + step
-
-The vocabulary head is applied to R rows at a time, R x V at most about feat.HEAD_NUMBERS. The
-arrays of a part are made again in the backward pass, so that those of one part exist at once,
-whatever ``micro_batch``: 12 bytes for each of 2^24 logits are 0.2 GB, where the 256 rows of one
-sequence of LLaDA-8B took 0.4 GB. It costs a second product with the head. For LLaDA-8B (7.0 billion
-weights in the layers, 0.52 in the head) and R of T tokens scored, forward and backward through
-frozen weights are 2 (6.98 T + 0.52 R) billion multiplications: 0.52 R more are 2.0 % for R = 256 of
-T = 456, and never above 3.5 %.
+    gradients + max(layer, step)                it ends: activations went, gradients came
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
@@ -69,17 +40,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from minidrl import denoiser, sampler
 from minidrl import features as feat
-from minidrl.algorithms import Plan, Rollout
+from minidrl.algorithms import Plan
 from minidrl.methods import Method, draw
-from minidrl.run import checkpoints, config, distributed, runs
-from minidrl.run.launch import LocalError, one_line
+from minidrl.run import checkpoints, config, distributed, folders
+from minidrl.run.launch import LocalError
 from minidrl.run.precheck import blank_rollout, method_of
 
 RESIDENT = ("weights", "adapters", "optimizer", "reference", "rollout_weights")
@@ -91,21 +61,35 @@ ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0}
 ARRAYS |= {"order_logp": 0.0, "position_logp": 1.0}
 # And where R are the positions that a step passed over, of which these are made.
 PASSED = {"order_logp": 5.25, "position_logp": 2.5}
-ADDED = 3  # gradients of a trained head while two are added up: both and their sum
 # Bytes a token of the vocabulary while the sampler draws: logits, log-probs and probs in float32,
 # their sums in float64.
 DRAW = 20
 
 
-def predict(settings: config.Train, method: Method, rollout: Rollout, gpus: int) -> dict[str, int]:
-    """Bytes by part (``RESIDENT``, ``TRANSIENT``), on each of ``gpus`` GPUs.
+class _Run(NamedTuple):
+    # What a prediction is made from. ``size``, ``weight``: bytes of a number in the arithmetic,
+    # and of a weight; ``responses`` of a rollout.
+    settings: config.Train
+    method: Method
+    plan: Plan
+    network: nn.Module
+    size: int
+    weight: int
+    gpus: int
+    responses: int
 
-    ``rollout`` is a made-up one of the run's shape in which no response ends early: the rows of the
-    head are those of the plan that the method draws on it. Several GPUs: weights, gradients and
-    moments are cut evenly (minidrl/run/distributed.py); what is put together for a forward or backward
-    at a time is counted under ``layer`` and ``rollout``. Raises ValueError for a model whose
-    config.json cannot be had, and for a LoRA target that matches no module.
+
+def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
+    """Bytes by part (``RESIDENT``, ``TRANSIENT``) that a run will need on each of ``gpus`` GPUs.
+
+    They are those of the plan that the method draws on a made-up rollout in which no response ends
+    early. Several GPUs: weights, gradients and moments are cut evenly (run/distributed.py); what is
+    put together for a forward or backward is counted under ``layer`` and ``rollout``. Raises
+    ValueError for a model whose config.json cannot be had.
     """
+    distributed.check_compute_dtype(settings, gpus)
+    method = method_of(settings)
+    rollout = blank_rollout(method, settings, settings.num_prompts)
     shape, family, stored = checkpoints.describe(settings.model)
     with torch.device("meta"):
         network = family.network(shape)
@@ -113,11 +97,11 @@ def predict(settings: config.Train, method: Method, rollout: Rollout, gpus: int)
         sampler.check_positions(network, settings.task.prompt_length, settings.sampler.length)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
     own = settings.compute_dtype != "weights"
-    compute = getattr(torch, settings.compute_dtype) if own else dtype
+    size = (getattr(torch, settings.compute_dtype) if own else dtype).itemsize
     plan = draw(method, rollout, torch.Generator().manual_seed(settings.seed))
-    parts = _resident(settings, method, network, dtype, gpus)
-    sizes = compute.itemsize, dtype.itemsize
-    parts |= _transient(settings, method, rollout, plan, network, sizes, gpus)
+    responses = len(rollout.response)
+    run = _Run(settings, method, plan, network, size, dtype.itemsize, gpus, responses)
+    parts = _resident(run) | _transient(run)
     grown, copied = parts["optimizer"] // 2, torch.device(settings.device).type == "cuda"
     several = _share(plan.network_calls, gpus) > settings.micro_batch
     return parts | {"gradients": grown, "earlier": grown * several, "step": grown * copied}
@@ -141,32 +125,6 @@ def measured(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-class Resident:
-    """The main memory of this process on Linux: its peak from now on, less what it holds now.
-
-    Pages in main memory are counted (VmHWM and VmRSS of /proc/self/status), not tensors. Weights
-    that are mapped from their files count as far as they were read: of an embedding, the rows of
-    the tokens that occurred. What libraries take for themselves counts too, and memory that was
-    freed before may be used again without being counted.
-    """
-
-    def __init__(self) -> None:
-        self.before = None
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM falls to VmRSS
-            self.before = _status("VmRSS")
-
-    def peak(self) -> int | None:
-        """Bytes; None where the system has no such counters."""
-        return None if self.before is None else _status("VmHWM") - self.before
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])  # kB, which are KiB
-
-
 # ----------------------------------------------------------------------------------------- resident
 def _count(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
@@ -175,83 +133,73 @@ def _count(network: nn.Module) -> int:
 def adapter_count(network: nn.Module, lora: config.Lora) -> int:
     """Parameters of the adapters; ValueError for a target that matches no module."""
     denoiser.refuse_targets(network, lora.target_modules)
-    return sum(lora.rank * (m.in_features + m.out_features) for m in _targeted(network, lora))
-
-
-def _targeted(network: nn.Module, lora: config.Lora) -> list[nn.Linear]:
     ends = tuple(f".{target}" for target in lora.target_modules)
     named = [(f".{name}", m) for name, m in network.named_modules() if isinstance(m, nn.Linear)]
-    return [module for name, module in named if name.endswith(ends)]
+    sizes = [m.in_features + m.out_features for name, m in named if name.endswith(ends)]
+    return lora.rank * sum(sizes)
 
 
-def _resident(
-    settings: config.Train, method: Method, network: nn.Module, dtype: torch.dtype, gpus: int
-) -> dict[str, int]:
-    count, size = _count(network), dtype.itemsize
-    adapters = adapter_count(network, settings.lora) if settings.lora.rank else 0
-    trained = FLOAT * adapters if adapters else size * count
-    compared = method.kl is not None and method.kl.target == "reference" and not adapters
-    own = settings.rollout_dtype != "float32"  # the sampler's dtype
+def _resident(run: _Run) -> dict[str, int]:
+    s, kl, count, size = run.settings, run.method.kl, _count(run.network), run.weight
+    adapters = adapter_count(run.network, s.lora) if s.lora.rank else 0
+    compared = kl is not None and kl.target == "reference" and not adapters
+    own = getattr(torch, s.rollout_dtype).itemsize if s.rollout_dtype != "float32" else 0
     parts = {
-        "weights": _quantized(network, size) if settings.quantize else size * count,
+        "weights": _quantized(run.network, size) if s.quantize else size * count,
         "adapters": FLOAT * adapters,
-        "optimizer": 2 * trained,
+        "optimizer": 2 * (FLOAT * adapters or size * count),
         "reference": size * count * compared,
-        "rollout_weights": own
-        * getattr(torch, settings.rollout_dtype).itemsize
-        * (count + adapters),
+        "rollout_weights": own * (count + adapters),
     }
-    return {name: math.ceil(value / gpus) for name, value in parts.items()}
+    return {name: math.ceil(value / run.gpus) for name, value in parts.items()}
 
 
 def _quantized(network: nn.Module, size: int) -> float:
-    linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
     head = network.get_output_embeddings()
-    small = sum(module.weight.numel() for module in linear if module is not head)
+    linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m is not head]
+    small = sum(module.weight.numel() for module in linear)
     return small * (1 / 2 + 1 / 64 + 1 / 4096) + size * (_count(network) - small)
 
 
 # ---------------------------------------------------------------------------------------- transient
-def _transient(
-    settings: config.Train,
-    method: Method,
-    rollout: Rollout,
-    plan: Plan,
-    network: nn.Module,
-    sizes: tuple[int, int],
-    gpus: int,
-) -> dict[str, int]:
-    # ``sizes``: bytes of a number in the arithmetic, and of a weight.
-    shape, lora, size = network.config, settings.lora, sizes[0]
-    asked = settings.task.prompt_length + settings.sampler.length  # tokens of a sequence
-    width = asked if plan.block_length is None else asked + settings.sampler.length
-    tokens = min(settings.micro_batch, _share(plan.network_calls, gpus)) * width
-    responses = max(len(rollout.response), settings.evaluate.n)
-    drawn = min(settings.micro_batch, _share(responses, gpus))  # sequences of a rollout's call
+def _transient(run: _Run) -> dict[str, int]:
+    s, shape, lora, size = run.settings, run.network.config, run.settings.lora, run.size
+    asked = s.task.prompt_length + s.sampler.length  # tokens of a sequence
+    width = asked if run.plan.block_length is None else asked + s.sampler.length
+    tokens = min(s.micro_batch, _share(run.plan.network_calls, run.gpus)) * width
+    drawn = min(s.micro_batch, _share(max(run.responses, s.evaluate.n), run.gpus))
 
-    # One layer, a token: what it keeps, what its way back makes, what a reference's way there does.
-    whole, forward = layer_bytes(shape, size, lora, width), _forward(shape, size, lora)
-    kept, back, aside = whole, _gradients(shape, size, lora), 0
-    if settings.gradient_checkpointing:
-        kept, back = size * shape.hidden_size, back + whole
-    if "kl_ref" in method.features:
-        aside = forward
+    # One layer, a token: what it keeps, what its way back makes (of the two branches of the MLP; an
+    # adapter's gradient is float32), and what a reference's way there does.
+    kept, forward = layer_bytes(shape, size, lora, width), _forward(shape, size, lora)
+    back = shape.intermediate_size * (size + (FLOAT if lora.rank else size))
+    if s.gradient_checkpointing:
+        kept, back = size * shape.hidden_size, back + kept
+    aside = forward if "kl_ref" in run.method.features else 0
 
-    unpacked = settings.quantize * size * shape.hidden_size * shape.intermediate_size
-    there, returning = _gathered(network, *sizes, trained=not lora.rank) if gpus > 1 else (0, 0)
-    body = drawn * asked * forward
-    drawing = drawn * _candidates(settings, method) * DRAW * shape.vocab_size
-    cache = drawn * asked * _cache(settings, shape, size)
+    unpacked = s.quantize * size * shape.hidden_size * shape.intermediate_size
+    there, returning = _gathered(run) if run.gpus > 1 else (0, 0)
+    # Positions of a sequence at which a step of the sampler applies the head.
+    block = s.sampler.order == "low_confidence"
+    block = block or any(name.startswith("one_step") for name in run.method.needs)
+    candidates = s.sampler.block_length if block else s.sampler.tokens_per_step
+    drawing = drawn * candidates * DRAW * shape.vocab_size
+    cache = 2 * size * shape.num_hidden_layers * shape.num_key_value_heads * _head_dim(shape)
+    cache = 0 if s.sampler.cache == "none" else drawn * asked * cache
     return {
         "activations": tokens * (shape.num_hidden_layers * kept + _norm(shape, size, lora)),
         "layer": tokens * max(back, aside) + returning + unpacked,
-        "logits": _logits(settings, method, plan, shape, sizes, gpus),
-        "rollout": max(body, drawing) + there + unpacked + cache,
+        "logits": _logits(run),
+        "rollout": max(drawn * asked * forward, drawing) + there + unpacked + cache,
     }
 
 
 def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: int) -> int:
-    """Bytes a token that a layer keeps for its backward pass, in sequences of ``width`` tokens."""
+    """Bytes a token that a layer keeps for its backward pass, in sequences of ``width`` tokens.
+
+    Norms; queries, keys, values, result, log of the normaliser and mask of the attention; three
+    arrays of the MLP, and a fourth where the base is trained; the adapters and what goes into them.
+    """
     hidden, mlp, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
     attention = heads * _head_dim(shape)
     kept = 2 * _norm(shape, size, lora) + 4 * size * attention + FLOAT * heads + size * width
@@ -270,13 +218,8 @@ def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: in
 
 
 def _norm(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
-    # The last number is the norm's scale of the token, in float32.
+    # The float32 copy, the two factors of the scale where it is trained, and the token's scale.
     return shape.hidden_size * (FLOAT + (0 if lora.rank else 2 * size)) + FLOAT
-
-
-def _gradients(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
-    # Of the two branches of the MLP; an adapter's is float32.
-    return shape.intermediate_size * (size + (FLOAT if lora.rank else size))
 
 
 def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
@@ -289,119 +232,72 @@ def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
 
 
 def _head_dim(shape: PreTrainedConfig) -> int:
-    own = getattr(shape, "head_dim", None)
-    return own or shape.hidden_size // shape.num_attention_heads
+    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
 
 
-def _cache(settings: config.Train, shape: PreTrainedConfig, size: int) -> int:
-    # Keys and values of every layer.
-    width = shape.num_key_value_heads * _head_dim(shape)
-    return 0 if settings.sampler.cache == "none" else 2 * size * shape.num_hidden_layers * width
-
-
-def _gathered(network: nn.Module, size: int, weight: int, *, trained: bool) -> tuple[int, int]:
+def _gathered(run: _Run) -> tuple[int, int]:
     """Bytes of whole tensors on each GPU, the most on the way there and on the way back.
 
     There: a layer, the next one, the embedding (or the head, which is as large); or the embedding
     and what it is copied from. Back: the first three, the layer's gradient and that of the layer
-    before, on its way to the sum, ``weight`` bytes a number. At the end the embedding, its gradient
-    and that of a layer; then only its own gradient, twice. All the while the gradient of the head,
-    on its way to the sum, which FSDP2 keeps until the backward has ended.
+    before, on its way to the sum. At the end the embedding, its gradient and that of a layer; then
+    only its own gradient, twice. All the while the gradient of the head, which FSDP2 keeps until
+    the backward has ended.
     """
-    layer = _count(network.model.layers[0])
-    embedding = network.config.vocab_size * network.config.hidden_size
+    size, weight, shape = run.size, run.weight, run.network.config
+    layer, embedding = _count(run.network.model.layers[0]), shape.vocab_size * shape.hidden_size
     there = size * (max(2 * layer, embedding) + embedding)
-    if not trained:
+    if run.settings.lora.rank:
         return there, there
     middle = (3 * size + weight) * layer + size * embedding
     end = max(2 * size * embedding + weight * layer, (size + weight) * embedding)
     return there, max(there, middle, end) + weight * embedding
 
 
-def _candidates(settings: config.Train, method: Method) -> int:
-    # Positions of a sequence at which a step of the sampler applies the head.
-    completes = any(name.startswith("one_step") for name in method.needs)
-    block = completes or settings.sampler.order == "low_confidence"
-    return settings.sampler.block_length if block else settings.sampler.tokens_per_step
-
-
 def _share(total: int, gpus: int) -> int:
-    # As distributed.share_of cuts.
-    return -(-total // gpus)
+    return -(-total // gpus)  # as distributed.share_of cuts
 
 
-class _Call(NamedTuple):
-    """A use of the head: on which rows of a state's (at most ``most``), and what is made of them.
-
-    ``arrays``: float32 arrays of V a row, counted in ``ARRAYS`` and ``PASSED``.
-    """
-
-    rows: Int[Tensor, " S"]
-    most: int
-    arrays: float
-
-
-def _calls(settings: config.Train, method: Method, plan: Plan) -> list[_Call]:
-    scored = plan.scored.flatten(0, 1)
+def _logits(run: _Run) -> int:
+    """Of the micro-batch that needs the most: what the head makes of its rows, and its gradient."""
+    s, shape = run.settings, run.network.config
+    array, head = FLOAT * shape.vocab_size, run.size * shape.vocab_size * shape.hidden_size
+    gradient = 0 if s.lora.rank else head
+    # Uses of the head: on how many rows of each state, at most how many, and how many float32
+    # arrays of V a row are alive. The second use looks at the positions that a step passed over.
+    scored = run.plan.scored.flatten(0, 1)
     rows = scored.sum(-1)
-    if settings.sampler.threshold is not None and plan.replay:  # the most that a step may reveal
-        rows = settings.sampler.block_length * (rows > 0)
-    calls = [_Call(rows, int(rows.max()), sum(ARRAYS[name] for name in method.features))]
-    for name in PASSED.keys() & set(method.features):
-        block, chooses = settings.sampler.block_length, settings.sampler.order == "low_confidence"
-        left = plan.hidden.flatten(0, 1)[:, -settings.sampler.length :] & ~scored
+    if s.sampler.threshold is not None and run.plan.replay:  # the most that a step may reveal
+        rows = s.sampler.block_length * (rows > 0)
+    uses = [(rows, int(rows.max()), sum(ARRAYS[name] for name in run.method.features))]
+    for name in PASSED.keys() & set(run.method.features):
+        block, chooses = s.sampler.block_length, s.sampler.order == "low_confidence"
+        left = run.plan.hidden.flatten(0, 1)[:, -s.sampler.length :] & ~scored
         current = scored.unflatten(1, (-1, block)).any(-1)
-        passed = left.unflatten(1, (-1, block)).sum(-1) * current
-        calls.append(_Call(passed.sum(-1) * chooses, block, PASSED[name]))
-    return calls
-
-
-def _logits(
-    settings: config.Train,
-    method: Method,
-    plan: Plan,
-    shape: PreTrainedConfig,
-    sizes: tuple[int, int],
-    gpus: int,
-) -> int:
-    # Of the micro-batch that needs the most: what the head makes of its rows, and its gradient
-    # where it is trained; between several GPUs that is summed in the dtype of the weights, when the
-    # head that was gathered has gone.
-    size, weight = sizes
-    array, head = FLOAT * shape.vocab_size, size * shape.vocab_size * shape.hidden_size
-    calls, gradient = _calls(settings, method, plan), 0 if settings.lora.rank else head
+        passed = (left.unflatten(1, (-1, block)).sum(-1) * current).sum(-1)
+        uses.append((passed * chooses, block, PASSED[name]))
     most = 0
-    for states in feat.state_chunks(plan, settings.micro_batch):
-        rows = [int(call.rows[states].sum()) for call in calls]
-        cut = [feat.head_parts(len(states) * call.most, shape.vocab_size) for call in calls]
-        parts = [max(1, count) for count in cut]
-        at_once = [math.ceil(count / part) for count, part in zip(rows, parts, strict=True)]
-
-        # A part as it is read, beside the gradient that earlier parts have left. The first call's
+    for states in feat.state_chunks(run.plan, s.micro_batch):
+        counts = [int(rows[states].sum()) for rows, _, _ in uses]
+        parts = [max(1, feat.head_parts(len(states) * n, shape.vocab_size)) for _, n, _ in uses]
+        once = [math.ceil(count / part) for count, part in zip(counts, parts, strict=True)]
+        # A part as it is read, beside the gradient that earlier parts have left. The first use's
         # log-probabilities stay while the second is made.
-        read = [count * call.arrays * array for count, call in zip(at_once, calls, strict=True)]
-        kept = array * rows[0] if parts[0] == 1 else 0
-        read = max(read[:1] + [kept + other for other in read[1:]])
-        reading = read + (gradient if max(parts) > 1 else 0)
-        # The head's own way back: a gradient of the logits, and two of its weights being added up;
-        # that of a second call waits for the first one's.
-        added = at_once[: 1 if parts[-1] == 1 else None]
-        adding = array * max(added) + gradient * (ADDED if sum(parts) > 1 else 1)
-        hidden = sum(rows) * 2 * size * shape.hidden_size
-        summing = gradient // size * weight * (gpus > 1)
+        read = [count * arrays * array for count, (_, _, arrays) in zip(once, uses, strict=True)]
+        beside = array * counts[0] if parts[0] == 1 else 0
+        reading = max(read[:1] + [beside + other for other in read[1:]])
+        reading += gradient if max(parts) > 1 else 0
+        # The head's own way back: a gradient of the logits, and that of its weights; three of these
+        # while two are added up. Between GPUs it is summed in the dtype of the weights.
+        adding = array * max(once[: 1 if parts[-1] == 1 else None])
+        adding += gradient * (3 if sum(parts) > 1 else 1)
+        summing = gradient // run.size * run.weight * (run.gpus > 1)
+        hidden = sum(counts) * 2 * run.size * shape.hidden_size
         most = max(most, math.ceil(max(reading, adding, summing)) + hidden)
-    return most + head * (gpus > 1)
+    return most + head * (run.gpus > 1)
 
 
 # ----------------------------------------------------------------------------------------- of a run
-def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
-    """Bytes by part that the run will need on each GPU."""
-    distributed.check_compute_dtype(settings, gpus)
-    method = method_of(settings)
-    made = blank_rollout(method, settings, settings.num_prompts)
-    return predict(settings, method, made, gpus)
-
-
 def check(settings: config.Train) -> None:
     """ValueError for a run whose predicted peak is beyond the memory of its device."""
     processes = distributed.num_processes()
@@ -466,8 +362,8 @@ def out_of_memory(
 ) -> LocalError:
     """The line for it: in which phase of a step, what to lower, and what is kept."""
     name = phase or "loading"
-    found = runs.checkpoint_folders(out)
+    found = folders.checkpoint_folders(out)
     kept = f"{found[-1]} is kept, --resume goes on" if found else "no checkpoint was due yet"
-    said, size = one_line(error).partition(". GPU")[0], settings.micro_batch
+    said, size = str(error).partition(". GPU")[0], settings.micro_batch
     where = f"out of memory in the {name} ({said})"
     return LocalError(f"micro_batch: got {size}, {where}; try {_LOWER[name]}; {kept}")

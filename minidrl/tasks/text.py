@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from minidrl.run.untrusted import brief
 from minidrl.sampler import keep_mask
-from minidrl.tasks import Problem, chat
+from minidrl.tasks import Problem
 
 
 def encode_prompts(
@@ -78,21 +79,20 @@ def asked_in_chats(tok: Any, problems: Sequence[Problem]) -> list[str]:
 
 
 def chats(tok: Any, questions: list[str]) -> list[str]:
-    """Each question as a user's turn and the opening of the answer's, by the template."""
+    """Each question as a user's turn and the opening of the answer's, by the checkpoint's template.
+
+    transformers renders it, in Jinja's sandbox.
+    """
     model = getattr(tok, "name_or_path", "") or "the model"  # the folder that it was read from
     if tok.chat_template is None:
         allowed = f"plain, the tokenizer of {model} has no chat template"
         raise ValueError(f"task.prompt_format: got 'chat'; allowed {allowed}")
     turns = [[{"role": "user", "content": question}] for question in questions]
-    words = dict(tok.special_tokens_map) | getattr(tok, "template_words", {})
+    words = {"tokenize": False, "add_generation_prompt": True} | getattr(tok, "template_words", {})
     try:
-        template = tok.get_chat_template()
-    except ValueError:  # of several by name
-        names = brief(", ".join(tok.chat_template))
-        got = f"'chat' with the templates {names} of {model}"
-        allowed = "one template, or one of them named default"
-        raise ValueError(f"task.prompt_format: got {got}; allowed {allowed}") from None
-    return chat.render(template, turns, words, model)
+        return tok.apply_chat_template(turns, **words)
+    except TemplateError as error:
+        raise ValueError(f"chat_template: that of {model} fails: {error}") from None
 
 
 def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:

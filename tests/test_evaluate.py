@@ -1,0 +1,251 @@
+"""The one evaluator: batches, stops, lengths, intervals, the file of results, and a file of problems of one's own."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import tiny
+from minidrl import denoiser, sampler
+from minidrl.keyed import keyed_generator
+from minidrl.run import checkpoints, cli, folders
+from minidrl.run import evaluate as evaluator
+from minidrl.tasks.countdown import tokenizer
+from minidrl.tasks.text import encode_prompts
+
+HOW = {"n": 9, "samples": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.network()
+
+
+def recorded(model, **changes) -> dict:
+    settings = changes.pop("settings", tiny.SAMPLER)
+    found = evaluator.record(model, tokenizer(), tiny.TASK, settings, **(HOW | changes))
+    found["result"].pop("seconds")
+    return found
+
+
+def run(capfd, *words: str) -> tuple[int, str, str]:
+    capfd.readouterr()
+    status = cli.main(list(words))
+    return status, *capfd.readouterr()
+
+
+# --------------------------------------------------------------------------------------------------------- what is invariant
+@pytest.mark.parametrize(("order", "temperature"), [("random", 1.0), ("low_confidence", 0.7), ("low_confidence", 0.0)])
+def test_the_batch_changes_nothing(order, temperature, model):
+    settings = dataclasses.replace(tiny.SAMPLER, order=order, temperature=temperature, length=8, block_length=4)
+    found = [recorded(model, settings=settings, micro_batch=batch) for batch in (18, 1, 8)]
+    assert found[0] == found[1] == found[2]
+    assert temperature == 0 or len({row["text"] for row in found[0]["rows"]}) > 3
+
+
+def test_the_numbers_are_those_of_the_evaluation_during_training(model):
+    settings = dataclasses.replace(tiny.SAMPLER, order="random")
+    how = {"n": 20, "seed": 2, "samples": 2}
+    told = evaluator.evaluate(model, tokenizer(), tiny.TASK, settings, **how)
+    found = recorded(model, settings=settings, micro_batch=7, **how)
+    assert told == {key: found["result"][key] for key in told} and told.keys() >= {"solved", "well_formed", "n", "pass@2"}
+    rows = found["rows"]
+    solved = np.array([row["solved"] for row in rows]).reshape(20, 2)
+    assert (told["solved"], told["pass@2"]) == (solved.mean(), solved.any(1).mean())
+
+
+def test_tokens_are_those_generated_up_to_the_end_and_never_the_prompts(model):
+    settings = dataclasses.replace(tiny.SAMPLER, order="random", length=8)
+    found = recorded(model, settings=settings, n=30, samples=1)
+    prompt, mask = encode_prompts(tokenizer(), tiny.TASK.held_out(30), tiny.TASK.prompt_length)
+    generator = keyed_generator(3, 0, "evaluate")
+    made = sampler.generate(model, prompt, mask, settings, eos_token_id=2, generator=generator)
+    for row, response in zip(found["rows"], made.response.tolist(), strict=True):
+        assert row["tokens"] == (response.index(2) + 1 if 2 in response else 8)
+    assert found["result"]["tokens"] == sum(row["tokens"] for row in found["rows"])
+    assert {row["tokens"] for row in found["rows"]} > {8}
+
+
+CHANGES = {
+    "n": {"n": 8},
+    "skip": {"skip": 1},
+    "samples": {"samples": 1},
+    "seed": {"seed": 4},
+    "order": {"settings": dataclasses.replace(tiny.SAMPLER, order="random")},
+    "temperature": {"settings": dataclasses.replace(tiny.SAMPLER, temperature=0.5)},
+    "length": {"settings": evaluator.with_length(tiny.SAMPLER, 6)},
+    "steps": {"settings": dataclasses.replace(tiny.SAMPLER, tokens_per_step=2)},
+    "block_length": {"settings": dataclasses.replace(tiny.SAMPLER, block_length=2)},
+    "cache": {"settings": dataclasses.replace(tiny.SAMPLER, cache="prefix")},
+}
+
+
+def test_what_decides_a_number_is_in_the_protocol(model):
+    before = recorded(model)
+    for key, change in CHANGES.items():
+        assert key in evaluator.differing(before["protocol"], recorded(model, **change)["protocol"])
+    other = recorded(tiny.network(seed=1))
+    assert other["protocol"] == before["protocol"] and evaluator.differing(before["made_by"], other["made_by"]) == ["weights"]
+
+
+# Newcombe (1998), Statistics in Medicine 17, table I, method 3: the score method without correction.
+NEWCOMBE = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}
+
+
+@pytest.mark.parametrize("counts", NEWCOMBE)
+def test_wilsons_interval_is_the_printed_one(counts):
+    solved, n = counts
+    found = evaluator.interval(np.arange(n) < solved)
+    assert found == pytest.approx(NEWCOMBE[counts], abs=5.1e-5)
+
+
+def test_with_several_samples_the_interval_is_that_of_a_mean_over_problems():
+    shares = np.array([0.0, 0.5, 1.0, 0.5, 0.25])
+    half = 1.959964 * shares.std(ddof=1) / 5**0.5
+    assert evaluator.interval(shares) == pytest.approx((0.45 - half, 0.45 + half))
+
+
+# ------------------------------------------------------------------------------------------------------- stopping, going on
+@pytest.mark.parametrize("batches", [0, 3])
+def test_an_evaluation_that_was_killed_goes_on_where_it_was(batches, model, tmp_path, monkeypatch):
+    whole = recorded(model, micro_batch=4, out=tmp_path / "whole.json")
+    calls, generate, append = [], sampler.generate, folders.append
+
+    def counted(*args, **words):
+        calls.append(words["rows"].tolist())
+        return generate(*args, **words)
+
+    def broken(path, line):
+        if len(calls) > batches:  # the batch is computed, half of its line is written
+            with path.open("a") as file:
+                file.write(line[: len(line) // 2])
+            raise KeyboardInterrupt
+        append(path, line)
+
+    monkeypatch.setattr(sampler, "generate", counted)
+    monkeypatch.setattr(folders, "append", broken)
+    with pytest.raises(KeyboardInterrupt):
+        recorded(model, micro_batch=4, out=tmp_path / "a.json")
+    monkeypatch.setattr(folders, "append", append)
+    calls.clear()
+    assert recorded(model, micro_batch=5, out=tmp_path / "a.json") == whole
+    assert sorted(sum(calls, [])) == list(range(4 * batches, 18))
+
+
+def test_rows_of_another_protocol_or_other_weights_are_refused(model, tmp_path):
+    recorded(model, out=tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"an evaluation that differs in seed; allowed another --out"):
+        recorded(model, out=tmp_path / "a.json", seed=4)
+    with pytest.raises(ValueError, match="an evaluation that differs in weights"):
+        recorded(tiny.network(seed=1), out=tmp_path / "a.json")
+    (tmp_path / "a.json.4.rows").write_text("5\n")
+    with pytest.raises(ValueError, match="a.json.4.rows holds no rows; allowed another --out, or remove it"):
+        recorded(model, out=tmp_path / "a.json")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_rows_and_the_same_command_finishes(tmp_path):
+    base = str(tiny.ROOT / "tiny_configs/bases/countdown_base")
+    words = [sys.executable, "-m", "minidrl", "evaluate", base, "--n", "20", "--batch", "1", "--out", "a.json"]
+    env = os.environ | {"PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    rows = tmp_path / "a.json.12.rows"
+    deadline = time.monotonic() + 240
+    while not (rows.exists() and rows.read_text().count("\n") > 3) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 3 <= rows.read_text().count("\n") - 1 < 20 and not (tmp_path / "a.json").exists()
+    subprocess.run(words, cwd=tmp_path, env=env, check=True, stdout=subprocess.DEVNULL)
+    [found] = json.loads((tmp_path / "a.json").read_text())["evaluations"]
+    assert len(found["rows"]) == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+# ------------------------------------------------------------------------------------------------------------- command line
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    tiny.checkpoint(tmp_path / "base")
+    data = {"task": {"num_numbers": 2}, "sampler": dataclasses.asdict(tiny.SAMPLER)}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_lengths_are_evaluated_one_by_one_and_two_files_are_compared(folder, capfd):
+    words = ["evaluate", "base", "--config", "run.yaml", "--n", "12"]
+    status, out, _ = run(capfd, *words, "--length", "4,8", "--out", "a.json")
+    assert status == 0 and [line.partition(":")[0] for line in out.splitlines()] == ["length 4", "length 8"]
+    assert run(capfd, *words, "--length", "8,6", "--out", "b.json")[0] == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "base", "run.yaml"]
+    status, out, _ = run(capfd, "evaluate", "--compare", "a.json", "b.json")
+    assert status == 0 and out.startswith("length 8: ") and "+0.0 points, 95 % interval 0.0 to 0.0" in out
+    run(capfd, *words, "--length", "8", "--seed", "5", "--out", "c.json")
+    status, _, said = run(capfd, "evaluate", "--compare", "a.json", "c.json")
+    assert status == 2 and "got a.json and c.json, which differ in seed (0, 5); allowed results of one protocol" in said
+    assert run(capfd, *words, "--out", "a.json")[::2] == (
+        2,
+        "minidrl: out: got 'a.json', which is there already; allowed another --out\n",
+    )
+    assert "run.yaml', which holds no evaluation" in run(capfd, "evaluate", "--compare", "run.yaml", "a.json")[2]
+    most = tiny.network().model.config.max_position_embeddings
+    assert "length: got" in run(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "2", "--length", str(most))[2]
+
+
+def test_the_difference_is_paired(tmp_path):
+    """Differences 1, 1, 1, 0, 0, 0, 0, -1 by hand: mean 1/4, variance 3.5 / 7."""
+    for name, solved in (("a", [0, 0, 0, 0, 1, 0, 1, 1]), ("b", [1, 1, 1, 0, 1, 0, 1, 0])):
+        rows = [{"problem": i, "sample": 0, "solved": bool(x)} for i, x in enumerate(solved)]
+        found = {"protocol": {"n": 8, "length": 4}, "rows": rows}
+        (tmp_path / name).write_text(json.dumps({"evaluations": [found]}))
+    half = 195.9964 * (0.5 / 8) ** 0.5
+    said = evaluator.compare(tmp_path / "a", tmp_path / "b")
+    assert said.startswith("length 4: 37.5% and 62.5%, +25.0 points")
+    assert f"interval {25 - half:.1f} to {25 + half:.1f}; of 8 problems" in said
+
+
+@pytest.mark.parametrize("base", ["countdown20", "countdown", "countdown_block", "sudoku"])
+def test_a_shipped_base_is_asked_by_the_first_config_that_trains_it(base):
+    folder = tiny.ROOT / "tiny_configs/bases" / f"{base}_base"
+    assert cli._config_of(str(folder)).name == f"{base}_cpu.yaml"
+
+
+# ---------------------------------------------------------------------------------------- mathematics, from a file of one's own
+ROWS = [{"question": "How many are " + " and ".join(["1"] * i) + "?", "answer": f"One by one.\n#### {i}"} for i in range(1, 6)]
+
+
+@pytest.fixture
+def own(folder) -> Path:
+    """A model that knows letters, and a file of one's own."""
+    pytest.importorskip("math_verify", reason='needs pip install -e ".[math]"')
+    tok = tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    tok.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}\nA:"
+    net = denoiser.build(tiny.SIZES, tok, 0)
+    with torch.no_grad():
+        net.model.lm_head.weight.mul_(10)
+    checkpoints.save(net, tok, folder / "chat")
+    (folder / "own.json").write_text(json.dumps(ROWS))
+    return folder
+
+
+def test_a_file_of_ones_own_is_checked_and_asked_in_any_batch(own, capfd):
+    """Prompts of several lengths: padded to the longest of all, whoever is in the batch."""
+    status, out, _ = run(capfd, "tasks", "gsm8k", "--check", "own.json", "--model", "chat")
+    assert status == 0 and out.startswith("own.json: 5 rows; all can be asked and judged by gsm8k")
+    words = ["evaluate", "chat", "--task", "gsm8k", "--task.path", "own.json", "--n", "5", "--length", "8"]
+    for out, batch in (("a.json", "5"), ("b.json", "2")):
+        assert run(capfd, *words, "--batch", batch, "--out", out)[0] == 0
+    a, b = (json.loads((own / name).read_text())["evaluations"][0] for name in ("a.json", "b.json"))
+    assert (a["protocol"], a["rows"]) == (b["protocol"], b["rows"]) and a["protocol"]["task"] == "gsm8k"
+    assert a["protocol"]["prompt_width"] > len(ROWS[4]["question"])
+    (own / "own.json").write_text(json.dumps([{"question": "?", "answer": "three"}]))
+    assert "own.json row 1: answer: got" in run(capfd, "tasks", "gsm8k", "--check", "own.json")[2]
