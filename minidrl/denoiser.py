@@ -2,7 +2,12 @@
 
 A masked diffusion language model needs no architecture of its own. It is a Llama without the causal
 mask that predicts, at every [MASK], the token that belongs there (in place: the logit at position i
-scores token i). What a published checkpoint needs to become that stands in checkpoints.py.
+scores token i). What a published checkpoint needs to become that stands in run/checkpoints.py.
+
+Read ``encode`` and ``head``: sampler, estimators and pre-training need no more. ``extend`` serves
+caches, ``encode_staircase`` the likelihoods that score all blocks of a response in one forward;
+adapters (LoRA) and layers that are computed twice to save memory come last. N rows of T tokens, D
+numbers in a hidden state, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -78,22 +83,18 @@ class Denoiser(nn.Module):
     ) -> Float[Tensor, "N T D"]:
         """Hidden states of every position; ``attention_mask``: False at padding, None: no padding.
 
-        Positions count real tokens only. Attention depends on their differences, so this changes
-        nothing in exact arithmetic; but the rotary tables are float32, and a shift by the padding
-        would be visible in the digits of a ratio.
-
         Equal rows are computed once. The responses of a prompt begin as one text and part as tokens
-        are revealed, in low-confidence order late: more than half of a rollout's states, and of the
-        states of an update, can be repetitions. Exact up to rounding, gradient included: that of a
-        shared row is the sum over the rows that share it. Two host synchronisations: which rows are
-        equal, and whether one is padded at all (else transformers would ask that).
+        are revealed: more than half of a rollout's states, and of the states of an update, can be
+        repetitions. Exact up to rounding, gradient included: that of a shared row is the sum over
+        the rows that share it.
         """
         if tokens.is_meta:  # shapes without values
             return self._encode(tokens, attention_mask)
         if attention_mask is not None and attention_mask.all():
             attention_mask = None  # one table of positions serves all rows
+        # What stands under padding tells no rows apart: there -1.
         text = tokens if attention_mask is None else tokens.masked_fill(~attention_mask, -1)
-        distinct, place = text.unique(dim=0, return_inverse=True)
+        distinct, place = text.unique(dim=0, return_inverse=True)  # (M, T), (N,)
         if len(distinct) == len(text):
             return self._encode(tokens, attention_mask)
         real = None if attention_mask is None else distinct >= 0
@@ -101,15 +102,28 @@ class Denoiser(nn.Module):
 
     def _encode(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         _refuse_attention(self.model.config)
+        # Positions count real tokens only. Attention depends on their differences, so this changes
+        # nothing in exact arithmetic; but the rotary tables are float32, and a shift by the padding
+        # would be visible in the digits of a ratio.
         position, visible = None, attention_mask
         if attention_mask is not None:
             position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        if self.block_length is not None:
+        if self.block_length is not None:  # SDAR: a block sees itself and the earlier ones
             column = torch.arange(tokens.shape[1], device=self.device)[None]
             place = column if position is None else position
             visible = block_causal(self._blocks(place), attention_mask)
         h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
-        return shifted(h, attention_mask) if self.shift else h
+        return shifted(h, attention_mask) if self.shift else h  # Dream: i - 1 predicts i
+
+    def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
+        """Logits, float32 at least. [MASK] has -inf: no denoiser answers with the question.
+
+        The zero masking probabilities of MDLM's SUBS parameterization (arXiv 2406.07524).
+        """
+        logits = self.model.lm_head(h)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
+        return logits.masked_fill(banned, -torch.inf)
 
     def extend(
         self,
@@ -124,12 +138,10 @@ class Denoiser(nn.Module):
         first those in the cache, as they came there, then those of ``tokens``; None: as they stand.
 
         Exact for block-causal attention over whole blocks: no token sees a later block, so the past
-        never changes, and the result is that of ``encode`` on all T tokens. Under bidirectional
-        attention it is that where all T are computed (W = T); otherwise the cache holds keys and
-        values of the texts from which it was computed, not of this one. In a family that shifts its
-        predictions, token i is predicted at position i - 1, which must be among the W: the first
-        position of a stretch of them is of no use, unless it is the text's. Block-causal models of
-        that kind are refused.
+        never changes. Under bidirectional attention it is exact where all T are computed (W = T);
+        otherwise the cache holds keys and values of the texts from which it was computed, not of
+        this one. In a family that shifts its predictions, token i is predicted at position i - 1,
+        which must be among the W. Block-causal models of that kind are refused.
         """
         _refuse_attention(self.model.config)
         if self.shift and self.block_length is not None:
@@ -137,6 +149,7 @@ class Denoiser(nn.Module):
             raise ValueError(f"cache: got {got}; allowed none")
         length = attention_mask.shape[1]
         position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        # What each of the T tokens would see; then the rows of the W, and the columns as cached.
         if self.block_length is None:
             visible = attention_mask[:, None, None].expand(-1, -1, length, -1)
         else:
@@ -165,9 +178,8 @@ class Denoiser(nn.Module):
         of them under clean = ``clean_stream``. Position i of the result predicts token i.
 
         A block-causal model takes its own block length and clean_stream "block"; its prompt stays
-        block-causal, and each of the forwards is then ``encode``. Raises ValueError for anything
-        else, for a family that shifts its predictions, for lengths that do not divide, and for any
-        attention implementation but sdpa.
+        block-causal, and each of the forwards is then ``encode``. ValueError for anything else, and
+        for a family that shifts its predictions.
         """
         _refuse_attention(self.model.config)
         start, length, own = prompt.shape[1], clean.shape[1], self.block_length
@@ -185,7 +197,7 @@ class Denoiser(nn.Module):
                 raise ValueError(f"clean stream: got {clean_stream!r}; allowed {allowed}")
             blocks = self._blocks(position[:, :start])
             visible[..., :start, :start] &= block_causal(blocks, prompt_mask)
-        tokens = torch.cat([prompt, clean, noisy], 1)
+        tokens = torch.cat([prompt, clean, noisy], 1)  # (N, P + 2 L)
         h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
         return h[:, start + length :]
 
@@ -196,16 +208,6 @@ class Denoiser(nn.Module):
     def _blocks(self, position: Int[Tensor, "#N T"]) -> Int[Tensor, "#N T"]:
         """The number of each token's block: -1 for the last W real tokens, -2 for those before."""
         return (position - position[:, -1:] - 1).div(self.block_length, rounding_mode="floor")
-
-    def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-        """Logits, float32 at least. [MASK] has -inf: no denoiser answers with the question.
-
-        The zero masking probabilities of MDLM's SUBS parameterization (arXiv 2406.07524).
-        """
-        logits = self.model.lm_head(h)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
-        return logits.masked_fill(banned, -torch.inf)
 
     def num_parameters(self) -> int:
         """The number of weights."""
@@ -269,9 +271,7 @@ def build(
 
     ``block_length``: tokens of a block, for block-causal attention; None: bidirectional.
 
-    ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row.
-    Initialisation draws from a forked generator, so that the caller's global random state is
-    untouched.
+    The caller's global random state is untouched.
     """
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if hidden % (2 * heads):
@@ -283,7 +283,7 @@ def build(
         num_key_value_heads=heads,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
-        pad_token_id=None,
+        pad_token_id=None,  # as padding_idx it would silently freeze one embedding row
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         mask_token_id=tokenizer.mask_token_id,

@@ -93,9 +93,8 @@ def test_chats_of_other_families_fail_only_for_what_they_answer(family, tmp_path
 
 
 def test_a_question_of_ones_own(trained):
-    words = {"prompt": "5,5,2>20:", "text": "5*8=40+3=43+1"}
-    assert failed(found(trained, answer="20", **words)) == []
-    assert failed(found(trained, answer="21", **words)) == ["answer"]
+    assert failed(found(trained, prompt="5,5,2>20:", answer="20")) == []
+    assert failed(found(trained, prompt="5,5,2>20:", answer="21", text="+-+-+-+-+-")) == ["loss", "answer"]
     with pytest.raises(ValueError, match="answer: got None with prompt '1'; allowed both or none"):
         found(trained, prompt="1")
 
