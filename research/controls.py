@@ -27,9 +27,9 @@ from minidrl import loop, sampler
 from minidrl.bookkeeping import Clock, of_step
 from minidrl.denoiser import Denoiser
 from minidrl.keyed import keyed_generator
-from minidrl.run import checkpoints, config, files, report
+from minidrl.run import checkpoints, config, folders
+from minidrl.run.evaluate import evaluate
 from minidrl.run.train import start
-from minidrl.run.trainer import evaluate
 from research.ledger import SELF_TRAINING
 
 CONTROLS = "controls.json"
@@ -111,7 +111,8 @@ def imitation(settings: config.Train, out: Path) -> tuple[Denoiser, Any]:
 
 def measure(run: Path) -> dict:
     """All controls of a finished run; written to controls.json in its folder."""
-    report.read_summary(run)  # raises where the run is not finished
+    if not folders.read_summary(run):
+        raise ValueError(f"run: got {str(run)!r}; allowed are folders of finished runs")
     settings = config.of_run(config.Train, run)
     before, tok = checkpoints.load(settings.model)
     after, _ = checkpoints.load(run / f"checkpoint-{settings.steps}")
@@ -133,7 +134,7 @@ def measure(run: Path) -> dict:
         pass
     rows["self-training, temperature 1"] = rate(imitator.model, 1.0)
     rows["self-training, greedy"] = rate(imitator.model, 0.0)
-    files.write(run / CONTROLS, json.dumps(rows, indent=2) + "\n")
+    folders.write(run / CONTROLS, json.dumps(rows, indent=2) + "\n")
     return rows
 
 

@@ -31,7 +31,7 @@ import yaml
 from tqdm import tqdm
 
 import minidrl
-from minidrl.run import checkpoints, config, files, report, runs, train
+from minidrl.run import checkpoints, config, folders, train
 from minidrl.run.launch import RunError
 from minidrl.run.precheck import method_of
 from research import controls
@@ -308,18 +308,18 @@ def run_cell(settings: config.Train, imitates: bool, out: Path) -> None:
         if imitates:
             model, tok = controls.imitation(settings, out)
         else:
-            if runs.read_summary(out):
+            if folders.read_summary(out):
                 config.check_unchanged(settings, out)
             else:
-                train.train(settings, out, runs.has_checkpoint(out))
+                train.train(settings, out, folders.has_checkpoint(out))
             model, tok = checkpoints.load(out / f"checkpoint-{settings.steps}")
     except (RunError, FloatingPointError) as error:
         if not (said := re.match(r"(step \d+: [^;]*)", str(error))):
             raise
-        files.write(out / RESULT, json.dumps({"status": f"failed: {said[1]}"}))
+        folders.write(out / RESULT, json.dumps({"status": f"failed: {said[1]}"}))
         return
     greedy = controls.solved(model, tok, settings, 0.0)["solved"]
-    files.write(out / RESULT, json.dumps({"status": "finished", "greedy_after": greedy}))
+    folders.write(out / RESULT, json.dumps({"status": "finished", "greedy_after": greedy}))
 
 
 # --------------------------------------------------------------------------- from a run to its lines
@@ -400,7 +400,7 @@ def run(grid: Grid, out: Path, ledger: Ledger, jobs: int = 2) -> None:
             with tqdm(total=len(cells), initial=len(cells) - len(left), desc=f"{grid.name}, {stage}") as bar:
                 for cell in in_this_process(left, out) if jobs == 1 else in_processes(left, out, jobs):
                     told = json.loads((out / cell.name / RESULT).read_text())
-                    metrics = report.read_metrics(out / cell.name)
+                    metrics = folders.read_metrics(out / cell.name)
                     line = ledger_line(cell, told, metrics, grid.bed)
                     ledger.add(line, curve(cell, metrics))
                     bar.update()

@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from minidrl.run import files
+from minidrl.run import folders
 
 # Names of methods as the files have them, and as they are called today: both ways, so that a line
 # that is added has the names of the lines that are there.
@@ -140,7 +140,7 @@ def _put(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
     with path.open(newline="") if path.exists() else io.StringIO() as file:
         writer.writerows(row for row in csv.DictReader(file) if (row["study"], row["cell"]) not in new)
     writer.writerows(rows)
-    files.write(path, text.getvalue())
+    folders.write(path, text.getvalue())
 
 
 def records(frame: pd.DataFrame) -> list[Row]:

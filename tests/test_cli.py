@@ -135,7 +135,7 @@ def test_an_error_of_the_system_is_one_line(folder, capfd, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("minidrl.run.runs.save_file", full)
+    monkeypatch.setattr("minidrl.run.folders.save_file", full)
     status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
     assert status == 2 and error.splitlines()[-1].endswith("No space left on device")
 

@@ -160,7 +160,7 @@ def truncate(folder: Path) -> None:
 
 BROKEN = {
     "no config.json": (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-    "config.json is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read: Expecting"),
+    "config.json is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json holds no JSON object"),
     "causal llama": (edit_config(is_causal=True), "with is_causal True; allowed for llama is False"),
     "a weight is missing": (edit_weights(lambda w: w.pop("model.norm.weight")), "missing_keys.*model.norm.weight"),
     "a weight of another shape": (

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import tiny
-from minidrl.run import config, report
+from minidrl.run import config, folders
 from minidrl.run.launch import RunError
 from minidrl.tasks import Verdict
 from minidrl.tasks.countdown import Countdown
@@ -143,7 +143,7 @@ def test_every_cell_is_one_line_and_says_what_its_run_says(folder, monkeypatch):
     assert len(rows) == 4 + 4 and len({row["cell"] for row in rows}) == 8
     for row in rows:
         run = folder / "all" / row["cell"]
-        summary, steps = report.read_summary(run), [r for r in report.read_metrics(run) if "solved" in r]
+        summary, steps = folders.read_summary(run), [r for r in folders.read_metrics(run) if "solved" in r]
         assert (row["before"], row["after"]) == (summary["solved_before"], summary["solved_after"])
         assert row["calls_update"] == 3 * sum(r["network_calls/update"] for r in steps)
         assert row["calls"] == sum(row[f"calls_{phase}"] for phase in ledger.PHASES)
@@ -231,7 +231,7 @@ def test_self_training_imitates_what_its_frozen_base_solved(base, monkeypatch, t
     monkeypatch.setattr(Countdown, "judge", lambda task, puzzle, text: verdict_of(sum(map(ord, text)) % 2 == 0))
     start = controls.steps_of(settings)[0].model
     trained, _ = controls.imitation(settings, tmp_path / "some")
-    rows = report.read_metrics(tmp_path / "some")
+    rows = folders.read_metrics(tmp_path / "some")
     assert [("eval/solved" in row, row["step"]) for row in rows] == [(True, 0), (False, 1), (True, 1)]
     assert 0 < rows[1]["solved"] < 1 and rows[1]["network_calls/update"] > 0
     assert any(not torch.equal(a, b) for a, b in zip(start.parameters(), trained.parameters(), strict=True))

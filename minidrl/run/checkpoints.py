@@ -33,6 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
+from minidrl.run.launch import one_line
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -354,14 +355,14 @@ def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensor
         return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         got = f"{source!r}, no folder here, and the Hub does not give it"
-        raise ValueError(f"model: got {got}: {_one_line(error)}") from None
+        raise ValueError(f"model: got {got}: {one_line(error)}") from None
 
 
 def _read_json(path: Path) -> dict:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path.name} holds {type(found).__name__}; allowed an object")
-    return found
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path.name} holds no JSON object: {error}") from None
 
 
 def _read_config(folder: Path) -> dict:
@@ -691,10 +692,6 @@ def _refused(folder: Path, found: str) -> ValueError:
     return ValueError(f"model: got {str(folder)!r}{found}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:1000]
-
-
 @contextlib.contextmanager
 def _reading(folder: Path):
     """What a library has to say about a file becomes one line that names the folder.
@@ -707,7 +704,7 @@ def _reading(folder: Path):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise _refused(folder, f", which cannot be read: {_one_line(error)}") from None
+        raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
 
 
 @contextlib.contextmanager

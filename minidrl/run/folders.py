@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl.denoiser import has_adapters, trained
 from minidrl.run import checkpoints, config, distributed
+from minidrl.run.launch import one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
@@ -118,8 +119,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise WriteError(f"{path} cannot be written: {said}") from error
+        raise WriteError(f"{path} cannot be written: {one_line(error)}") from error
 
 
 def _sync(path: Path) -> None:
@@ -233,7 +233,7 @@ def damage(checkpoint: Path) -> str:
         path = checkpoint / METRICS
         read_metrics(checkpoint)
     except (SafetensorError, OSError, ValueError) as error:
-        return f"{path}: {' '.join(str(error).split())}"
+        return f"{path}: {one_line(error)}"
     return ""
 
 
