@@ -181,7 +181,10 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_not_resumed(f
     assert train(capfd, "nothing", *RESUMED) == (2, said)
     (folder / "mine").mkdir()
     (folder / "mine/notes.txt").write_text("mine")
-    assert train(capfd, "mine") == (2, "minidrl: out: got 'mine', which already holds other files; allowed another --out")
+    assert train(capfd, "mine") == (
+        2,
+        "minidrl: out: got 'mine', which already holds a run or other files; allowed another --out",
+    )
     assert train(capfd, "run.yaml/run")[1].startswith("minidrl: out: run.yaml/run cannot be written to: ")
 
 

@@ -23,13 +23,13 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 from tqdm import tqdm
 
 import minidrl
@@ -37,14 +37,13 @@ from minidrl import sampler
 from minidrl.keyed import keyed_generator
 from minidrl.run import distributed, folders
 from minidrl.sampler import Sampler, check_positions
-from minidrl.tasks import Problem, Task, held_out, verdicts
+from minidrl.tasks import Task, held_out, verdicts
 from minidrl.tasks.text import decode, encode_prompts
 
 Row = dict[str, Any]
 
 
 # ----------------------------------------------------------------------------------- the evaluator
-@torch.no_grad()
 def evaluate(
     model: Any,
     tok: Any,
@@ -62,67 +61,90 @@ def evaluate(
     ``settings.temperature`` is the policy that is judged; 0 is greedy. With ``samples`` k > 1 also
     pass@k: the share of problems solved by at least one of k samples.
     """
-    asked = _asked(model, tok, task, settings, n, skip)
-    how = {"seed": seed, "samples": samples, "micro_batch": micro_batch}
-    return _shares(_responses(model, tok, task, settings, asked, **how), n)
+    asked = _Asked(model, tok, task, settings, n, skip, seed, samples, micro_batch)
+    return _shares(asked.responses(), n)
 
 
-def _asked(
-    model: Any, tok: Any, task: Task, settings: Sampler, n: int, skip: int
-) -> tuple[Sequence[Problem], Tensor, Tensor]:
-    # Problems, prompts and their mask.
-    problems = held_out(task, n, skip)
-    where = (task.prompt_length, model.device, task.prompt_format)
-    prompt, mask = encode_prompts(tok, problems, *where)
-    check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
-    return problems, prompt, mask
+@dataclass
+class _Asked:
+    """An evaluation, with its problems, and prompts as wide as the longest of all."""
 
+    model: Any
+    tok: Any
+    task: Task
+    settings: Sampler
+    n: int
+    skip: int
+    seed: int
+    samples: int
+    micro_batch: int
 
-@torch.no_grad()
-def _responses(
-    model: Any,
-    tok: Any,
-    task: Task,
-    settings: Sampler,
-    asked: tuple[Sequence[Problem], Tensor, Tensor],
-    *,
-    seed: int,
-    samples: int,
-    micro_batch: int,
-    chosen: Sequence[int] | None = None,
-) -> list[Row]:
-    """A row for each response, or for the ``chosen`` ones of n x samples."""
-    problems, prompt, mask = asked
-    model.eval()
-    some = {} if chosen is None else {"rows": torch.tensor(chosen, device=prompt.device)}
-    rollout = distributed.generate(
-        model,
-        prompt,
-        mask,
-        settings,
-        eos_token_id=tok.eos_token_id,
-        num_generations=samples,
-        generator=keyed_generator(seed, 0, "evaluate"),
-        micro_batch=micro_batch,
-        **some,
-    )
-    chosen = range(len(problems) * samples) if chosen is None else chosen
-    texts = decode(tok, rollout.response[list(chosen)])
-    steps = sampler.steps_run(rollout.unmask_step)
-    found = verdicts(task, [problems[i // samples] for i in chosen], texts)
-    return [
-        {
-            "problem": i // samples,
-            "sample": i % samples,
-            "solved": bool(verdict.solved),
-            "reward": float(verdict.reward),
-            "marks": {mark: float(value) for mark, value in verdict.marks.items()},
-            "tokens": int(rollout.keep[i].sum()),  # up to and with the first end token
-            "calls": int(steps[i]),
-            "text": text,
+    def __post_init__(self):
+        self.model.eval()
+        self.problems, task = held_out(self.task, self.n, self.skip), self.task
+        where = (task.prompt_length, self.model.device, task.prompt_format)
+        self.prompt, self.mask = encode_prompts(self.tok, self.problems, *where)
+        network = getattr(self.model, "model", None)
+        check_positions(network, self.prompt.shape[1], self.settings.length)
+
+    @torch.no_grad()
+    def responses(self, chosen: Sequence[int] | None = None) -> list[Row]:
+        """A row for each response, or for the ``chosen`` ones of n x samples."""
+        some = {} if chosen is None else {"rows": torch.tensor(chosen, device=self.prompt.device)}
+        rollout = distributed.generate(
+            self.model,
+            self.prompt,
+            self.mask,
+            self.settings,
+            eos_token_id=self.tok.eos_token_id,
+            num_generations=self.samples,
+            generator=keyed_generator(self.seed, 0, "evaluate"),
+            micro_batch=self.micro_batch,
+            **some,
+        )
+        chosen = range(self.n * self.samples) if chosen is None else chosen
+        texts = decode(self.tok, rollout.response[list(chosen)])
+        steps = sampler.steps_run(rollout.unmask_step)
+        found = verdicts(self.task, [self.problems[i // self.samples] for i in chosen], texts)
+        return [
+            {
+                "problem": i // self.samples,
+                "sample": i % self.samples,
+                "solved": bool(verdict.solved),
+                "reward": float(verdict.reward),
+                "marks": {mark: float(value) for mark, value in verdict.marks.items()},
+                "tokens": int(rollout.keep[i].sum()),  # up to and with the first end token
+                "calls": int(steps[i]),
+                "text": text,
+            }
+            for i, verdict, text in zip(chosen, found, texts, strict=True)
+        ]
+
+    def protocol(self) -> dict[str, Any]:
+        """What decides a number beside the weights.
+
+        Hashes: of the problems with what their answers are judged by, and of the token ids that the
+        model is given, which cover template, tokenizer, wording and few-shot examples.
+        """
+        task, s = self.task, self.settings
+        ids = [row[real].tolist() for row, real in zip(self.prompt, self.mask, strict=True)]
+        keys = ("length", "tokens_per_step", "block_length", "order", "threshold", "attention")
+        return {
+            "task": task.name,
+            "n": self.n,
+            "skip": self.skip,
+            "samples": self.samples,
+            "seed": self.seed,
+            "shots": getattr(task, "shots", 0),
+            "prompt_format": task.prompt_format,
+            "problems": _hash([repr(problem) for problem in self.problems]),
+            "prompts": _hash(ids),
+            "prompt_width": self.prompt.shape[1],
+            "steps": s.num_steps,
+            "temperature": float(s.temperature),
+            "cache": s.cache,
+            **{key: getattr(s, key) for key in keys},
         }
-        for i, verdict, text in zip(chosen, found, texts, strict=True)
-    ]
 
 
 def _shares(rows: Sequence[Row], n: int) -> dict[str, Any]:
@@ -182,9 +204,8 @@ def record(
     OUT.LENGTH.rows, and the same call goes on from there. ValueError for kept rows of another
     protocol or other weights.
     """
-    asked = _asked(model, tok, task, settings, n, skip)
-    how = _protocol(task, asked, settings) | {"skip": skip, "samples": samples, "seed": seed}
-    made = _made_by(name, model)
+    asked = _Asked(model, tok, task, settings, n, skip, seed, samples, micro_batch)
+    how, made = asked.protocol(), _made_by(name, model)
     path = out and out.with_name(f"{out.name}.{settings.length}.rows")
     rows, seconds = _kept(path, {"protocol": how, "weights": made["weights"]})
     done = {row["problem"] * samples + row["sample"] for row in rows}
@@ -193,8 +214,7 @@ def record(
     with tqdm(**words, disable=None) as bar:  # in a terminal only
         for first in range(0, len(missing), micro_batch):
             started, chosen = time.perf_counter(), missing[first : first + micro_batch]
-            words = {"seed": seed, "samples": samples, "micro_batch": micro_batch}
-            new = _responses(model, tok, task, settings, asked, chosen=chosen, **words)
+            new = asked.responses(chosen)
             took = time.perf_counter() - started
             if path is not None:
                 folders.append(path, json.dumps({"rows": new, "seconds": took}))
@@ -205,31 +225,6 @@ def record(
     result = _shares(rows, n) | {"low": low, "high": high, "seconds": round(seconds, 3)}
     result |= {key: sum(row[key] for row in rows) for key in ("tokens", "calls")}
     return {"protocol": how, "made_by": made, "result": result, "rows": rows}
-
-
-def _protocol(task: Task, asked: tuple, settings: Sampler) -> dict[str, Any]:
-    # Hashes: of the problems with what their answers are judged by, and of the token ids that the
-    # model is given, which cover template, tokenizer, wording and few-shot examples.
-    problems, prompt, mask = asked
-    ids = [row[real].tolist() for row, real in zip(prompt, mask, strict=True)]
-    return {
-        "task": task.name,
-        "n": len(problems),
-        "shots": getattr(task, "shots", 0),
-        "prompt_format": task.prompt_format,
-        "problems": _hash([repr(problem) for problem in problems]),
-        "prompts": _hash(ids),
-        "prompt_width": prompt.shape[1],
-        "length": settings.length,
-        "steps": settings.num_steps,
-        "tokens_per_step": settings.tokens_per_step,
-        "block_length": settings.block_length,
-        "order": settings.order,
-        "threshold": settings.threshold,
-        "temperature": float(settings.temperature),
-        "attention": settings.attention,
-        "cache": settings.cache,
-    }
 
 
 def _made_by(name: str, model: Any) -> dict[str, Any]:

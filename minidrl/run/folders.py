@@ -138,18 +138,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def acquire(lock: FileLock, key: str, path: Path) -> None:
-    """For this process alone; the kernel lets it go when the process ends, however it does."""
-    try:
-        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        got = f"{str(path)!r}, to which another process is writing"
-        raise ValueError(f"{key}: got {got}; allowed another --{key}, or wait for it") from None
-    except OSError as error:
-        raise WriteError(f"{key}: {path} cannot be written to: {error}") from None
-
-
 # -------------------------------------------------------------------------------------- checkpoints
 def save_checkpoint(
     path: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict
@@ -252,16 +240,25 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
 
 
 def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None:
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
+    names = [path.name for path in out.iterdir()] if out.exists() else []
     names = [name for name in names if name != ".lock" and not name.endswith(PART)]
     if CONFIG not in names and not has_checkpoint(out):  # no run: nothing is touched
         if resume:
             got = f"{str(out)!r}, which holds no checkpoint"
             raise ValueError(f"resume: got {got}; allowed the folder of a run")
         if names:
-            got = f"{str(out)!r}, which already holds other files"
+            got = f"{str(out)!r}, which already holds a run or other files"
             raise ValueError(f"out: got {got}; allowed another --out")
-    acquire(lock, "out", out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        got = f"{str(out)!r}, to which another process is writing"
+        raise ValueError(f"out: got {got}; allowed another --out, or wait for it") from None
+    except OSError as error:
+        raise WriteError(f"out: {out} cannot be written to: {error}") from None
     _settle(out)
     if checkpoint_folders(out):
         if resume:
