@@ -36,7 +36,7 @@ def base(tmp_path_factory) -> Path:
 @pytest.fixture
 def folder(base, tmp_path, monkeypatch) -> Path:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict(tiny.settings(base))))
-    monkeypatch.setattr(report, "write_curve", lambda out: None)  # tested elsewhere, and slow
+    monkeypatch.setattr("minidrl.run.report.write_curve", lambda out: None)  # tested elsewhere, and slow
     monkeypatch.setattr(Countdown, "score", tiny.varied_score)
     return tmp_path
 
