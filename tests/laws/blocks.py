@@ -47,7 +47,7 @@ KEPT = ((1, 1, 1, 1, 1, 1), (1, 1, 1, 1, 0, 0), (1, 1, 1, 1, 1, 0), (1, 0, 0, 0,
 
 
 def sampler_of(length: int, size: int, order: str = "random", tokens: int = 1, temperature: float = 0.7) -> Sampler:
-    """A block-wise sampler."""
+    """This is a block-wise sampler of that order."""
     return Sampler(order=order, temperature=temperature, length=length, block_length=size, tokens_per_step=tokens)
 
 
@@ -57,7 +57,7 @@ def blocked(alg: Any, responses: list, keep: Any, size: int) -> Any:
 
 
 def plan_of(alg: Any, rollout: Any, seed: int = 1, **options: Any) -> Any:
-    """(2.8), kept positions only unless it is said otherwise."""
+    """The plan (2.8), of one state and of kept positions unless it is said otherwise."""
     return alg.block_elbo_plan(rollout, seeded(seed), **{"num_states": 1, "domain": "keep", "strata": False, **options})
 
 
@@ -68,7 +68,10 @@ def own_positions(inside: Any, size: int) -> list[list[int]]:
 
 
 def block_elbo_on(model: oracle.TabularDenoiser, response: tuple, keep: tuple, size: int) -> float:
-    """Sum over blocks and l of the mean over |M| = l of S(M)/l; hidden are M, what is not kept, and all later blocks."""
+    """The ELBO of every block, summed: over blocks and l the mean over |M| = l of S(M)/l.
+
+    Hidden are M, what is not kept, and all later blocks.
+    """
     total = 0.0
     for m, own in enumerate(own_positions(keep, size)):
         rest = frozenset(i for i in range(len(keep)) if not keep[i] or i >= (m + 1) * size)
@@ -84,7 +87,10 @@ def block_elbo_on(model: oracle.TabularDenoiser, response: tuple, keep: tuple, s
 @rejects("2.8", ("block > number", "block >= number"))
 @rejects("", ("return place // rollout", "return place % rollout"), where="block_numbers")
 def law_block_elbo_states(alg: Any) -> None:
-    """State jM + m hides 1 .. n_m of block m's n_m positions, all later blocks and what is not kept; weight n_m / (K count)."""
+    """State jM + m hides 1 .. n_m of block m's n_m positions, all later blocks, and what is not kept.
+
+    Its weight is n_m / (K count).
+    """
     for size, states, (domain, strata) in itertools.product((1, 2, 3, 6), (1, 3), (("keep", True), ("all", False))):
         rollout, blocks = blocked(alg, [[0] * 6] * 10, KEPT * 2, size), 6 // size
         plan = plan_of(alg, rollout, num_states=states, domain=domain, strata=strata)
@@ -124,7 +130,10 @@ def law_block_elbo_noise(alg: Any) -> None:
 @judges("2.8", "5.1")
 @rejects("", ("part + u) / len(u)", "part + u) / (len(u) + 1)"), where="_in_strata")
 def law_block_elbo_expectation(alg: Any) -> None:
-    """E = sum of the blocks' ELBOs for every K, with and without strata; of the whole response: oracle.block_elbo."""
+    """The mean is the sum of the blocks' ELBOs for every K, with and without strata.
+
+    That of a whole response is oracle.block_elbo.
+    """
     model = tabular(*MODEL)
     for keep, size, states, strata in itertools.product(KEEPS, (1, 2, 4), (1, 2), (False, True)):
         truth, counts = block_elbo_on(model, RESPONSE, keep, size), [len(own) for own in own_positions(keep, size) if own]
@@ -143,7 +152,10 @@ def law_block_elbo_expectation(alg: Any) -> None:
 @judges("2.8")
 @rejects("2.8", ("device)\n    if strata:", "device)\n    if False:"))
 def law_block_elbo_frequencies(alg: Any) -> None:
-    """Counts and subsets are uniform, independent between blocks, between states, or each in its stratum; the mean is right."""
+    """Counts and subsets are uniform, and independent between blocks and between states, or each in its stratum.
+
+    The mean is right.
+    """
     model, rollout = tabular(*MODEL), blocked(alg, [RESPONSE] * 4000, [KEEPS[0]] * 4000, 2)
     one, two, either = (torch.tensor(p).double() for p in ([0, 0.5, 0.5, 0], [0, 0, 0, 1.0], [0, 0.25, 0.25, 0.5]))
     for strata, chance in ((False, (either, either)), (True, (one, two))):
@@ -160,7 +172,7 @@ def law_block_elbo_frequencies(alg: Any) -> None:
 @judges("2.8", "2.3")
 @rejects("2.8", ("* count.clamp(", "* n.clamp("))
 def law_one_long_block_is_the_elbo(alg: Any) -> None:
-    """A block of the whole length: the states of (2.3), from the same noise."""
+    """One block of the whole length has the states of (2.3), from the same noise."""
     rollout = blocked(alg, [[0] * 6] * 10, KEPT * 2, 6)
     for states, domain, strata in itertools.product((1, 3), ("keep", "all"), (False, True)):
         options = {"num_states": states, "domain": domain, "strata": strata}
@@ -173,7 +185,7 @@ def law_one_long_block_is_the_elbo(alg: Any) -> None:
 @judges("2.8")
 @rejects("2.8", ("n.double() / (", "n.double().mean(0) / ("))
 def law_blocks_of_one_token_are_exact(alg: Any) -> None:
-    """Every draw is the likelihood from left to right; with an EOS, of the tokens up to it."""
+    """With blocks of one token every draw is the likelihood from left to right, of the tokens up to the EOS."""
     model = tabular(*MODEL)
     chain = [oracle.token_logp(model, RESPONSE, frozenset(range(i, 4)))[i].item() for i in range(4)]
     close(sum(chain), oracle.block_log_likelihood(model, RESPONSE, 1).item(), "two forms of the chain")
@@ -196,7 +208,9 @@ def mean_over_noise(alg: Any, model: oracle.TabularDenoiser, response: tuple, si
 @judges("2.8")
 @rejects("2.8", ("weight = n.double(", "weight = inside.sum(-1).double("))
 def law_block_elbo_is_a_bound(alg: Any) -> None:
-    """Of the exact log-likelihood of the block sampler; equal for conditionals of one joint distribution."""
+    """The mean is below the block sampler's exact log-likelihood, and equal to it for the conditionals of one joint
+    distribution.
+    """
     for seed, size in itertools.product(range(8), (2, 4)):
         model = tabular(4, 3, seed)
         bound = mean_over_noise(alg, model, RESPONSE, size)
@@ -235,7 +249,7 @@ def last_step(rollout: Any, b: int) -> int:
 @judges("3.5", "3.1")
 @rejects("3.5", ("* len(depth)", ""))
 def law_block_replay_states(alg: Any) -> None:
-    """State jM + m is step j of block m: it hides what was not revealed before, and scores what was revealed by it."""
+    """State jM + m is step j of block m. It hides what was not revealed before that step, and scores what the step revealed."""
     for case in BLOCK_WALKS:
         rollout, paths = walked(alg, case)
         plan, length, tokens, size = alg.block_replay_plan(rollout, seeded()), case.length, case.tokens, case.block
@@ -255,7 +269,7 @@ def law_block_replay_states(alg: Any) -> None:
 @judges("3.5", "4.1")
 @rejects("3.5", ("steps <= final.minimum(last)", "steps < final.minimum(last)"))
 def law_block_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
-    """E[reward grad ll] over all trajectories of the block sampler = dJ/dtable, for orders that ask no model."""
+    """Over all trajectories of the block sampler E[reward grad ll] is the policy gradient, for orders that ask no model."""
     for case in BLOCK_WALKS[:-1]:
         (model, _, chance, reward), (rollout, _) = walk(case), walked(alg, case)
         plan = alg.block_replay_plan(rollout, seeded())
@@ -265,7 +279,9 @@ def law_block_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
 @judges("3.5", "4.2")
 @rejects("4.2", ("return hidden &", "return scored &"), where="_candidates")
 def law_exact_kernel_of_a_block(alg: Any) -> None:
-    """Low-confidence order: with order_logp read off the same forward, E[reward grad ll] = dJ/dtable; without it, it is not."""
+    """By confidence, E[reward grad ll] is the policy gradient with order_logp, read off the same forward, and is not without
+    it.
+    """
     case = BLOCK_WALKS[-1]
     (model, _, chance, reward), (rollout, _) = walk(case), walked(alg, case)
     plan = alg.block_replay_plan(rollout, seeded())
@@ -280,7 +296,10 @@ def law_exact_kernel_of_a_block(alg: Any) -> None:
 @judges("3.5")
 @rejects("", ("int(self.needed.", "int((self.valid & self.scored.any(-1))."), where="Plan.network_calls")
 def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
-    """A forward for each j at which some block decides something: never more than a block has steps; (3.1) has M times that."""
+    """One forward is made for each j at which some block decides something, so never more than a block has steps.
+
+    (3.1) makes M times as many.
+    """
     for case in BLOCK_WALKS:
         rollout, paths = walked(alg, case)
         blocks, of_block = case.length // case.block, case.block // case.tokens
@@ -293,12 +312,12 @@ def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
 
 
 def every_step(alg: Any) -> Callable:
-    """(3.1), all steps."""
+    """The plan (3.1) of all steps."""
     return functools.partial(alg.replay_plan, num_states=None, min_entropy=0.0)
 
 
 def block_state(draw: dict, keep: tuple[int, ...], size: int, p: float) -> set[int]:
-    """The hidden response positions up to EOS of one state, from the noise that decides it, by loops."""
+    """The hidden positions up to the EOS of one state, by loops from the noise that decides it."""
     n = sum(keep)
     used = math.ceil(n / size)
     order = sorted(range(used), key=lambda c: draw["order"][c])
@@ -311,7 +330,7 @@ def block_state(draw: dict, keep: tuple[int, ...], size: int, p: float) -> set[i
 
 
 def block_noise(rows: int, length: int, size: int, states: int, prompt: int, seed: int) -> tuple[Tensor, ...]:
-    """Everything that the plan draws: order of the blocks, counts, positions, earlier tokens, prompt tokens."""
+    """Everything that the plan draws: the order of the blocks, counts, positions, earlier tokens, and prompt tokens."""
     shapes = ((rows, -(-length // size)), (states, rows), (states, rows, length), (states, rows, length))
     return tuple(normal(*shape, seed=seed + i).sigmoid() for i, shape in enumerate((*shapes, (states, rows, prompt))))
 
@@ -323,7 +342,10 @@ BLOCK_KEEPS = ((1, 1, 1, 1, 1), (1, 1, 1, 0, 0), (1, 0, 0, 0, 0), (1, 1, 1, 1, 0
 @rejects("2.7", ("prompt & rollout.prompt_mask", "prompt"))
 @rejects("2.7", ("(rollout.lengths - 1)", "rollout.lengths"), (".masked_fill(unused, torch.inf)", ""), where="_distinct_blocks")
 def law_block_states(alg: Any) -> None:
-    """By loops: which block, how much of it, all after it, p_mask of what lies before; weight n/(K hidden)."""
+    """By loops from the noise: which block is chosen, how much of it is hidden, all after it, and p_mask of what lies before.
+
+    The weight is n/(K hidden).
+    """
     length, prompt = 5, 3
     rollout = rollout_of(alg, [(1, 0, 2, 1, 0)] * 40, BLOCK_KEEPS * 10)
     for size, states, p in ((2, 2, 0.4), (2, 4, 0.7), (3, 1, 0.0), (1, 6, 0.5), (5, 2, 0.3), (8, 2, 0.3)):
@@ -368,7 +390,7 @@ def law_block_rows_are_their_own(alg: Any) -> None:
 
 
 def block_law(n: int, size: int, chosen: int, p: float, length: int) -> Tensor:
-    """Probability of every set of hidden kept positions, given the chosen block, by enumeration."""
+    """The probability of every set of hidden kept positions, given the chosen block, by enumeration."""
     chance = torch.zeros(2**length, dtype=torch.float64)
     inside = [i for i in range(n) if i // size == chosen]
     before = [i for i in range(n) if i // size < chosen]
@@ -385,7 +407,9 @@ def block_law(n: int, size: int, chosen: int, p: float, length: int) -> Tensor:
 @judges("2.7")
 @rejects("2.7", (", block > chosen", ", block >= chosen"))
 def law_block_frequencies(alg: Any) -> None:
-    """With real noise: blocks without replacement while they last, then again in the same order; the rest independent."""
+    """The real noise takes blocks without replacement while they last, then again in the same order. All else is
+    independent.
+    """
     length, size, p = 4, 2, 0.3
     for n, rows in ((4, 8000), (3, 8000), (2, 3000)):
         rollout = repeated(alg, RESPONSE, (1,) * n + (0,) * (4 - n), rows)
@@ -410,7 +434,7 @@ def law_block_frequencies(alg: Any) -> None:
 @judges("2.7", "5.1")
 @rejects("2.7", ("inside.sum(-1)", "block_length"))
 def law_one_block_is_the_elbo(alg: Any) -> None:
-    """One block as long as the response and no dropping before it: the count form of the ELBO, exactly."""
+    """One block as long as the response, with nothing dropped before it, has the count form of the ELBO, exactly."""
     model = tabular(*MODEL)
     for keep, states in itertools.product(KEEPS, (1, 2)):
         u, order = count_noise(sum(keep), 4, states)
@@ -424,7 +448,7 @@ def law_one_block_is_the_elbo(alg: Any) -> None:
 
 
 def block_mean(model: oracle.TabularDenoiser, response: tuple, size: int) -> float:
-    """Expectation of the estimate at p_mask 0: mean over blocks, counts and subsets of n/hidden times the sum, by loops."""
+    """The mean of the estimate at p_mask 0, by loops over blocks, counts and subsets of n/hidden times the sum."""
     n, total = len(response), 0.0
     blocks = math.ceil(n / size)
     for chosen in range(blocks):
@@ -441,7 +465,7 @@ def block_mean(model: oracle.TabularDenoiser, response: tuple, size: int) -> flo
 @judges("2.7", "5.1")
 @rejects("2.7", ("(block < chosen) & dropped", "(block < chosen) & ~dropped"))
 def law_block_expectation(alg: Any) -> None:
-    """The mean over all draws is the published average of token means; it may lie above log p, where an ELBO never is."""
+    """The mean over all draws is the published average of token means. It may lie above log p, where an ELBO never is."""
     above = {1: 0, 2: 0}
     for size, seed in itertools.product((1, 2), range(12)):
         model = tabular(4, 3, seed)

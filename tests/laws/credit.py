@@ -36,7 +36,7 @@ REWARDS = [[1.0, 0.0, 0.25, 2.0], [0.5, 0.5, 0.5, 0.5], [3.0, -1.0, -1.0, 0.0]]
 
 
 def credit_rules(alg: Any) -> dict[str, tuple[Callable, Callable]]:
-    """Name: (the module's function, the same by loops over one group)."""
+    """For each rule of credit the function under judgement, and the same by loops over one group."""
 
     def centred(group: list[float]) -> list[float]:
         return [r - sum(group) / len(group) for r in group]
@@ -64,7 +64,10 @@ def credit_rules(alg: Any) -> dict[str, tuple[Callable, Callable]]:
 @rejects("6.2", (".std(1, keepdim", ".std(0, keepdim"), ("(std + eps)", "std.clamp(min=eps)"))
 @rejects("6.3", ("num_generations / (num_generations - 1)", "(num_generations - 1) / num_generations"))
 def law_advantages(alg: Any) -> None:
-    """By loops, each prompt on its own; sum 0 in a group, 0 for equal rewards, blind to a constant added to a group."""
+    """Each prompt has the advantages that loops give it.
+
+    They sum to 0, are 0 for equal rewards, and do not see a constant added to a group.
+    """
     flat = double(REWARDS).flatten()
     for name, (credit, by_hand) in credit_rules(alg).items():
         got = credit(flat, 4)
@@ -98,7 +101,7 @@ def law_equal_rewards_are_silent(alg: Any) -> None:
 @rejects("6.1", ("_average(group)", "group.median(1, keepdim=True).values"))
 @rejects("6.3", ("num_generations / (num_generations - 1)", "1.0"))
 def law_advantages_scale(alg: Any) -> None:
-    """group_mean = (N-1)/N leave_one_out, both linear in the reward; the z-score is not, and nearly blind to scale."""
+    """group_mean is (N-1)/N times leave_one_out, and both are linear in the reward. A group of one has no advantage."""
     flat = double(REWARDS).flatten()
     close(alg.group_mean(flat, 4), 0.75 * alg.leave_one_out(flat, 4))
     close(alg.group_mean(flat, 2), 0.5 * alg.leave_one_out(flat, 2))
@@ -120,7 +123,9 @@ def law_z_score_scale(alg: Any) -> None:
 @judges("6.1", "6.3")
 @rejects("6.1", ("group - _average(group)", "_average(group) - group"))
 def law_leave_one_out_is_unbiased(alg: Any) -> None:
-    """Over all groups of 3 draws of a categorical policy: mean of adv grad log pi = grad J; group_mean gives 2/3 of it."""
+    """Over all groups of three draws of a categorical policy the mean of adv grad log pi is grad J, and 2/3 of it with
+    group_mean.
+    """
     z = normal(3, seed=18).requires_grad_()
     reward, n = double([1.0, -0.5, 2.0]), 3
     groups = torch.tensor(list(itertools.product(range(3), repeat=n)))
@@ -138,7 +143,9 @@ def law_leave_one_out_is_unbiased(alg: Any) -> None:
 @rejects("6.2", ("< num_generations", "<= num_generations"))
 @rejects("6.3", ("if num_generations < 2:", "if num_generations < 1:"))
 def law_credit_refusals(alg: Any) -> None:
-    """Refused: rewards with a gradient, groups that do not divide, no degrees of freedom, no others, unknown words."""
+    """Credit refuses rewards with a gradient, groups that do not divide, too few degrees of freedom, no others, and unknown
+    words.
+    """
     reward = double([1.0, 0.0, 2.0, 1.0])
     for _, (credit, _) in credit_rules(alg).items():
         refuses(lambda credit=credit: credit(reward.clone().requires_grad_(), 2), "reward", "gradient")
@@ -161,7 +168,9 @@ CREDIT = {"lam": 0.5, "schedule": "constant", "normalize": True, "center": "rank
 
 
 def credit_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(reward, step rewards, valid, time) of two groups of four at three ranks; at the last, the second group has no member."""
+    """Reward, step rewards, valid states and times of two groups of four at three ranks; at the last rank the second group has
+    no member.
+    """
     reward = double([1.0, 0.0, 0.25, 2.0, 0.5, -0.5, 1.5, 1.0])
     valid = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 0, 0, 0, 0]]).bool()
     time = torch.rand(3, 8, generator=seeded(65), dtype=torch.float64)
@@ -170,7 +179,7 @@ def credit_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def credit_by_hand(reward: Tensor, value: Tensor, valid: Tensor, time: Tensor, options: dict) -> list[list[float]]:
-    """The definition by loops; nan where the rank does not exist."""
+    """The definition of (6.4) by loops; nan where a rank does not exist."""
     out = [[math.nan] * 8 for _ in range(K)]
     for k, b in itertools.product(range(K), range(8)):
         lam = [options["lam"] * (time[k, j].item() if options["schedule"] == "linear" else 1.0) for j in range(8)]
@@ -188,7 +197,7 @@ def credit_by_hand(reward: Tensor, value: Tensor, valid: Tensor, time: Tensor, o
 @judges("6.4")
 @rejects("6.4", ("+ lam_k) * reward -", "- lam_k) * reward +"))
 def law_stepwise_advantage(alg: Any) -> None:
-    """By loops, for every combination of options: centred rank by rank over the members that have a state there."""
+    """Every combination of options gives what loops give, centred rank by rank over the members that have a state there."""
     reward, value, valid, time = credit_case()
     for lam, schedule, normalize, center in itertools.product(
         (0.0, 0.5, 2.0), alg.SCHEDULES, (False, True), ("rank", "reward")
@@ -203,7 +212,10 @@ def law_stepwise_advantage(alg: Any) -> None:
 @judges("6.4", "6.1")
 @rejects("6.4", ("return R_k - _average", "return base - _average"))
 def law_stepwise_advantage_algebra(alg: Any) -> None:
-    """Sum 0 per rank and group; blind to a constant in all rewards; lam = 0: group_mean in every row; and three identities."""
+    """Advantages sum to 0 in each rank and group and do not see a constant in all rewards.
+
+    At lam = 0 they are group_mean, and three identities hold.
+    """
     reward, value, _, time = credit_case()
     valid = torch.ones(K, 8, dtype=torch.bool)
     credit = lambda r, v, **changed: alg.stepwise_advantage(r, N, v, valid, time, **{**CREDIT, **changed})  # noqa: E731
@@ -227,7 +239,7 @@ def law_stepwise_advantage_algebra(alg: Any) -> None:
 @judges("6.4")
 @rejects("6.4", ("-1, num_generations)", "num_generations, -1)).transpose(1, 2"))
 def law_stepwise_groups_stay_apart(alg: Any) -> None:
-    """Other prompts do not matter; members in another order get the same numbers; invalid states do not count."""
+    """Other prompts do not matter, members in another order get the same numbers, and invalid states do not count."""
     reward, value, valid, time = credit_case()
     credit = partial(alg.stepwise_advantage, **CREDIT)
     got = credit(reward, N, value, valid, time)
@@ -248,7 +260,7 @@ def law_stepwise_groups_stay_apart(alg: Any) -> None:
     where="advantages",
 )
 def law_stepwise_time(alg: Any) -> None:
-    """A row's time is step / T: with the linear schedule the first step has lam 0, the last (T - 1)/T of lam."""
+    """The time of a state is step / T. With the linear schedule the first step has lam 0, and the last (T - 1)/T of lam."""
     row = dataclasses.replace(
         alg.METHODS["egspo-sa"], credit=partial(alg.stepwise_advantage, **{**CREDIT, "schedule": "linear"})
     )
@@ -277,7 +289,7 @@ def greedy_completion(model: Any, state: tuple) -> tuple:
 @judges("6.4", "6.1")
 @rejects("6.4", ("1 + lam_k if normalize", "1 + 2 * lam_k if normalize"))
 def law_stepwise_advantage_is_unbiased(alg: Any) -> None:
-    """All pairs of trajectories, random order: the mean of sum_t adv_t grad log pi_t is (1 - 1/N) dJ for every lam.
+    """Over all pairs of trajectories in random order the mean of sum_t adv_t grad log pi_t is (1 - 1/N) dJ for every lam.
 
     Not normalised it is (1 - 1/N) sum_t (1 + lam_t) g_t, g_t the share of step t, also with lam_t = lam t/T. With center
     reward only the reward pays for containing itself: sum_t ((1 - 1/N) + lam) g_t / (1 + lam).
@@ -316,7 +328,7 @@ def law_stepwise_advantage_is_unbiased(alg: Any) -> None:
 @judges("6.4", "4.1")
 @rejects("6.4", ("- lam_k * step_reward)", "+ lam_k * step_reward)"))
 def law_one_step_values(alg: Any) -> None:
-    """The value of a state by completing it in one step, its probability read off through the plan's targets.
+    """A state is worth what its completions in one step are worth; the plan's targets give their probabilities.
 
     Drawn: exact before the last step, not before. Greedy: off by at most (range of rewards) (1 - p of that completion).
     So the advantage of a trajectory against the drawn value of its last state has mean 0 there.
@@ -354,7 +366,7 @@ def law_one_step_values(alg: Any) -> None:
 
 
 def worth(model: Any, state: tuple, reward: dict) -> float:
-    """Expected reward from a state on, random order at temperature 0.7."""
+    """The expected reward from a state on, in random order at temperature 0.7."""
     if model.mask_token_id not in state:
         return reward[state]
     kernel = oracle.transition(model, state, range(len(state)), "random", 0.7, 1)
@@ -362,7 +374,7 @@ def worth(model: Any, state: tuple, reward: dict) -> float:
 
 
 def progress(reward: list, steps: list, valid: list, n: int, keep: int, eps: float) -> list[list[float]]:
-    """The advantages by loops."""
+    """The advantages of (6.5) by loops."""
     k_max, rows = len(steps), len(reward)
     value = [[0.0] * rows for _ in range(k_max)]
     for b in range(rows):
@@ -393,7 +405,9 @@ def progress(reward: list, steps: list, valid: list, n: int, keep: int, eps: flo
 )
 @rejects("6.5", ("x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)"), where="_from_here_on")
 def law_progress_advantage(alg: Any) -> None:
-    """By loops: the step's gain, the mean of what came later, a z-score per state and group, the K strongest states kept."""
+    """Loops give the same: a step's gain, the mean of what came later, a z-score per state and group, and the K strongest
+    states kept.
+    """
     reward, steps = normal(6, seed=62).tolist(), normal(4, 6, seed=63).tolist()
     valid = [[1] * 6, [1] * 6, [1, 1, 1, 1, 0, 1], [1, 0, 0, 1, 0, 1]]
     for keep in (1, 2, 4):
@@ -407,7 +421,7 @@ def law_progress_advantage(alg: Any) -> None:
 @judges("6.5")
 @rejects("6.5", ("_average(value, present)", "_average(value)"))
 def law_progress_advantage_of_few(alg: Any) -> None:
-    """A group that a state has lost altogether, or but for one member, has advantage 0 there, and the other one its own."""
+    """Where a group has lost a state for all members but one it has advantage 0, and the other group keeps its own."""
     reward, steps = normal(6, seed=64).tolist(), normal(4, 6, seed=65).tolist()
     valid = [[1] * 6, [1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0] * 6]
     options = {"num_states": 4, "eps": 1e-4}
@@ -426,7 +440,7 @@ def law_progress_advantage_of_few(alg: Any) -> None:
     ("psi * (group - _average(group))", "(group - _average(group))"),
 )
 def law_softmax_contrast(alg: Any) -> None:
-    """By loops over each group; equal rewards give 0; for small rewards 2 psi (reward - mean) / N."""
+    """Loops over each group give the same. Equal rewards give 0, and small ones 2 psi (reward - mean) / N."""
     reward, psi = double([1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 0.5, 0.5]), 1.5
     got = alg.softmax_contrast(reward, 4, psi=psi)
     for g in (0, 4):

@@ -64,7 +64,7 @@ def law_the_table_of_estimators(alg: Any) -> None:
 
 
 def time_form_std(model: Any, response: tuple, least: float) -> float:
-    """Of one call with t ~ U(least, 1), every power of t integrated by hand."""
+    """The deviation of one call with t ~ U(least, 1), every power of t integrated by hand."""
     n, moment = len(response), {1: 0.0, 2: 0.0}
     scores = subset_scores(model, response, frozenset(range(n)))
     for hidden, order in itertools.product(oracle.all_subsets(n)[1:], (1, 2)):

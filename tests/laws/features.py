@@ -48,7 +48,7 @@ def law_lengths_and_calls(alg: Any) -> None:
 
 
 def mixed_batch(alg: Any) -> tuple[oracle.TabularDenoiser, Any, Any]:
-    """Different responses, lengths and masks."""
+    """A model, and a batch of different responses, lengths and masks."""
     model = tabular(*MODEL)
     responses = [list(RESPONSE), [2, 2, 0, 0], [0, 1, 2, 1]]
     rollout = rollout_of(alg, responses, KEEPS, prompt=torch.tensor([[0, 1, 2], [2, 2, 1], [1, 0, 0]]))
@@ -64,7 +64,9 @@ def mixed_batch(alg: Any) -> tuple[oracle.TabularDenoiser, Any, Any]:
     "4.1", ("torch.ones_like(rollout.keep)", "rollout.keep"), ("masked_fill(plan", "masked_fill(~plan"), where="plan_inputs"
 )
 def law_network_inputs(alg: Any) -> None:
-    """[MASK] exactly where hidden, prompt included; attention everywhere but on the padding of the prompt."""
+    """[MASK] stands exactly where a position is hidden, the prompt's included, and only the padding of the prompt gets no
+    attention.
+    """
     _, rollout, plan = mixed_batch(alg)
     states = torch.tensor([5, 0, 11, 7])
     tokens, attention = alg.plan_inputs(rollout, plan, states, 9)
@@ -79,7 +81,7 @@ def law_network_inputs(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ("prompt.shape[1] :]", "prompt.shape[1] - 1 : -1]"), where="_encode")
 def law_features_are_those_of_the_model(alg: Any) -> None:
-    """logp and entropy of every scored position equal the oracle's, at any temperature; 0 elsewhere."""
+    """logp and entropy of every scored position equal the oracle's at any temperature, and are 0 elsewhere."""
     model, rollout, plan = mixed_batch(alg)
     for temperature in (1.0, 0.6):
         got = alg.features(model, rollout, plan, temperature=temperature, names=("logp", "entropy"))
@@ -100,7 +102,7 @@ MAIN_FEATURES = ("logp", "entropy")  # the others need records, an order or a re
 @judges("4.1")
 @rejects("4.1", ("blank)[states]", "blank)[: len(states)]"), where="features")
 def law_features_do_not_depend_on_the_split(alg: Any) -> None:
-    """Bit for bit the same for every micro-batch size, and for states in any order; no graph."""
+    """Features are the same to the bit for every micro-batch size and for states in any order, and have no graph."""
     model, rollout, plan = mixed_batch(alg)
     whole = alg.features(model, rollout, plan, temperature=0.7, names=MAIN_FEATURES)
     assert set(whole) == {"logp", "entropy"} and not whole["logp"].requires_grad
@@ -117,7 +119,7 @@ def law_features_do_not_depend_on_the_split(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ("value.masked_fill(log_probs == -torch.inf, 0)", "value"), where="_expectation")
 def law_features_have_the_right_gradient(alg: Any) -> None:
-    """d(sum of logp and entropies)/dtable by autograd through the oracle; finite although [MASK] has logit -inf."""
+    """Their gradient is that of autograd through the oracle, and finite although [MASK] has the logit -inf."""
     model, rollout, plan = mixed_batch(alg)
     c, total = normal(2, 12, 4, seed=14), torch.zeros((), dtype=torch.float64)
     got = alg.state_features(model, rollout, plan, torch.arange(12), temperature=0.7, names=MAIN_FEATURES)
@@ -133,7 +135,7 @@ def law_features_have_the_right_gradient(alg: Any) -> None:
 
 
 def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: Any, plan: Any) -> None:
-    """Before anything is added to the gradient."""
+    """A loss that is infinite or nan raises FloatingPointError before anything is added to the gradient."""
     for bad in (math.inf, math.nan):
         try:
             backward(model, rollout, plan, lambda f, bad=bad: f["logp"].sum() * bad, temperature=0.7)
@@ -155,7 +157,9 @@ def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: An
 @rejects("", ("if not torch.isfinite(loss):", "if torch.isnan(loss):"), where="_check_finite")
 @rejects("", ("if module.training and p:", "if p:"), where="refuse_random_modules")
 def law_two_pass_backward(alg: Any) -> None:
-    """The gradient is that of one graph, at the features of pass 1 or at those given in its place; what it tells is so."""
+    """The gradient is that of one graph, at the features of pass 1 or at those given in its place, and what is
+    reported is so.
+    """
     _, rollout, plan = mixed_batch(alg)
     model, reference = (oracle.TabularDenoiser.random(4, 3, seeded(seed)) for seed in (91, 92))
     names = ("logp", "entropy", "kl_ref")
@@ -208,7 +212,7 @@ def law_two_pass_backward(alg: Any) -> None:
 @rejects("", ("    _check_finite(loss)\n", ""), ("    refuse_random_modules(model)\n", ""), where="one_pass_backward")
 @rejects("", ("set_grad_enabled(graph)", "set_grad_enabled(True)"), where="features")
 def law_one_pass_backward(alg: Any) -> None:
-    """Gradient, loss and features of one graph, however it is cut; all that is needed is computed once."""
+    """Gradient, loss and features are those of one graph, however it is cut, and all that is needed is computed once."""
     _, rollout, plan = mixed_batch(alg)
     model, reference = (oracle.TabularDenoiser.random(4, 3, seeded(seed)) for seed in (94, 95))
     names = ("logp", "entropy", "kl_ref")
@@ -243,7 +247,7 @@ def law_one_pass_backward(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ("if plan.targets is None else plan.targets.flatten(0, 1)[states]", ""), where="state_features")
 def law_targets_override_the_response(alg: Any) -> None:
-    """logp of the plan's own targets, state by state, where it names some; the network still sees the response."""
+    """Where a plan names targets, logp is theirs, state by state, while the network still sees the response."""
     model, rollout = tabular(4, 3), rollout_of(alg, [[1, 0, 2, 1], [2, 2, 0, 0]])
     hidden = torch.rand(3, 2, 7, generator=seeded(5)) < 0.6
     scored, target = hidden[..., 3:], torch.randint(0, 3, (3, 2, 4), generator=seeded(6))
@@ -263,7 +267,9 @@ def law_targets_override_the_response(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ('"topk_ids")[row][scored]', '"topk_ids")[row * 0][scored]'), where="state_features")
 def law_topk_logp(alg: Any) -> None:
-    """The new log-probabilities of the sampler's M likeliest tokens, where scored; its own at its own weights."""
+    """It is the new log-probability of the sampler's M likeliest tokens where a position is scored, and the recorded one at
+    equal weights.
+    """
     drawn, old, new, _, _ = experience()
     for count in (1, 2, 3):
         rollout = alg.Rollout(**{**vars(drawn), "records": likeliest(old, drawn, count)})
@@ -296,7 +302,10 @@ def kl_by_hand(model: Any, ref: Any, rollout: Any, plan: Any, k: int, b: int, te
 @judges("4.1")
 @rejects("4.1", ("else reference.head(their_h)", "else model.head(their_h)"), where="_read")
 def law_exact_kl(alg: Any) -> None:
-    """kl_ref = KL(policy || reference) over the vocabulary: value, gradient in the policy, none in the reference; 0 at it."""
+    """kl_ref is KL(policy || reference) over the vocabulary in value and gradient.
+
+    The reference has no gradient, and at it the KL is 0.
+    """
     drawn, _, new, ref, _ = experience()
     rollout = alg.Rollout(**vars(drawn))
     plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
@@ -321,7 +330,7 @@ def law_exact_kl(alg: Any) -> None:
 @judges("4.1", "7.2")
 @rejects("4.1", ("log_p - log_ref", "log_ref.exp() - log_p.exp()"))
 def law_exact_kl_is_the_mean_of_k3(alg: Any) -> None:
-    """Tokens of a step drawn from the policy: the mean of k3 on the step's sum is the sum of the tokens' exact KL."""
+    """For tokens of a step drawn from the policy the mean of k3 on the step's sum is the sum of the tokens' exact KL."""
     _, _, new, ref, _ = experience()
     hidden = frozenset({0, 1, 3})
     rows = [(a, b, 2, c) for a, b, c in itertools.product(range(3), repeat=3)]

@@ -115,7 +115,7 @@ def decisions(f: Formula) -> Iterator[tuple[Tensor, float, float]]:
 
 
 def total(f: Formula, rule: Callable[[Tensor, float, float], Tensor], tokens: bool) -> Tensor:
-    """Sum of a loss per token, over the kept tokens or over B L."""
+    """The sum of a loss per token, divided by the kept tokens or by B L."""
     return sum(rule(logp, mu, adv) for logp, mu, adv in decisions(f)) / (sum(f.length) if tokens else 8 * 4)
 
 
@@ -125,7 +125,7 @@ def ppo(f: Formula) -> Tensor:
 
 
 def masked(outside: Callable[[float, float, float, float], bool], delta: float) -> Callable[[Tensor, float, float], Tensor]:
-    """-ratio adv where the mask is 1."""
+    """The loss of a token is -ratio adv where the mask is 1."""
     return lambda logp, mu, adv: logp.exp() * (0.0 if outside(logp.exp().item(), mu, adv, delta) else -adv / mu)
 
 
@@ -189,7 +189,9 @@ def gdpo_released(f: Formula) -> Tensor:
 
 
 def scores(f: Formula, lengths: bool) -> tuple[list[Tensor], list[float]]:
-    """SPG's score of each response (ELBO where adv > 0, else half EUBO, half ELBO), and its ELBO ratio to the old model."""
+    """SPG's score of each response (the ELBO where adv > 0, elsewhere half EUBO and half ELBO), and its ELBO ratio to the old
+    model.
+    """
     score, ratio = [], []
     for b in f.rows:
         n = f.length[b] if lengths else 1
@@ -203,12 +205,12 @@ def scores(f: Formula, lengths: bool) -> tuple[list[Tensor], list[float]]:
 
 
 def weighted(f: Formula, weight: list[float], score: list[Tensor]) -> Tensor:
-    """-sum of weight adv score."""
+    """The sum of -weight adv score."""
     return sum(-w * f.centred(b) * score[b] for b, w in zip(f.rows, weight, strict=True))
 
 
 def self_normalised(f: Formula, cap: float, lengths: bool) -> Tensor:
-    """Each prompt's weights sum to 1; mean over the two prompts. The fixture must reach the cap."""
+    """Each prompt's weights sum to 1, and the mean is over the two prompts. Some ratio must reach the cap."""
     score, ratio = scores(f, lengths)
     capped = [min(r, cap) for r in ratio]
     assert cap == math.inf or lengths or capped != ratio, "no ratio above the cap"
@@ -246,12 +248,14 @@ def stabledrl_block(f: Formula) -> Tensor:
 
 
 def scored_steps(f: Formula) -> list[tuple[int, int]]:
-    """(k, b) of the plan's states that exist."""
+    """The pairs (k, b) of the plan's states that exist."""
     return [(k, b) for k in f.states for b in f.rows if f.plan.valid[k, b]]
 
 
 def step_clip_released(f: Formula, credit: Any) -> Tensor:
-    """Temperature 1, against the old weights; k3 of weight 0.04 on the step's sum; divided by K and by the step's tokens."""
+    """Scored at temperature 1 against the old weights, with k3 of weight 0.04 on the step's sum, and divided by K and by the
+    step's tokens.
+    """
     total = 0.0
     for k, b in scored_steps(f):
         new, old, ref = (sum(f.tokens(model, k, b).values()) for model in (f.new, f.old, f.ref))
@@ -332,7 +336,9 @@ def self_norm_only(f: Formula) -> Tensor:
 
 
 def step_clip(f: Formula, credit: Any, behaviour: bool) -> Tensor:
-    """One clipped ratio a chosen step, 0.2 below and 0.5 above; summed over the steps, averaged over the responses."""
+    """One clipped ratio for each chosen step, 0.2 below and 0.5 above, summed over the steps and averaged over the
+    responses.
+    """
     total = 0.0
     for k, b in scored_steps(f):
         logp = f.tokens(f.new, k, b, 0.8)

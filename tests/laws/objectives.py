@@ -16,7 +16,7 @@ from laws.tools import close, coefficients, double, normal, of, refuses, rollout
 @judges("8.1")
 @rejects("8.1", ("_surrogate(-adv * (ll if", "_surrogate(adv * (ll if"))
 def law_reinforce_gradient(alg: Any) -> None:
-    """Coefficient -adv, whatever ll is."""
+    """The coefficient is -adv, whatever ll is."""
     adv = double([1.0, -2.0, 0.5, 0.0])
     for seed in (23, 24):
         close(coefficients(lambda ll: alg.reinforce(ll, None, adv, 2).loss, normal(4, seed=seed)), [-1.0, 2.0, -0.5, 0.0])
@@ -25,7 +25,7 @@ def law_reinforce_gradient(alg: Any) -> None:
 @judges("8.2")
 @rejects("8.2", ("-torch.minimum(", "-torch.maximum("))
 def law_ppo_gradient(alg: Any) -> None:
-    """-adv ratio; 0 above 1 + epsilon_high where adv > 0, and below 1 - epsilon_low where adv < 0; else it passes."""
+    """The coefficient is -adv ratio, but 0 above 1 + epsilon_high where adv > 0, and below 1 - epsilon_low where adv < 0."""
     low, high = 0.2, 0.5
     ratios = [0.1, 0.7, 0.79, 0.81, 0.95, 1.0, 1.1, 1.3, 1.49, 1.51, 3.0, 1e6]
     cases = [(ratio, adv) for ratio in ratios for adv in (2.0, -3.0, 0.0)]
@@ -66,14 +66,16 @@ def law_objective_refusals(alg: Any) -> None:
 
 
 def weights_of(alg: Any, log_ratios: Tensor, group: int, cap: float) -> Tensor:
-    """(8.3) for a flat vector."""
+    """The weights (8.3) of a flat vector."""
     return alg.self_normalized_weights(log_ratios[None, :, None], group, log_cap=math.log(cap))[0, :, 0]
 
 
 @judges("8.3")
 @rejects("8.3", ("capped.softmax(2)", "capped.exp().div(capped.exp().sum(2, keepdim=True))"))
 def law_self_normalized_weights(alg: Any) -> None:
-    """min(ratio, cap) over its sum in the group: the published vector, any group, sums to 1, equal shares where capped."""
+    """A weight is min(ratio, cap) over the group's sum of these: it has the published values, sums to 1, and is equal where all
+    are capped.
+    """
     golden = double([1.0, 2.0, 10.0, 0.25]).log()
     close(weights_of(alg, golden, 4, 5.0), [1 / 8.25, 2 / 8.25, 5 / 8.25, 0.25 / 8.25], "cap 5")
     close(weights_of(alg, golden, 4, 6.0), [1 / 9.25, 2 / 9.25, 6 / 9.25, 0.25 / 9.25], "cap 6")
@@ -95,7 +97,7 @@ def law_self_normalized_weights(alg: Any) -> None:
 @judges("8.3")
 @rejects("8.3", ("-1, num_generations", "1, -1"))
 def law_self_normalized_weights_stay_in_the_group(alg: Any) -> None:
-    """Other prompts do not matter; permutation equivariant inside a group; blind to a shift below the cap; K, L apart."""
+    """Other prompts do not matter, nor the order in a group, nor a shift below the cap. States and positions stay apart."""
     logs = normal(8, seed=30)
     w, changed = weights_of(alg, logs, 4, 50.0), logs.clone()
     changed[4:] += double([3.0, -1.0, 0.0, 2.0])
@@ -112,7 +114,7 @@ def law_self_normalized_weights_stay_in_the_group(alg: Any) -> None:
 @judges("8.4")
 @rejects("8.4", ("log_ratio(ll.detach(),", "log_ratio(ll,"), ("math.log(cap)", "math.log(1 + cap)"))
 def law_self_normalized_gradient(alg: Any) -> None:
-    """-w adv, w detached: clipped samples still learn, and nothing flows through the ratio or the normaliser."""
+    """The coefficient is -w adv: clipped samples still learn, and nothing flows through the ratio or the normaliser."""
     ratio, adv = [1.0, 2.0, 10.0, 0.25, 7.0, 8.0, 0.5, 1.0], [1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 1.0, -1.0]
     anchor = normal(8, seed=32)
     for cap in (0.6, 5.0, 6.0):
@@ -133,7 +135,7 @@ def law_self_normalized_gradient(alg: Any) -> None:
 @judges("8.4", "8.1", "6.1")
 @rejects("8.4", ("loss = -weights * adv * (ll", "loss = weights * adv * (ll"))
 def law_self_normalized_on_policy_is_reinforce(alg: Any) -> None:
-    """Equal ratios: the mean-centred reinforce gradient over N; equal rewards: no gradient at all."""
+    """Equal ratios give the mean-centred gradient of reinforce over N, and equal rewards give none."""
     ll, reward = normal(8, seed=34), normal(8, seed=35)
     adv = alg.group_mean(reward, 4)
     loss = lambda x, a: alg.self_normalized_clip(x[None, :, None], ll[None, :, None], a[None, :, None], 4, cap=5.0).loss  # noqa: E731
@@ -222,7 +224,9 @@ def objectives(alg: Any) -> dict[str, Callable]:
 )
 @rejects("8.16", ("((adv < 0) & below) | beyond", "((adv < 0) & below)"))
 def law_cut_is_what_the_clip_does(alg: Any) -> None:
-    """cut: the gradient is 0, stops growing with the ratio, or is turned back; bypass: a bad answer above the clip, uncut."""
+    """cut names the entries whose gradient is 0, no longer grows with the ratio, or is turned back. bypass names bad answers
+    above the clip that are not cut.
+    """
     anchor, adv = normal(1, 60, 1, seed=90, scale=0.7) - 1.2, normal(1, 60, 1, seed=91)
     anchor = anchor.clamp(max=-0.6)
     ll = (anchor + normal(1, 60, 1, seed=92, scale=0.5)).clamp(max=-1e-3)
@@ -270,7 +274,10 @@ def law_objectives_are_what_they_declare(alg: Any) -> None:
 @judges("8.16")
 @rejects("8.16", ("torch.where(adv > 0, 1 + d, d.exp())", "d.exp()"), ("torch.minimum(loss, -bound * adv)", "loss"))
 def law_tangent(alg: Any) -> None:
-    """Its mean over masks lies below adv exp(mean d), with equality at d = 0 in value and gradient; dual clip by hand."""
+    """Its mean over masks lies below adv exp(mean d), with equality of value and gradient at d = 0.
+
+    The dual clip is as by hand.
+    """
     wide = {"epsilon_low": 1e9, "epsilon_high": 1e9, "bound": 1e9}
     d = normal(6, 5, seed=110, scale=0.7)
     for a in (1.5, -2.0):
@@ -292,7 +299,9 @@ def law_tangent(alg: Any) -> None:
 @judges("8.5")
 @rejects("8.5", ("-ratio.clamp(floor, cap)", "-ratio.clamp(max=cap)"))
 def law_truncated_weights(alg: Any) -> None:
-    """Coefficient -clip(ratio, floor, cap) adv: detached, capped on either sign of adv, floored, and 0 only where adv is."""
+    """The coefficient is -clip(ratio, floor, cap) adv for either sign of adv. The weight is data, and is 0 only where
+    adv is.
+    """
     ratios, cases = [1e-4, 0.1, 0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 4.9, 5.1, 1e6], [1.0, -2.0, 0.0]
     adv = double([a for _ in ratios for a in cases])
     anchor = normal(len(adv), seed=65)
@@ -335,7 +344,7 @@ def law_score_carries_the_gradient(alg: Any) -> None:
 @judges("8.3", "8.4", "8.2")
 @rejects("8.3", ("clamp(max=log_cap)", "clamp(max=math.log1p(math.exp(log_cap)))"))
 def law_published_vector(alg: Any) -> None:
-    """Ratios 1, 2, 10, 1/4 with adv 1, -1, 1/2, -1/2: the weighted sum is 1/6 at cap 5, and GRPO's coefficients beside it.
+    """Ratios 1, 2, 10, 1/4 with adv 1, -1, 1/2, -1/2 have the weighted sum 1/6 at cap 5, beside GRPO's coefficients.
 
     The weighted advantages do not sum to 0 although the advantages do: the weights move the baseline.
     """
@@ -353,7 +362,7 @@ def law_published_vector(alg: Any) -> None:
 @judges("8.3")
 @rejects("8.3", (".clamp(max=log_cap)", ""))
 def law_concentration_needs_a_floor(alg: Any) -> None:
-    """Ratios in [low, cap]: the largest weight and the effective sample size are bounded. Without a floor they are not.
+    """For ratios in [low, cap] the largest weight and the effective sample size are bounded. Without a floor they are not.
 
     Largest: cap / (cap + (N-1) low). Effective sample size 1 / sum w^2: at least 4 low cap N / (low + cap)^2 (Kantorovich).
     """
@@ -374,7 +383,9 @@ def law_concentration_needs_a_floor(alg: Any) -> None:
 @judges("8.4", "8.2", "8.5")
 @rejects("8.2", ("minimum(ratio *", "minimum(ratio.clamp(max=1e3) *"))
 def law_one_large_ratio(alg: Any) -> None:
-    """adv < 0 and a ratio that grows: GRPO's gradient grows with it, clipped ones stop at the cap, normalised ones at adv g."""
+    """Where adv < 0 and the ratio grows, GRPO's gradient grows with it, clipped ones stop at the cap, and normalised ones at
+    adv g.
+    """
     g, adv = normal(4, 3, seed=71), double([1.0, -1.5, 0.5, -1.0])
     zero, limit = torch.zeros(4, dtype=torch.float64), (adv[:, None] * g).norm(dim=1).max().item()
     norms = {"grpo": [], "clip": [], "stable": [], "normalised": []}
@@ -411,7 +422,7 @@ def law_common_noise_cancels(alg: Any) -> None:
 @judges("8.14")
 @rejects("8.14", ("Surrogate(anchor.exp() * loss", "Surrogate(ll.exp() * loss"))
 def law_confident_clip(alg: Any) -> None:
-    """PPO's gradient times exp(anchor), which is data."""
+    """The gradient is PPO's times exp(anchor), which is data."""
     ll, anchor, adv = -normal(20, seed=64).abs(), -normal(20, seed=65).abs() - 0.1, normal(20, seed=66)
     clip = {"epsilon_low": 0.2, "epsilon_high": 0.3}
     got = coefficients(lambda x: alg.confident_clip(x, anchor, adv, 4, **clip).loss, ll)
@@ -424,7 +435,9 @@ def law_confident_clip(alg: Any) -> None:
 @judges("8.15")
 @rejects("8.15", ("/ length - psi", "/ length + psi"))
 def law_regression(alg: Any) -> None:
-    """d/d ll of (clip(u)/L - psi adv)^2: 2 (u/L - psi adv)/L inside the clip, 0 outside; least where u = L psi adv."""
+    """The gradient of (clip(u)/L - psi adv)^2 is 2 (u/L - psi adv)/L inside the clip and 0 outside; the least loss is at u = L
+    psi adv.
+    """
     anchor, adv, psi, length = normal(9, seed=67), normal(9, seed=68), 0.7, 5
     u = double([-0.5, -0.21, -0.1, 0.0, 0.05, 0.1, 0.2, 0.4, 3.0])
     options = {"psi": psi, "epsilon_low": 0.2, "epsilon_high": 0.3, "length": length}

@@ -41,7 +41,7 @@ COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
 
 def rule(nodes: int) -> tuple[list[float], list[float]]:
-    """Gauss-Legendre on (0, 1): the roots of the Legendre polynomial P_N, and 1 / ((1 - x^2) P_N'(x)^2), both from scratch."""
+    """Gauss-Legendre on (0, 1) from scratch: the roots of the Legendre polynomial P_N, and 1 / ((1 - x^2) P_N'(x)^2)."""
     legendre = numpy.polynomial.legendre.Legendre.basis(nodes)
     x = sorted(legendre.roots().real.tolist())
     for _ in range(3):  # Newton: the roots of the companion matrix are good to 1e-13 only
@@ -50,12 +50,12 @@ def rule(nodes: int) -> tuple[list[float], list[float]]:
 
 
 def error_constant(nodes: int) -> float:
-    """C_N = N!^4 / ((2N+1) (2N)!^3)."""
+    """The constant C_N = N!^4 / ((2N+1) (2N)!^3) of the rule's error."""
     return math.factorial(nodes) ** 4 / ((2 * nodes + 1) * math.factorial(2 * nodes) ** 3)
 
 
 def counts_at(t: float, n: int, how: str) -> list[tuple[float, int]]:
-    """(probability, number of hidden positions) of a node, for the three ways to fix the count."""
+    """(probability, number of hidden positions) of a node, for each of the three ways to fix the count."""
     wanted = 1 + t * (n - 1)
     low, share = math.floor(wanted), wanted - math.floor(wanted)
     up = [(1 - share, low), (share, low + 1)] if share > 0 else [(1.0, low)]
@@ -74,7 +74,7 @@ def node_draws(t: float, n: int, how: str) -> list[tuple[float, float, frozenset
 
 
 def node_moments(model: Any, keep: tuple, t: float, how: str) -> tuple[float, float]:
-    """Mean and variance of one state's estimate at time t, from the oracle's scores."""
+    """The mean and variance of one state's estimate at time t, from the oracle's scores."""
     n = sum(keep)
     scores = subset_scores(model, RESPONSE[: model.length], positions(keep))
     draws = [(p, scale * scores[sum(2**i for i in m)].item() if m else 0.0) for p, scale, m in node_draws(t, n, how)]
@@ -97,7 +97,7 @@ def state_noise(t: float, n: int, length: int, how: str) -> list[tuple[float, fl
 
 
 def scripted(alg: Any, rollout: Any, nodes: int, masks: int, how: str, u: Tensor, place: Tensor, domain: str) -> Any:
-    """The plan, with this noise: (K, R) for the roundings, (K, R, L) for the positions."""
+    """The plan with this noise: (K, R) for the roundings, (K, R, L) for the positions."""
     with noise(alg, place, *([u] if how == "stochastic" else [])):
         return alg.quadrature_plan(rollout, seeded(), num_nodes=nodes, masks_per_node=masks, counts=how, domain=domain)
 
@@ -168,7 +168,10 @@ def quadrature_mean(alg: Any, model: Any, response: tuple, nodes: int) -> float:
 @judges("2.5")
 @rejects("2.5", ("torch.from_numpy(w / 2)", "torch.from_numpy(w)"), ("from_numpy((x + 1)", "from_numpy((1 - x)"))
 def law_gauss_legendre(alg: Any) -> None:
-    """Nodes in (0, 1), ascending and symmetric; positive weights with sum 1; the published numbers of two and three nodes."""
+    """Nodes ascend in (0, 1) and are symmetric, weights are positive and sum to 1.
+
+    Two and three nodes have the published numbers.
+    """
     for nodes in range(1, 9):
         t, w = alg.gauss_legendre(nodes)
         assert t.dtype == w.dtype == torch.float64 and t.shape == w.shape == (nodes,)
@@ -187,7 +190,7 @@ def law_gauss_legendre(alg: Any) -> None:
 @judges("2.5")
 @rejects("2.5", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"))
 def law_gauss_legendre_moments(alg: Any) -> None:
-    """Integrals of t^m exact up to m = 2N - 1; at m = 2N short by C_N (2N)!, with C_N = 1/24, 1/4320, 1/2016000, .."""
+    """Integrals of t^m are exact up to m = 2N - 1. At m = 2N they miss C_N (2N)!, with C_N = 1/24, 1/4320, 1/2016000, .."""
     close([error_constant(n) for n in (1, 2, 3)], [1 / 24, 1 / 4320, 1 / 2016000], "published constants", 1e-18)
     for nodes in range(1, 7):
         t, w = alg.gauss_legendre(nodes)
@@ -200,7 +203,9 @@ def law_gauss_legendre_moments(alg: Any) -> None:
 @judges("2.6", "5.1")
 @rejects("2.6", ("(1 + t * (n - 1) + up).floor()", "(t * n + up).floor()"), where="_count_at")
 def law_quadrature_expectation(alg: Any) -> None:
-    """E = sum of w times the mean at t, for every kind of count, every n, one mask or two; bernoulli: sum of w g(t)."""
+    """The mean is the sum of w times the mean at t, for every kind of count, every n, and one mask or two; for bernoulli the
+    sum of w g(t).
+    """
     model = tabular(4, 3)
     for how, keep, nodes, masks in itertools.product(COUNTS, KEEPS, (1, 2, 3), (1, 2)):
         rollout, plan, chance = outcomes(alg, keep, nodes, masks, how)
@@ -217,7 +222,10 @@ def law_quadrature_expectation(alg: Any) -> None:
     ("numpy.polynomial.legendre.leggauss(", "(numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / "),
 )
 def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
-    """bernoulli: the ELBO itself once N >= n/2, because g has degree n - 1; off by more than 1e-4 with fewer nodes."""
+    """With bernoulli counts the mean is the ELBO itself once N >= n/2, because g has degree n - 1.
+
+    With fewer nodes it misses by more than 1e-4.
+    """
     for length, seed in ((3, 0), (4, 0), (6, 1)):
         model = tabular(length, 2, seed)
         response = ((1, 0) * 3)[:length]
@@ -233,7 +241,9 @@ def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
 @judges("2.6", "2.5")
 @rejects("2.6", ("(1 / t).expand(", "t.expand("))
 def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
-    """bernoulli: exact for any n where the mean logp is a polynomial of degree 2N - 1 in the count; at 2N it is not."""
+    """With bernoulli counts it is exact where the mean logp is a polynomial of degree 2N - 1 in the count, and is not at degree
+    2N.
+    """
     for nodes, length in ((1, 5), (2, 6)):
         for degree in (2 * nodes - 1, 2 * nodes):
             a = [-0.2 - 1.5 * (count / length) ** degree for count in range(1, length + 1)]
@@ -247,7 +257,9 @@ def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
 @judges("2.6", "2.5")
 @rejects("2.6", ("noise < t[..., None]", "noise < 1.1 * t[..., None]"))
 def law_quadrature_error_bound_and_sign(alg: Any) -> None:
-    """|bias| <= C_N n (n-1)!/(n-1-2N)! max |2N-th difference of a|; one node: above the ELBO where a is concave."""
+    """The bias is at most C_N n (n-1)!/(n-1-2N)! max |2N-th difference of a|. With one node it is positive where a is
+    concave.
+    """
     length = 6
     shapes = {
         "concave": [-0.2 - 1.8 * (count / length) ** 2 for count in range(1, length + 1)],
@@ -267,7 +279,9 @@ def law_quadrature_error_bound_and_sign(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ('if counts == "stochastic":', "if False:"), where="_count_at")
 def law_stochastic_counts_are_exact_for_linear_models(alg: Any) -> None:
-    """stochastic: the ELBO for a mean logp that is linear in the count; rounded is not, which is what the chance repairs."""
+    """Stochastic counts give the ELBO for a mean logp that is linear in the count; rounded ones do not, which is what the
+    chance repairs.
+    """
     length = 4
     a = [-0.3 - 0.4 * count for count in range(1, length + 1)]
     model, found = count_model(a), {}
@@ -283,7 +297,7 @@ def law_stochastic_counts_are_exact_for_linear_models(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("up = 0.5", "up = 0.4"), where="_count_at")
 def law_rounded_counts_are_the_nearest(alg: Any) -> None:
-    """rounded: at every node the integer next to 1 + t (n - 1), at most half of a position off; of n = 1 .. 40 positions."""
+    """At every node the rounded count is the integer next to 1 + t (n - 1), for n = 1 .. 40 positions."""
     lengths, gaps = range(1, 41), []
     keep = [[1] * n + [0] * (40 - n) for n in lengths]
     rollout = rollout_of(alg, [[1] * 40] * 40, keep)
@@ -299,7 +313,9 @@ def law_rounded_counts_are_the_nearest(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("(1 / t).expand(-1, len(n)", "n / (t * n).floor("), where="_count_at")
 def law_constant_models_show_the_scale(alg: Any) -> None:
-    """logp c everywhere: fixed counts give n c in every draw; floor gives sum of w floor(t n)/(t n) of it, 0.72 at n = 8."""
+    """Where logp is c everywhere, fixed counts give n c in every draw, and floor gives sum of w floor(t n)/(t n) of it, 0.72 at
+    n = 8.
+    """
     published = {(4, 2): 0.475, (4, 3): 0.679, (8, 2): 0.771, (8, 3): 0.718, (16, 3): 0.872, (64, 2): 0.976, (256, 3): 0.9916}
     for (length, nodes), scale in published.items():
         rollout = rollout_of(alg, torch.ones(2, length, dtype=torch.long))
@@ -320,7 +336,9 @@ def law_constant_models_show_the_scale(alg: Any) -> None:
 @rejects("2.6", ("None]) & inside", "None]).all(-1, keepdim=True) & inside"))
 @rejects("2.6", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"), where="gauss_legendre")
 def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
-    """Copies (two equal texts): -n ln2 sum w t^(n-1) for -ln2. Parity: -n ln2 sum w (1-(1-t)^(n-1)) for -(n-1) ln2."""
+    """For two equal texts it gives -n ln2 sum w t^(n-1) where -ln2 is right, and for a parity -n ln2 sum w (1-(1-t)^(n-1))
+    where -(n-1) ln2 is.
+    """
     length, ln2 = 6, math.log(2)
     copy, parity = torch.zeros((2,) * length), torch.zeros((2,) * length)
     copy[(0,) * length] = copy[(1,) * length] = 1.0
@@ -343,7 +361,7 @@ def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("w = w / masks_per_node", "w = w**2 / masks_per_node"))
 def law_quadrature_variance(alg: Any) -> None:
-    """Var = sum of w^2 Var(.|t) / masks: nothing of the time's; half of it with twice the masks."""
+    """The variance is the sum of w^2 Var(.|t) / masks. The times add nothing, and twice the masks halve it."""
     model, length = tabular(3, 3), 3
     scores = subset_scores(model, RESPONSE[:length], frozenset(range(length)))
     for how in ("bernoulli", "rounded", "floor"):
@@ -361,7 +379,8 @@ def law_quadrature_variance(alg: Any) -> None:
 @judges("2.3", "2.6")
 @rejects("2.3", ("inside, count)", "inside, torch.minimum(count + 1, n))"))
 def law_two_models_with_known_variances(alg: Any) -> None:
-    """One call in two models, all masks of the plan: own costs, V_mask = L sum a^2/l (L-l)/(L-1); a key token, 2/3 of all.
+    """Two models have variances by formula: with costs of its own V_mask = L sum a^2/l (L-l)/(L-1); with a key token the masks
+    have 2/3 of all.
 
     The factor is that of drawing l of L positions without replacement: nothing is left to choose at l = L.
     """
@@ -398,7 +417,10 @@ def law_two_models_with_known_variances(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("up = 0.5", "up = 0.0"), where="_count_at")
 def law_quadrature_states(alg: Any) -> None:
-    """Node-major states, weights w/t or w n/k over the masks; prompt visible, the rest of the response hidden, not scored."""
+    """States are node-major with weights w/t or w n/k over the masks.
+
+    The prompt is visible; the rest of the response is hidden and not scored.
+    """
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
     for how, domain in itertools.product(COUNTS, ("keep", "all")):
         inside = rollout.keep if domain == "keep" else torch.ones_like(rollout.keep)
@@ -420,7 +442,9 @@ def law_quadrature_states(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("_uniform((len(t),", "_uniform((1,"))
 def law_quadrature_frequencies(alg: Any) -> None:
-    """The real noise: hidden sets of a state have the stated probabilities; states, also of one node, are independent."""
+    """With real noise the hidden sets of a state have their probabilities, and states are independent, also those of
+    one node.
+    """
     for how, keep in itertools.product(COUNTS, KEEPS[:2]):
         rollout, n = repeated(alg, RESPONSE, keep, 4000), sum(keep)
         options = {"num_nodes": 2, "masks_per_node": 2, "counts": how, "domain": "keep"}
@@ -438,7 +462,7 @@ def law_quadrature_frequencies(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("inside.sum(-1)", "inside.sum(-1).amax().expand(len(inside))"))
 def law_quadrature_rows_are_their_own(alg: Any) -> None:
-    """A row's states do not depend on what other rows hold; equal noise gives equal rows, in whatever batch they stand."""
+    """A row's states do not depend on what other rows hold, and equal noise gives equal rows in whatever batch they stand."""
     for how in COUNTS:
         make = functools.partial(alg.quadrature_plan, num_nodes=2, masks_per_node=2, counts=how, domain="keep")
         full = make(rollout_of(alg, [RESPONSE] * 3), seeded(64))
@@ -456,7 +480,9 @@ def law_quadrature_rows_are_their_own(alg: Any) -> None:
 @judges("2.6", "7.1", "8.2", "10.1")
 @rejects("10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo")
 def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
-    """Equal weights, one plan: ratio 1, gradient of the loss -adv grad B / n; two plans: E r = E e^B E e^-B > 1."""
+    """At equal weights one plan has ratio 1 and the gradient -adv grad B / n. Two plans have the mean ratio E e^B E
+    e^-B > 1.
+    """
     model, n = tabular(3, 3), 3
     method = methods.with_options(alg.METHODS["gdpo"], {"plan.num_nodes": 2})
     rollout, plan, chance = joint_outcomes(alg, n, 2, 1, "bernoulli")

@@ -44,7 +44,10 @@ from minidrl import oracle
 @judges("2.1")
 @rejects("2.1", ("& rollout.prompt_mask", ""), ("torch.ones_like(rollout.keep)", "rollout.keep"))
 def law_mean_field_states(alg: Any) -> None:
-    """One state of weight 1: the response hidden, kept tokens scored, prompt tokens hidden where noise < p, padding never."""
+    """There is one state of weight 1.
+
+    It hides the response and prompt tokens whose noise is below p, never padding, and scores kept tokens.
+    """
     rollout = rollout_of(alg, [RESPONSE] * 3, KEEPS)
     p, below, above = 0.3, 0.3 - 1e-9, 0.3 + 1e-9
     drawn = double([[below, above, below], [above, below, below], [below, above, above]])
@@ -60,7 +63,7 @@ def law_mean_field_states(alg: Any) -> None:
 @judges("2.1")
 @rejects("2.1", ("(noise < p_mask_prompt)", "(noise > p_mask_prompt)"))
 def law_mean_field_frequencies(alg: Any) -> None:
-    """Each prompt token of each row is hidden with probability p, independently; none at p = 0."""
+    """Each prompt token of each row is hidden with probability p, independently of the others, and none is at p = 0."""
     rollout, p = rollout_of(alg, [RESPONSE] * 4000), 0.3
     plan = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=p)
     frequencies_agree(subset_number(plan.hidden[0, :, 1:3]), double([0.49, 0.21, 0.21, 0.09]), "hidden prompt tokens")
@@ -70,7 +73,7 @@ def law_mean_field_frequencies(alg: Any) -> None:
 @judges("2.1", "5.1")
 @rejects("2.1", ("= rollout.keep[", "= torch.ones_like(rollout.keep)["))
 def law_mean_field_is_integrand_at_one(alg: Any) -> None:
-    """With p_mask_prompt = 0 the value is g(1), the ELBO's integrand where everything is hidden; kept tokens only."""
+    """With p_mask_prompt = 0 the value is g(1), the ELBO's integrand where everything is hidden, of kept tokens only."""
     model = tabular(*MODEL)
     rollout = rollout_of(alg, [RESPONSE] * 3, KEEPS)
     got = ll_of(alg, model, rollout, alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0))
@@ -80,18 +83,20 @@ def law_mean_field_is_integrand_at_one(alg: Any) -> None:
 
 
 def gauss(nodes: int, low: float) -> tuple[list[float], list[float]]:
-    """Gauss-Legendre nodes in (0, 1) for a uniform variable, and weights that sum to 1; exact to degree 2 nodes - 1."""
+    """Gauss-Legendre nodes in (0, 1) for a uniform variable, and weights that sum to 1. They are exact to degree 2
+    nodes - 1.
+    """
     x, w = numpy.polynomial.legendre.leggauss(nodes)
     return [low + (1 - low) * (v + 1) / 2 for v in x.tolist()], [v / 2 for v in w.tolist()]
 
 
 def time_mean(model: oracle.TabularDenoiser, response: tuple, min_t: float) -> float:
-    """Mean of g(t) over t ~ U(min_t, 1)."""
+    """The mean of g(t) over t ~ U(min_t, 1)."""
     return sum(w * oracle.elbo_integrand(model, response, t).item() for t, w in zip(*gauss(6, min_t), strict=True))
 
 
 def time_expectation(alg: Any, model: oracle.TabularDenoiser, min_t: float, states: int) -> float:
-    """The plan's expectation over every mask pattern, and over t by quadrature (exact: the mean given t is a polynomial)."""
+    """The plan's mean over every mask pattern, and over t by quadrature, which is exact: the mean given t is a polynomial."""
     length, u, chance, draws = model.length, [], [], []
     for (x, w), pattern in itertools.product(zip(*gauss(4, 0.0), strict=True), itertools.product((0, 1), repeat=model.length)):
         t = min_t + (1 - min_t) * x
@@ -107,7 +112,7 @@ def time_expectation(alg: Any, model: oracle.TabularDenoiser, min_t: float, stat
 @judges("2.2")
 @rejects("2.2", ("inside, 1 / (num_states * t))", "inside, 1 / t)"), ("(noise < t[...", "(noise > t[..."))
 def law_time_plan_expectation(alg: Any) -> None:
-    """E = mean of g over (min_t, 1), for any number of states; the ELBO at min_t = 0."""
+    """The mean is that of g over (min_t, 1) for any number of states, and the ELBO at min_t = 0."""
     model = tabular(3, 3)
     for min_t, states in ((0.0, 1), (0.0, 2), (0.2, 3)):
         close(time_expectation(alg, model, min_t, states), time_mean(model, RESPONSE[:3], min_t), f"min_t {min_t}")
@@ -117,7 +122,7 @@ def law_time_plan_expectation(alg: Any) -> None:
 @judges("2.2")
 @rejects("2.2", ("= min_t + (1 -", "= 2 * min_t + (1 - 2 *"))
 def law_time_plan_bias(alg: Any) -> None:
-    """Bias = min_t (B - g(0)) to first order: right sign, right size, and the rest shrinks as min_t squared."""
+    """To first order the bias is min_t (B - g(0)), in sign and size, and the rest shrinks as min_t squared."""
     model, response = tabular(3, 3), RESPONSE[:3]
     bound = oracle.elbo(model, response).item()
     at_zero = 3 * oracle.mean_logp_by_count(model, response)[0].item()
@@ -158,7 +163,10 @@ def law_time_plan_frequencies(alg: Any) -> None:
 @rejects("2.2", ("masked.any(-1))", "masked.any(-1) | True)"), where="_response_plan")
 @rejects("2.4", ('domain == "keep"', 'domain == "all"'), where="_domain")
 def law_response_plan_states(alg: Any) -> None:
-    """Prompt visible; what lies outside the domain hidden in every state and never scored; domain all ignores keep."""
+    """The prompt is visible.
+
+    What lies outside the domain is hidden in every state and never scored, and domain all ignores keep.
+    """
     rollout = rollout_of(alg, [RESPONSE] * 60, KEEPS * 20)
     plans = {
         "time": functools.partial(alg.elbo_time_plan, num_states=4, min_t=0.1),
@@ -181,7 +189,7 @@ def law_response_plan_states(alg: Any) -> None:
 @judges("2.3")
 @rejects("2.3", ("(rank < count[", "(rank <= count["), where="_random_subset")
 def law_count_plan_weights(alg: Any) -> None:
-    """1 .. n positions are hidden, with weight n / (K count)."""
+    """1 .. n positions are hidden, with the weight n / (K count)."""
     rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
     for states, strata in itertools.product((1, 3), (False, True)):
         plan = alg.elbo_count_plan(rollout, seeded(3), num_states=states, domain="keep", strata=strata)
@@ -212,7 +220,9 @@ def law_count_plan_at_the_edge(alg: Any) -> None:
     ),
 )
 def law_count_plan_expectation(alg: Any) -> None:
-    """E = ELBO of the domain for every K, with and without strata; also where K and n share no factor (n = 3, K = 2)."""
+    """The mean is the ELBO of the domain for every K, with and without strata, also where K and n share no factor (n = 3, K =
+    2).
+    """
     model = tabular(*MODEL)
     close(elbo_on(model, RESPONSE, frozenset(range(4))), oracle.elbo(model, RESPONSE).item(), "two forms of the ELBO")
     for keep, states, strata in itertools.product(KEEPS, (1, 2, 3), (False, True)):
@@ -227,7 +237,9 @@ def law_count_plan_expectation(alg: Any) -> None:
 @judges("2.3")
 @rejects("2.3", ("masked_fill(~domain, torch.inf).", ""), where="_random_subset")
 def law_count_plan_frequencies(alg: Any) -> None:
-    """Counts are uniform, subsets of a count too; states are independent, or each in its stratum; the mean is the ELBO."""
+    """Counts are uniform, and subsets of a count too. States are independent, or each in its stratum, and the mean is
+    the ELBO.
+    """
     model, states = tabular(*MODEL), 2
     for keep, strata in itertools.product(KEEPS[:2], (False, True)):
         rollout, n = repeated(alg, RESPONSE, keep, 4000), sum(keep)
@@ -253,7 +265,7 @@ def law_count_plan_frequencies(alg: Any) -> None:
 @judges("2.3")
 @rejects("2.3", ("device)\n    if strata:", "device)\n    if not strata:"))
 def law_strata_do_not_raise_the_variance(alg: Any) -> None:
-    """K states without strata: the variance of one over K, which splits into counts and subsets; strata: never more."""
+    """K independent states have a K-th of the variance of one, which splits into counts and subsets. Strata never have more."""
     for seed, n in ((0, 3), (1, 3), (2, 2)):
         model, response, found = tabular(3, 3, seed), RESPONSE[:3], {}
         keep = (1,) * n + (0,) * (3 - n)
@@ -275,7 +287,7 @@ def law_strata_do_not_raise_the_variance(alg: Any) -> None:
 @judges("2.3")
 @rejects("2.3", ("(u * n).floor(", "(u.square() * n).floor("))
 def law_count_plan_is_exact_for_consistent_models(alg: Any) -> None:
-    """Conditionals of one joint distribution: the expectation is the log-likelihood."""
+    """For the conditionals of one joint distribution the mean is the log-likelihood."""
     joint = normal(2, 2, 2, seed=5).exp()
     model, response = oracle.consistent_denoiser(joint), (1, 0, 1)
     u, order = count_noise(3, 3, 2)
@@ -288,7 +300,7 @@ def law_count_plan_is_exact_for_consistent_models(alg: Any) -> None:
 @judges("2.3", "2.4")
 @rejects("2.3", ("sum(-1)\n    u =", "sum(-1) * 0 + inside.shape[1]\n    u ="))
 def law_single_position_is_exact(alg: Any) -> None:
-    """n = 1: every draw, of either form, is the token's own log-probability."""
+    """For n = 1 every draw of either form is the token's own log-probability."""
     model, keep = tabular(*MODEL), KEEPS[2]
     truth = oracle.token_logp(model, RESPONSE, frozenset(range(4)))[0].item()
     rollout = repeated(alg, RESPONSE, keep, 8)
@@ -302,7 +314,7 @@ def law_single_position_is_exact(alg: Any) -> None:
 @judges("2.4")
 @rejects("2.4", ("(num_states * both.sum(-1)", "(pairs * both.sum(-1)"))
 def law_complementary_states(alg: Any) -> None:
-    """States 2j and 2j+1 partition the domain; weights (n+1) / (K l) and (n+1) / (K (n-l)); empty states are not valid."""
+    """States 2j and 2j+1 partition the domain, with weights (n+1) / (K l) and (n+1) / (K (n-l)). Empty states are not valid."""
     rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
     plan = alg.complementary_plan(rollout, seeded(7), num_states=4, domain="keep")
     assert torch.equal(plan.scored[0::2] ^ plan.scored[1::2], rollout.keep.expand(2, -1, -1)), "not a partition"
@@ -317,7 +329,7 @@ def law_complementary_states(alg: Any) -> None:
 @judges("2.4", "5.1")
 @rejects("2.4", ("weight = (n + 1).double()", "weight = n.double()"))
 def law_complementary_expectation(alg: Any) -> None:
-    """E = ELBO of the domain; each half alone is unbiased too."""
+    """The mean is the ELBO of the domain, and each half alone is unbiased too."""
     model = tabular(*MODEL)
     for keep, states in itertools.product(KEEPS, (2, 4)):
         u, order = count_noise(sum(keep) + 1, 4, states // 2)
@@ -354,7 +366,10 @@ def law_complementary_frequencies(alg: Any) -> None:
 @judges("2.4", "2.3")
 @rejects("2.4", ("[masked, inside & ~masked]", "[masked, masked]"))
 def law_complementary_variance(alg: Any) -> None:
-    """One mask on {0..n}: (1 + 1/n) Var{1..n} + B^2/n. A pair, per token: half of that variance minus v^2/2."""
+    """One mask on {0..n} has the variance (1 + 1/n) Var{1..n} + B^2/n.
+
+    A pair has, per token, half of that variance minus v^2/2.
+    """
     model, response, n = tabular(3, 3), RESPONSE[:3], 3
     u, order = count_noise(n + 1, n, 1)
     rollout = repeated(alg, response, (1, 1, 1), u.shape[1])
@@ -443,7 +458,7 @@ def law_plan_refusals(alg: Any) -> None:
 @judges("2.3")
 @rejects("2.3", ("/ (num_states * count)", "/ num_states + 0 * count"))
 def law_total_variance_and_its_allocation(alg: Any) -> None:
-    """N counts with M masks for each: Var = Var_l(E[.|l]) / N + E_l(Var(.|l)) / (N M), so M = 1 is best at equal N M."""
+    """N counts with M masks each have Var_l(E[.|l]) / N + E_l(Var(.|l)) / (N M), so that M = 1 is best at equal N M."""
     model, n = tabular(3, 3), 3
     scores = subset_scores(model, RESPONSE[:n], frozenset(range(n)))
     given = []
@@ -476,7 +491,10 @@ def law_total_variance_and_its_allocation(alg: Any) -> None:
     ("(high - low) * float(", "high * float("),
 )
 def law_coupled_plan(alg: Any) -> None:
-    """All hidden, S, complement, padding too; a kept token is scored in two; weights 1/2, 1/2r, 1/2(1-r); r by its noise."""
+    """Its states hide everything, S, and the complement of S, padding too, with weights 1/2, 1/2r and 1/2(1-r).
+
+    A kept token is scored in two of them.
+    """
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
     u, r = double([[0.1, 0.9, 0.34, 0.36], [0.36, 0.34, 0.1, 0.9]]), 0.2 + 0.6 * 0.25
     with noise(alg, double([0.25]), u):
@@ -502,7 +520,9 @@ def law_coupled_plan(alg: Any) -> None:
     ("inside.device) < t)", "inside.device) > t)"),
 )
 def law_scheduled_plan(alg: Any) -> None:
-    """Hidden where the noise is below t_0 + progress (1 - t_0), and scored there; everything at the last update."""
+    """A position is hidden and scored where its noise is below t_0 + progress (1 - t_0), so that at the last update everything
+    is.
+    """
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
     u, start = double([[0.1, 0.69, 0.71, 0.9], [0.9, 0.71, 0.69, 0.1]]), 0.2 + 0.8 * 0.25
     for progress, domain in itertools.product((0.0, 0.5, 1.0), ("all", "keep")):

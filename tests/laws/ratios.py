@@ -32,7 +32,7 @@ from minidrl import oracle
 @judges("7.1")
 @rejects("7.1", ("if anchor.requires_grad:", "if False:"))
 def law_log_ratio(alg: Any) -> None:
-    """ll - anchor, gradient 1 in ll; the anchor must be data."""
+    """It is ll - anchor with gradient 1 in ll, and the anchor must be data."""
     ll, anchor = normal(2, 3, seed=19).requires_grad_(), normal(2, 3, seed=20)
     got = alg.log_ratio(ll, anchor)
     close(got, [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(ll.tolist(), anchor.tolist(), strict=True)])
@@ -43,7 +43,7 @@ def law_log_ratio(alg: Any) -> None:
 @judges("7.1")
 @rejects("7.1", ("return ll - anchor", "return (ll - anchor).clamp(max=0.5)"))
 def law_fresh_masks_inflate_the_ratio(alg: Any) -> None:
-    """Same weights: with shared masks the log-ratio is 0; with independent ones the mean ratio exceeds 1."""
+    """At equal weights the log-ratio is 0 with shared masks, and with independent ones the mean ratio exceeds 1."""
     model, response = tabular(3, 3), RESPONSE[:3]
     u, order = count_noise(3, 3, 1)
     rollout = repeated(alg, response, (1, 1, 1), u.shape[1])
@@ -67,7 +67,10 @@ def law_fresh_masks_inflate_the_ratio(alg: Any) -> None:
     (":\n        return u", ":\n        return u.abs()"),
 )
 def law_kl_by_enumeration(alg: Any) -> None:
-    """Over a categorical policy: k1 and k3 have mean KL(pi || ref); gradients 0, of KL(pi || ref), of KL(ref || pi)."""
+    """Over a categorical policy k1 and k3 have the mean KL(pi || ref).
+
+    The gradients of k1, k2, k3 are 0, that of KL(pi || ref), and of KL(ref || pi).
+    """
     z, q = normal(4, seed=21).requires_grad_(), normal(4, seed=22).log_softmax(-1)
     logp = z.log_softmax(-1)
     p = logp.exp()
@@ -89,7 +92,7 @@ def law_kl_by_enumeration(alg: Any) -> None:
 @judges("7.2")
 @rejects("7.2", ("torch.expm1(-u) + u", "torch.expm1(-u) - u"))
 def law_kl_sign(alg: Any) -> None:
-    """k2 and k3 are at least 0 and 0 only at ll = ref; small differences keep their digits; the reference is data."""
+    """k2 and k3 are at least 0, and 0 only at ll = ref. Small differences keep their digits, and the reference is data."""
     u = double([-3.0, -0.1, 0.0, 0.2, 2.0])
     for form in ("k2", "k3"):
         value = alg.kl_term(u, torch.zeros(5, dtype=torch.float64), form=form)
@@ -103,7 +106,9 @@ def law_kl_sign(alg: Any) -> None:
 @judges("7.1")
 @rejects("7.1", ("    return ll - anchor\n", "    return ll - anchor.mean()\n"))
 def law_noise_makes_log_normal_ratios(alg: Any) -> None:
-    """Equal weights, noise of deviation s in each ELBO: mean exp(s^2), variance exp(2 s^2) (exp(2 s^2) - 1), by quadrature."""
+    """At equal weights noise of deviation s in each ELBO gives ratios of mean exp(s^2) and variance exp(2 s^2) (exp(2 s^2) -
+    1).
+    """
     x, w = (double(v) for v in numpy.polynomial.hermite_e.hermegauss(60))
     chance = (w / w.sum())[:, None] * (w / w.sum())
     for s in (0.1, 0.5, 1.0):
@@ -120,7 +125,7 @@ def changed(model: oracle.TabularDenoiser, scale: float = 0.7) -> oracle.Tabular
 
 
 def sampled(model: Any, paths: list, temperature: float) -> Tensor:
-    """log-probability with which each token of each trajectory was drawn, in the state before its step, by the oracle."""
+    """The log-probability with which each token of each trajectory was drawn, in the state before its step, by the oracle."""
     rows = []
     for path in paths:
         at = {s: oracle.token_logp(model, path.response, oracle.hidden_before(path, s), temperature) for s in path.unmask_step}
@@ -131,7 +136,7 @@ def sampled(model: Any, paths: list, temperature: float) -> Tensor:
 def token_ratios(
     alg: Any, order: str, scored: float = 0.7, drawn: float = 0.7, scale: float = 0.7
 ) -> tuple[Tensor, Tensor, list]:
-    """Chance of every trajectory (B,), the module's token ratios (B, L) anchored on the recorded logp, the trajectories."""
+    """The chance of every trajectory, its token ratios (B, L) anchored on the recorded logp, and the trajectories."""
     model, paths, chance, _ = walk(Walk(3, 2, order, 1, 3))
     rollout = recorded(alg, paths, None, logp=sampled(model, paths, drawn))
     method = alg.METHODS["ppo"]
@@ -144,7 +149,7 @@ def token_ratios(
 @judges("7.1", "3.1")
 @rejects("3.1", ("masked = (unmask >= steps", "masked = (unmask > steps"), where="_replay_states")
 def law_token_ratios_have_mean_one(alg: Any) -> None:
-    """E_mu[r] = 1 at every position for random and fixed order; 1.018, 0.997, 0.980 in this model for confidence order."""
+    """E_mu[r] is 1 at every position for random and fixed orders, and 1.018, 0.997, 0.980 in this model by confidence."""
     for order in ("random", "left_to_right", "right_to_left"):
         chance, r, _ = token_ratios(alg, order)
         close(chance @ r, [1.0] * 3, order)
@@ -161,7 +166,10 @@ def law_token_ratios_have_mean_one(alg: Any) -> None:
 @judges("7.1", "4.1")
 @rejects("4.1", ("logits / temperature", "logits * temperature"))
 def law_token_ratios_at_the_wrong_temperature(alg: Any) -> None:
-    """Anchor and policy at temperature 1.3, tokens drawn at 0.7: mean ratio not 1. Only the policy: not 1 at equal weights."""
+    """With anchor and policy at 1.3 and tokens drawn at 0.7 the mean ratio is not 1.
+
+    With the policy alone at 1.3 it is not 1 at equal weights.
+    """
     chance, r, paths = token_ratios(alg, "random", scored=1.3, drawn=1.3)
     model = walk(Walk(3, 2, "random", 1, 3))[0]
     truth = chance @ (sampled(changed(model), paths, 1.3) - sampled(model, paths, 1.3)).exp()

@@ -33,7 +33,7 @@ from minidrl import oracle
 @rejects("5.1", ("ll = logp * plan.scored", "ll = logp"), ("ll = ll.sum(-1,", "ll = ll.mean(-1,"))
 @rejects("5.1", ('{"state": states,', '{"state": 1,'), where="_parts")
 def law_reductions(alg: Any) -> None:
-    """Token, step and sequence by loops; what is not scored adds nothing; the normaliser divides each sequence."""
+    """Every level is as by loops. What is not scored adds nothing, and the normaliser divides each sequence."""
     _, plan, logp = loose_plan(alg)
     length = double([5, 2, 3, 1])
     token = [[[logp[k, b, i] * plan.scored[k, b, i] for i in range(5)] for b in range(4)] for k in range(3)]
@@ -79,7 +79,7 @@ def law_entries(alg: Any) -> None:
 
 
 def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: int, entries: int) -> float:
-    """The normalisers in plain arithmetic."""
+    """The normalisers of (9.1) in plain arithmetic."""
     rows = len(sums)
     return {
         "sequence_mean": sum(sums) / rows,
@@ -95,7 +95,7 @@ def by_hand(how: str, sums: list[float], lengths: list[int], width: int, group: 
 @judges("9.1")
 @rejects("9.1", ("total.sum() / rollout", "total.mean() / rollout"))
 def law_aggregation(alg: Any) -> None:
-    """Each way at each level by loops: entries that exist, each with its weight, then the normaliser."""
+    """Each way at each level is as by loops: the entries that exist, each with its weight, and then the normaliser."""
     rollout, plan, loss = loose_plan(alg)
     lengths = [5, 2, 3, 1]
     for how in alg.AGGREGATIONS:
@@ -148,7 +148,7 @@ def law_aggregation_of_prompts(alg: Any) -> None:
 
 
 def eubo_by_loops(logp: list[dict[int, Any]], weight: list[float], beta: float) -> Any:
-    """n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta of one response."""
+    """The EUBO of one response, n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta."""
     seen = sorted({i for state in logp for i in state})
     n = sum(w * len(state) for w, state in zip(weight, logp, strict=True))
     total = 0.0
@@ -169,7 +169,7 @@ def spg_eubo(logp: list[dict[int, Any]], n: int, beta: float) -> Any:
 
 
 def sampled_plans(alg: Any) -> tuple[Any, list]:
-    """Three lengths, five rows each, and a count plan and a block plan of 1 and 3 states on them."""
+    """A rollout of three lengths with five rows each, and on it a count plan and a block plan of one and of three states."""
     rollout = rollout_of(alg, [RESPONSE] * 15, KEEPS * 5)
     plans = []
     for states in (1, 3):
@@ -179,14 +179,14 @@ def sampled_plans(alg: Any) -> tuple[Any, list]:
 
 
 def states_of(model: Any, rollout: Any, plan: Any, b: int) -> list[dict[int, Tensor]]:
-    """logp of the scored positions of every state of a response, by the oracle."""
+    """The logp of the scored positions of every state of a response, by the oracle."""
     return [token_logps(model, rollout, plan, k, b, 1.0) for k in range(plan.scored.shape[0])]
 
 
 @judges("5.2")
 @rejects("5.2", ("mean = total / beta / seen", "mean = total / seen"))
 def law_eubo(alg: Any) -> None:
-    """Value and gradient by loops, for any beta; with weights n/(K hidden) it is the published formula times n."""
+    """Value and gradient are as by loops for any beta. With weights n/(K hidden) it is the published formula times n."""
     model = tabular(*MODEL)
     rollout, plans = sampled_plans(alg)
     for plan, beta in itertools.product(plans, (0.5, 1.0, 1.1, 4.0)):
@@ -204,7 +204,9 @@ def law_eubo(alg: Any) -> None:
 @judges("5.2")
 @rejects("5.2", ("sum(-1).clamp(min=1)", "shape[-1]"))
 def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
-    """d eubo / d logp_ik = n/h times softmax over the states of (log weight + beta logp): each token's shares sum to 1."""
+    """Its gradient in logp_ik is n/h times a softmax over the states of log weight + beta logp: each token's shares
+    sum to 1.
+    """
     rollout, plans = sampled_plans(alg)
     for plan, beta in itertools.product(plans, (1e-6, 1.5, 60.0)):
         logp = (-normal(*plan.scored.shape, seed=62).abs() - 0.1).requires_grad_()
@@ -222,7 +224,9 @@ def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
 @judges("5.2")
 @rejects("5.2", ("terms.logsumexp(0)", "terms.detach().logsumexp(0)"))
 def law_eubo_of_one_state(alg: Any) -> None:
-    """K = 1: the ELBO of that state plus n/beta log(n/hidden), a constant: the same gradient for every beta."""
+    """With one state it is that state's ELBO plus n/beta log(n/hidden), a constant, so that every beta has the same
+    gradient.
+    """
     model = tabular(*MODEL)
     rollout, plans = sampled_plans(alg)
     for plan in (plan for plan in plans if len(plan.scored) == 1):
@@ -239,7 +243,7 @@ def law_eubo_of_one_state(alg: Any) -> None:
 @judges("5.2")
 @rejects("5.2", (".logsumexp(0).masked_fill(~seen, 0)", ".logsumexp(0)"))
 def law_eubo_reads_hidden_tokens_only(alg: Any) -> None:
-    """What is not scored has neither value nor gradient, even -inf; a token hidden in no state leaves the mean."""
+    """What is not scored has neither value nor gradient, even where it is -inf. A token hidden in no state leaves the mean."""
     rollout, plans = sampled_plans(alg)
     for plan in plans:
         logp = -normal(*plan.scored.shape, seed=63).abs()
@@ -269,7 +273,7 @@ def all_states(alg: Any, response: tuple) -> tuple[Any, Any]:
 @judges("5.2")
 @rejects("5.2", ("+ plan.weight[..., None].log()", ""))
 def law_eubo_over_all_states(alg: Any) -> None:
-    """In expectation inside the log it rises with beta, from the ELBO at beta -> 0 to the sum of each token's best logp."""
+    """With the mean inside the log it rises with beta, from the ELBO at beta -> 0 to the sum of each token's best logp."""
     response = RESPONSE[:3]
     for seed in range(6):
         model = tabular(3, 3, seed)
@@ -286,7 +290,7 @@ def law_eubo_over_all_states(alg: Any) -> None:
 @judges("5.2")
 @rejects("5.2", ("terms = beta * logp + plan", "terms = beta * logp - plan"))
 def law_eubo_is_a_surrogate_not_a_bound(alg: Any) -> None:
-    """Of 60 random models, how often it is at least log p: never always at beta 1, more often as beta grows.
+    """Over 60 random models it is at least log p in some at beta 1, and in more of them as beta grows.
 
     The expectation is exact (all masks inside the logarithm). With two sampled states it may also lie below the ELBO of the
     very same states, because a mean of two inside a logarithm is biased down.
@@ -316,7 +320,7 @@ def law_eubo_is_a_surrogate_not_a_bound(alg: Any) -> None:
 @judges("5.3")
 @rejects("5.3", ("omega * upper + (1 - omega)", "(1 - omega) * upper + omega"))
 def law_sandwich(alg: Any) -> None:
-    """adv > 0: ll itself; adv = 0 and below: omega EUBO / normaliser + (1 - omega) ll, in value and in gradient."""
+    """Where adv > 0 it is ll itself, elsewhere omega EUBO / normaliser + (1 - omega) ll, in value and in gradient."""
     rollout, plans = sampled_plans(alg)
     adv = double([1.0, -1.0, 0.0, 0.3, -0.2] * 3)[None, :, None]
     normalizer = rollout.keep.sum(-1).double()

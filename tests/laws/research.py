@@ -45,7 +45,7 @@ def positions_model(values: list[float]) -> oracle.TabularDenoiser:
 @rejects("", ("< count[..., None", "<= count[..., None"), where="_arcs")
 @rejects("2.11", ('_check_count("plan.num_states", num_states)', ""))
 def law_arc_plan_states(alg: Any) -> None:
-    """Each count in its stratum, weight n / (K count); all positions are hidden equally often, or once more; prompt visible."""
+    """Each count lies in its stratum, with weight n / (K count). All positions are hidden equally often, or once more."""
     rollout = rollout_of(alg, [RESPONSE] * 90, KEEPS * 30)
     for states, domain in itertools.product((1, 2, 3, 5), ("keep", "all")):
         plan = alg.arc_plan(rollout, seeded(3), num_states=states, domain=domain)
@@ -72,7 +72,7 @@ def law_arc_plan_states(alg: Any) -> None:
     ("n.double() / (num_states * count)", "1 / u / num_states"),
 )
 def law_arc_plan_expectation(alg: Any) -> None:
-    """E = ELBO of the domain for every K, by enumeration of counts and orders."""
+    """The mean is the ELBO of the domain for every K, by enumeration of counts and orders."""
     model = tabular(*MODEL)
     for keep, states in itertools.product(KEEPS, (1, 2, 3)):
         draws = list(itertools.product(midpoints(sum(keep)), all_orders(4)))
@@ -87,7 +87,7 @@ def law_arc_plan_expectation(alg: Any) -> None:
 @judges("2.11")
 @rejects("", ("(part + u)", "(0 * part + u)"), where="_in_strata")
 def law_arc_plan_frequencies(alg: Any) -> None:
-    """Counts independent, each in its stratum; given its count, every state is a uniform subset; rows differ."""
+    """Counts are independent, each in its stratum. Given its count every state is a uniform subset, and rows differ."""
     n, states, rows = 3, 2, 4000
     plan = alg.arc_plan(repeated(alg, RESPONSE, KEEPS[1], rows), seeded(4), num_states=states, domain="keep")
     law = double([[max(0.0, min((k + 1) / 2, (c + 1) / n) - max(k / 2, c / n)) * 2 for c in range(n)] for k in range(states)])
@@ -104,7 +104,7 @@ def law_arc_plan_frequencies(alg: Any) -> None:
 @judges("2.11")
 @rejects("", ("count.cumsum(0) - count", "0 * count"), where="_arcs")
 def law_arcs_do_not_raise_the_variance_of_positions(alg: Any) -> None:
-    """Log-probabilities of the position alone, two states: a variance below that of the strata of (2.3)."""
+    """Where logp depends on the position alone, two states have a variance below that of the strata of (2.3)."""
     for values in ([-0.1, -2.0, -0.5], [-1.0, -1.5, -0.2, -3.0]):
         n = len(values)
         cells = list(itertools.product(midpoints(n), repeat=2))
@@ -181,12 +181,12 @@ class ByHand:
         return float(np.dot(terms, self.of_terms))
 
     def mean_over_counts(self, values: dict) -> float:
-        """Of what each mask has, under (2.3)."""
+        """The mean, under (2.3), of what each mask has."""
         return sum(v / math.comb(self.n, len(m)) for m, v in values.items()) / self.n
 
     @property
     def mean_guess(self) -> float:
-        """E H, over all masks."""
+        """The mean of H over all masks."""
         return self.mean_over_counts({m: self.guess(m) for m in self.masks})
 
     def scale(self, i: int) -> list[float]:
@@ -246,7 +246,9 @@ def cells(q: list[float], states: int) -> list[list[tuple[float, float]]]:
 @rejects("2.13", ("x**power for s", "x ** (power + 1) for s"), ("(~masked)", "masked"), ("n * x, n * x**2]", "x, x**2]"))
 @rejects("", ("(place + 1)", "place"), ("& inside[..., None] & inside[:, None]", ""), where="visited")
 def law_control_variate_by_hand(alg: Any) -> None:
-    """Weight and shift of every draw, with the constants of its verdict; only the sequence's ll has the shift."""
+    """Weight and shift of every draw are as by hand, with the constants of its verdict, and only the sequence's ll has the
+    shift.
+    """
     for keep, step, (states, solved) in itertools.product(KEEPS, STEPS, ((1, False), (3, True))):
         rollout, by_hand = remembered(alg, keep, step, 8, solved), ByHand(keep, step, CONSTANTS[int(solved)])
         words = {"num_states": states, "domain": "keep", "constants": CONSTANTS}
@@ -273,7 +275,7 @@ def law_control_variate_by_hand(alg: Any) -> None:
 @rejects("2.13", ("s / x * x**power", "s * x**power"))
 @rejects("", ("(n - count) / (n - 1)", "(n - count) / n"), ("(v * exists).sum(-1)", "v.sum(-1)"), where="surrogate_means")
 def law_means_of_the_terms(alg: Any) -> None:
-    """Closed means are the means over all masks, each of the twenty."""
+    """The closed means of the twenty terms are their means over all masks."""
     for keep, step in itertools.product(KEEPS, STEPS):
         rollout, kept = remembered(alg, keep, step, 1), sorted(positions(keep))
         known = alg.visited(rollout, rollout.keep)
@@ -293,7 +295,7 @@ def law_means_of_the_terms(alg: Any) -> None:
     ("known.effects[3]", "known.effects[2]"),
 )
 def law_of_the_law_of_counts(alg: Any) -> None:
-    """q by loops over masks; it sums to 1, and no count is left out."""
+    """The law q is as by loops over masks. It sums to 1, and no count is left out."""
     for keep, step, v in itertools.product(KEEPS, STEPS, (0, 1)):
         rollout, by_hand = remembered(alg, keep, step, 1), ByHand(keep, step, CONSTANTS[v])
         known = alg.visited(rollout, rollout.keep)
@@ -306,7 +308,9 @@ def law_of_the_law_of_counts(alg: Any) -> None:
 @judges("2.12", "5.1")
 @rejects("2.12", (".sum(-1) + 1, n)", ".sum(-1).clamp(min=1), n)"))
 def law_control_variate_expectation(alg: Any) -> None:
-    """E = ELBO of the domain, whatever the constants are, by enumeration of counts, with their chances, and orders."""
+    """The mean is the ELBO of the domain, whatever the constants are, by enumeration of counts with their chances, and of
+    orders.
+    """
     model = tabular(*MODEL)
     for keep, step, states in itertools.product(KEEPS, STEPS, (1, 2)):
         q = ByHand(keep, step, CONSTANTS[1]).law
@@ -324,7 +328,7 @@ def law_control_variate_expectation(alg: Any) -> None:
 @judges("2.12")
 @rejects("", ("tuple(inside.shape", "(1, inside.shape[1]"), where="_arcs")
 def law_control_variate_frequencies(alg: Any) -> None:
-    """The counts of two states are independent, each with the law q within its half; rows differ."""
+    """The counts of two states are independent, each with the law q within its half, and rows differ."""
     keep, step, rows = KEEPS[0], STEPS[0], 4000
     q = ByHand(keep, step, CONSTANTS[1]).law
     rollout = remembered(alg, keep, step, rows)
@@ -340,7 +344,10 @@ def law_control_variate_frequencies(alg: Any) -> None:
 @judges("2.12")
 @rejects("2.12", ("domain=domain", "domain='keep'"))
 def law_without_constants_it_is_arcs(alg: Any) -> None:
-    """The same states, weights and no shift; no record is read. What is missing or wrong is named."""
+    """Without constants it has the states and weights of arcs and no shift, and reads no record.
+
+    What is missing or wrong is named.
+    """
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
     for states, domain in itertools.product((1, 3), ("keep", "all")):
         words = {"num_states": states, "domain": domain}

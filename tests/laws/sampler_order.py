@@ -132,7 +132,7 @@ def check_kernel(alg: Any, model: Any, case: Walk, temperature: float) -> float:
 @rejects("4.2", ("chosen.amin(-1", "chosen.masked_fill(~scored, -torch.inf).amax(-1"), where="confidence_to_beat")
 @rejects("4.2", ("(total / scored.sum(-1).clamp(min=1))", "total"))
 def law_order_kernel(alg: Any) -> None:
-    """exp(logp + order_logp) is the sampler's transition, state by state: it sums to 1, and the tokens alone to more."""
+    """exp(logp + order_logp) is the sampler's transition in every state. It sums to 1, and the tokens alone sum to more."""
     for case, temperature in KERNELS:
         assert check_kernel(alg, tabular(case.length, case.vocab, 17), case, temperature) > 1.2, f"{case}: the tokens alone"
 
@@ -142,7 +142,10 @@ def law_order_kernel(alg: Any) -> None:
 @rejects("4.5", ("limit.masked_fill(reached, floor)", "limit"), where="threshold_to_beat")
 @rejects("4.5", ("else -math.inf", "else 0.0"), where="log_threshold")
 def law_threshold_kernel(alg: Any) -> None:
-    """exp(logp + order_logp) is the transition of threshold decoding: it sums to 1 over all sets, the tokens alone to more."""
+    """exp(logp + order_logp) is the transition of threshold decoding.
+
+    It sums to 1 over all sets, and the tokens alone sum to more.
+    """
     for case, temperature in THRESHOLDS:
         most = check_kernel(alg, tabular(case.length, case.vocab, 17), case, temperature)
         assert (most > 1.2) == (case.threshold > 0), f"{case}: the tokens of the possible sets alone sum to {most} at most"
@@ -151,7 +154,7 @@ def law_threshold_kernel(alg: Any) -> None:
 @judges("4.2")
 @rejects("4.2", ("place[:, None] > last[state]", "place[:, None] < last[state]"), where="confidence_to_beat")
 def law_order_kernel_on_ties(alg: Any) -> None:
-    """Equal confidences: the lower position wins, as in the sampler's own choice, proposal by proposal."""
+    """Among equal confidences the lower position wins, as in the sampler's own choice, proposal by proposal."""
     for case, temperature in KERNELS:
         check_kernel(alg, tied(case.length, case.vocab), case, temperature)
     model, settings = tied(3, 2), settings_of(kernel(3, 2, 3))
@@ -174,7 +177,7 @@ def law_order_kernel_on_ties(alg: Any) -> None:
 @rejects("4.5", ("< log_threshold", "<= log_threshold"))
 @rejects("4.5", ("reached = limit >= floor", "reached = limit > floor"), where="threshold_to_beat")
 def law_threshold_kernel_on_ties(alg: Any) -> None:
-    """Confidences that are equal to each other, and to tau: at tau a token is revealed; below, the lower position wins."""
+    """A token whose confidence is equal to tau is revealed. Among equal ones below tau the lower position wins."""
     for length, vocab, tau in ((3, 2, 0.5), (3, 2, 0.9), (2, 4, 0.25), (3, 3, 0.6)):
         check_kernel(alg, tied(length, vocab), kernel(length, vocab, length, threshold=tau), 0.7)
     flat = oracle.TabularDenoiser(torch.zeros(27, 3, 2, dtype=torch.float64))
@@ -233,7 +236,7 @@ def law_threshold_score_is_the_policy_gradient(alg: Any) -> None:
 @rejects("4.2", ("(log_p.exp() * below)", "(log_p.exp().detach() * below)"), where="log_passed_over")
 @rejects("4.2", ("return scored * (total /", "return 0 * scored * (total /"))
 def law_mean_score_is_zero_with_the_order_only(alg: Any) -> None:
-    """E[grad(logp + order_logp)] = 0 in every state; E[grad logp] alone is not: a constant in the reward would leak in."""
+    """E[grad(logp + order_logp)] is 0 in every state, and E[grad logp] is not: a constant in the reward would leak in."""
     leak = 0.0
     for case, temperature in KERNELS[:3]:
         model, settings = tabular(case.length, case.vocab, 17), settings_of(case, temperature)
@@ -256,7 +259,8 @@ def crossing(shift: float) -> oracle.TabularDenoiser:
 @judges("4.2")
 @rejects("4.2", ("= (mine < limit) |", "= (mine > limit) |"), where="log_passed_over")
 def law_objective_jumps_where_confidences_cross(alg: Any) -> None:
-    """J on a path of tables: on each side it is the module's kernel and smooth; at the crossing it jumps.
+    """On a path of tables J is smooth on each side of a crossing of confidences, as the kernel has it, and jumps at the
+    crossing.
 
     The jump is P(both tokens are proposed) times the difference of what the two following states are worth, as the kernel
     has it. No gradient sees it: the score is exact almost everywhere, and J is not continuous.
@@ -302,7 +306,9 @@ def law_objective_jumps_where_confidences_cross(alg: Any) -> None:
 @judges("4.2")
 @rejects("4.2", ("clamp(min=torch.finfo(probability.dtype).tiny).", ""), where="log_passed_over")
 def law_impossible_orders(alg: Any) -> None:
-    """A choice that the present weights never make: log of the smallest number, gradient 0, probability 0, nothing nan."""
+    """A choice that the present weights never make has the log of the smallest number, gradient 0 and probability 0, and
+    nothing is nan.
+    """
     table = torch.zeros(16, 2, 3, dtype=torch.float64)
     table[15] = double([[6.0, 5.9, 5.8], [6.0, -9.0, -9.0]])  # every token of position 1 but the first is below position 0
     for dtype in (torch.float64, torch.float32):
@@ -320,7 +326,10 @@ def law_impossible_orders(alg: Any) -> None:
 @judges("4.5")
 @rejects("4.5", ("* scored / count.clamp(min=1)", "* scored"))
 def law_threshold_impossible_sets(alg: Any) -> None:
-    """Several tokens of which one is below tau: log of the smallest number, in equal shares, gradient 0; alone it may be."""
+    """Several tokens of which one is below tau have the log of the smallest number in equal shares, and gradient 0.
+
+    Alone it may be.
+    """
     tau, tokens = math.log(0.6), torch.tensor([[True, True, False], [True, True, False], [False, True, False]])
     for dtype in (torch.float64, torch.float32):
         order = (-normal(3, 3, seed=5).abs().to(dtype) * tokens).requires_grad_()
@@ -337,7 +346,7 @@ def law_threshold_impossible_sets(alg: Any) -> None:
 @rejects("4.2", ('!= "low_confidence', '== "random'), where="_candidates")
 @rejects("4.2", ("1).clamp(min=1)", "1)"))
 def law_other_orders_have_no_position_factor(alg: Any) -> None:
-    """Random and fixed orders: order_logp is 0 whatever the weights, and reads nothing; also with nothing scored."""
+    """In random and fixed orders order_logp is 0 and reads nothing, whatever the weights, also where nothing is scored."""
     for order in ("random", "left_to_right", "right_to_left"):
         model, settings = tabular(3, 2, 17), settings_of(Walk(3, 2, order, 1, 3))
         rollout, plan, following = one_step(alg, (2, 2, 1), range(3), 2, settings)
@@ -359,7 +368,7 @@ def law_other_orders_have_no_position_factor(alg: Any) -> None:
 @judges("4.2", "4.1")
 @rejects("4.2", ("states) & ~scored", "states) | scored"), where="_order_logp")
 def law_exact_kernel_costs_rows_of_the_head_only(alg: Any) -> None:
-    """Network calls: plan.network_calls with order_logp and without. Head rows: the block's hidden positions for the former."""
+    """order_logp needs no network call. It needs the rows of the head of the block's hidden positions."""
     model, rollout, _, _ = with_entropy(alg, EXACT[3])
     plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
     scored = candidates = 0
@@ -378,7 +387,7 @@ def law_exact_kernel_costs_rows_of_the_head_only(alg: Any) -> None:
 @judges("10.1", "4.2", "4.5", "3.2")
 @rejects("4.2", ('["order_logp"]', '["order_logp"].detach()'), where="reduced")
 def law_egspo_exact_row(alg: Any) -> None:
-    """egspo-exact: a chosen step's clipped ratio of transition probabilities, with and without a threshold."""
+    """egspo-exact clips a chosen step's ratio of transition probabilities, with and without a threshold."""
     for case, scale in ((EXACT[0], 0.6), (EXACT_THRESHOLDS[0], 0.3)):
         old, paths, chance, _ = walk(case)
         likely = [paths[i] for i in chance.argsort(descending=True)[:8]]
@@ -413,7 +422,7 @@ def law_egspo_exact_row(alg: Any) -> None:
 @judges("3.5", "3.1")
 @rejects("3.5", ("first.where(first >= 0, at_most", "at_most.expand_as(first"))
 def law_threshold_staircase(alg: Any) -> None:
-    """Blocks of different numbers of steps: the staircase scores each token once, where the sampler drew it, and as (3.1)."""
+    """Where blocks differ in their steps the staircase scores each token once, where the sampler drew it, and as (3.1) does."""
     for eos, threshold in ((1, 0.65), (None, 0.65), (None, 0.55)):
         case = Walk(4, 2, "low_confidence", 1, 2, eos, threshold)
         model, rollout, chance, reward = with_entropy(alg, case)
@@ -431,7 +440,7 @@ def law_threshold_staircase(alg: Any) -> None:
 
 
 def share(own: Tensor, best: list[Tensor]) -> Tensor:
-    """Log of the share of the first in a softmax with the others."""
+    """The log of the share of the first in a softmax with the others."""
     return own - torch.stack([own, *best]).exp().sum().log()
 
 
@@ -444,7 +453,10 @@ def share(own: Tensor, best: list[Tensor]) -> Tensor:
     ("torch.finfo(own.dtype).min", "0.0"),
 )
 def law_position_logp(alg: Any) -> None:
-    """By loops on made-up logits; each of several scored tokens competes with those passed over alone; 0 without any."""
+    """On made-up logits it is as by loops.
+
+    Each of several scored tokens competes with those passed over alone; without any it is 0.
+    """
     own, best = normal(4, 5, seed=70).requires_grad_(), normal(5, seed=71, scale=2.0).requires_grad_()
     scored = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [1, 1, 0, 0, 0], [0] * 5]).bool()
     passed = torch.tensor([[0, 1, 0, 0, 1], [1, 0, 1, 0, 0], [0] * 5, [0, 0, 0, 0, 1]]).bool()
@@ -459,7 +471,10 @@ def law_position_logp(alg: Any) -> None:
 
 
 def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_length: int) -> dict[int, Tensor]:
-    """The position part of the scored positions of one state, from the table; rivals: hidden, same block, not scored."""
+    """The position part of the scored positions of one state, from the table.
+
+    Rivals are hidden, in the same block, and not scored.
+    """
     hidden, scored = positions(plan.hidden[k, b, 3:]), positions(plan.scored[k, b])
     response = rollout.response[b].tolist()
     logits = model.logits_at(tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response)))
@@ -477,7 +492,10 @@ def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_le
     where="token_features",
 )
 def law_position_feature(alg: Any) -> None:
-    """By confidence: the loops, at temperature 1 whatever the sampler's; in another order 0; two passes are one graph."""
+    """By confidence it is as by loops, at temperature 1 whatever the sampler's, and 0 in another order.
+
+    Two passes are one graph.
+    """
     for case in (Walk(4, 2, "low_confidence", 1, 4), Walk(4, 2, "low_confidence", 1, 2), Walk(3, 2, "random", 1, 3)):
         order, block, (model, paths, _, _) = case.order, case.block, walk(case)
         model = oracle.TabularDenoiser(model.table.detach())

@@ -21,7 +21,7 @@ from minidrl.tasks.countdown import tokenizer
 
 @functools.cache
 def networks() -> tuple[Any, Any]:
-    """A block-causal network in float64, and a reference; answers far from uniform."""
+    """A block-causal network in float64 and a reference, whose answers are far from uniform."""
     found = []
     for seed in (0, 1):
         model = denoiser.build(tiny.SIZES, tokenizer(), seed, block_length=2).eval().double()
@@ -33,12 +33,12 @@ def networks() -> tuple[Any, Any]:
 
 @functools.cache
 def tables() -> tuple[Any, Any]:
-    """The same as tables."""
+    """Two tables of the same sizes."""
     return tuple(oracle.TabularDenoiser.random(6, 2, seeded(seed)) for seed in (4, 5))
 
 
 def staircases(alg: Any) -> Iterator[tuple[str, Any, Any, Any, Any]]:
-    """(name, model, reference, rollout, plan): a table and a network, states of random masks and of a trajectory."""
+    """(name, model, reference, rollout, plan) for a table and a network, with states of random masks and of a trajectory."""
     for name, (model, reference), tokens in (("table", tables(), 2), ("network", networks(), model_tokens())):
         response = torch.randint(0, tokens, (5, 6), generator=seeded(6))
         within = torch.stack([torch.randperm(2, generator=seeded(i)) for i in range(15)]).view(5, 6)
@@ -58,7 +58,7 @@ def staircases(alg: Any) -> Iterator[tuple[str, Any, Any, Any, Any]]:
 
 
 def model_tokens() -> int:
-    """Ordinary tokens of the network: [MASK] is not drawn."""
+    """The number of ordinary tokens of the network: [MASK] is not drawn."""
     return tokenizer().mask_token_id
 
 
@@ -69,7 +69,9 @@ ALL = ("logp", "entropy", "order_logp", "position_logp", "kl_ref")
 @rejects("2.8", ("| _after_visible_prompt(rollout, later)", ""))
 @rejects("4.1", ("rollout.prompt.shape[1] :", ": rollout.response.shape[1]"), where="_staircase")
 def law_one_forward_is_all_forwards(alg: Any) -> None:
-    """Every feature of a staircase plan is that of the same states in a forward each; for any split; zero where not scored."""
+    """Every feature of a staircase plan is that of the same states in a forward each, for any split, and 0 where nothing is
+    scored.
+    """
     for name, model, reference, rollout, plan in staircases(alg):
         names = (*ALL, "topk_logp") if rollout.records else ALL
         ask = functools.partial(alg.features, model, rollout, temperature=0.7, names=names, reference=reference)
@@ -85,7 +87,7 @@ def law_one_forward_is_all_forwards(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ("rollout).expand(", "rollout).flip(0).expand("), where="_staircase")
 def law_staircase_features_are_those_of_the_model(alg: Any) -> None:
-    """logp and entropy of a table's staircase by the oracle, state by state."""
+    """logp and entropy of a table's staircase are the oracle's, state by state."""
     for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2):
         got = alg.features(model, rollout, plan, temperature=0.6, names=("logp", "entropy"))
         for k, b in itertools.product(range(len(plan.scored)), range(5)):
@@ -130,7 +132,9 @@ def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
     where="block_causal",
 )
 def law_staircase_mask(alg: Any) -> None:
-    """Who sees whom in [prompt; clean; noisy], token by token; padding is seen by no one; positions count real tokens."""
+    """Who sees whom in [prompt; clean; noisy] is as said token by token. No one sees padding, and positions count real
+    tokens.
+    """
     prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
     for length, size, clean in itertools.product((4, 6), (1, 2), ("block", "causal")):
         kind = ["prompt"] * 3 + ["clean"] * length + ["noisy"] * length
@@ -161,7 +165,9 @@ def law_staircase_mask(alg: Any) -> None:
 @judges("4.1", "4.2", "2.8", "3.5")
 @rejects("", (":, None]).split(", ":, None] * 0).split("), where="state_chunks")
 def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
-    """The gradient in all weights, of a loss of all features, is that of one graph over a forward a state; for any split."""
+    """The gradient in all weights, of a loss of all features, is that of one graph with a forward for each state, for any
+    split.
+    """
     for name, model, reference, rollout, plan in staircases(alg):
         loss, more = joint_loss(plan), {"temperature": 0.7, "names": ALL, "reference": reference}
         feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ALL, 0.7, reference=reference)
@@ -178,7 +184,7 @@ def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
 @judges("4.1")
 @rejects("", ("blocks)).any(1)", "blocks))[:, 0]"), where="Plan.needed")
 def law_second_pass_skips_whole_forwards(alg: Any) -> None:
-    """A forward is done if one of its states has a cotangent, and not otherwise; the gradient is that of these states."""
+    """A forward is done if and only if one of its states has a cotangent. The gradient is that of these states."""
     for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2, 4):
         chosen = torch.zeros_like(plan.scored)
         chosen[4, 0], chosen[1, 2], chosen[2, 2] = plan.scored[4, 0], plan.scored[1, 2], plan.scored[2, 2]
@@ -193,7 +199,7 @@ def law_second_pass_skips_whole_forwards(alg: Any) -> None:
 
 @contextmanager
 def head_numbers(alg: Any, numbers: int) -> Iterator[None]:
-    """At most this many logits at a time."""
+    """Within this context at most so many logits are made at a time."""
     before, alg.HEAD_NUMBERS = alg.HEAD_NUMBERS, numbers
     try:
         yield
@@ -220,7 +226,7 @@ def kept_logits(loss: Callable[[dict], Tensor], ask: Callable[[Any], dict], mode
 )
 @rejects("4.2", ("len(states) * rollout.sampler.block_length", "int(passed.sum())"), where="_order_logp")
 def law_head_in_parts(alg: Any) -> None:
-    """At most HEAD_NUMBERS logits at a time, none kept for the way back: the same features, the same gradient.
+    """With at most HEAD_NUMBERS logits at a time, none of them kept for the way back, features and gradient are the same.
 
     As many calls of the head for as many states, whichever they are: processes that share weights wait for each other in it.
     """
@@ -251,7 +257,7 @@ def law_head_in_parts(alg: Any) -> None:
 
 
 class Witness:
-    """A network that remembers what it was given, and answers at random; a state's own forward is refused."""
+    """A network that remembers what it was given and answers at random; it refuses the forward of a single state."""
 
     mask_token_id = 9
 
@@ -328,7 +334,10 @@ def law_state_chunks_are_whole_forwards(alg: Any) -> None:
 @judges("4.2")
 @rejects("4.2", ("scored).amax(-", "scored).amin(-"), where="_candidates")
 def law_candidates(alg: Any) -> None:
-    """The hidden positions of the block that a state reads; none where it reads nothing, or the order asks no confidence."""
+    """Candidates are the hidden positions of the block that a state reads.
+
+    There are none where it reads nothing, or the order asks no confidence.
+    """
     for _, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
         states = torch.arange(plan.valid.numel())
         got = alg._candidates(rollout, plan, states).unflatten(0, plan.valid.shape)

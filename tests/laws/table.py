@@ -45,7 +45,9 @@ def sized(method: Any) -> Any:
 
 
 def judged_gradient(alg: Any, method: Any, plan: Any, rollout: Any, reward: Tensor, rows: Any = slice(None)) -> tuple:
-    """(gradient of the module's loss in the table of the new model, its ll). ``rows``: which of the 8 these are."""
+    """The gradient of the loss in the table of the new model, and the new ll. ``rows`` says which of the eight responses these
+    are.
+    """
     old, new, ref = models()
     settle = lambda model: alg.reduced(method, plan, rollout, features_of(alg, method, model, rollout, plan))  # noqa: E731
     behaviour = method.anchor == "behaviour"
@@ -117,7 +119,7 @@ def clip_acts(method: Any, ratios: list[tuple[float, float]]) -> bool:
 @rejects("10.1", ("rollout.num_generations", "adv.shape[1]"), where="surrogate")
 @for_each_method
 def law_methods_treat_prompts_apart(alg: Any, name: str, row: Any) -> None:
-    """The loss of two prompts is the mean of the losses of each; N responses of one prompt in another order: the same."""
+    """The loss of two prompts is the mean of the losses of each, and the order of the responses to a prompt does not matter."""
     method = sized(row)
     drawn, _, _, _, reward = experience(name)
     rollout = alg.Rollout(**vars(drawn))
@@ -144,7 +146,7 @@ def law_methods_treat_prompts_apart(alg: Any, name: str, row: Any) -> None:
 @judges("10.1")
 @rejects("10.1", ("surrogate + beta * penalty", "surrogate - beta * penalty"))
 def law_method_loss_adds_the_penalty(alg: Any) -> None:
-    """loss(with KL) - loss(without) = beta times the aggregated penalty, for each form; beta = 0 removes it."""
+    """With a KL term the loss is larger by beta times the aggregated penalty, for each form, and beta = 0 removes it."""
     drawn, old, new, ref, reward = experience()
     rollout = alg.Rollout(**vars(drawn))
     base = alg.METHODS["diffu-grpo"]
@@ -232,7 +234,7 @@ def law_draw(alg: Any) -> None:
 @rejects("10.1", ('"left_to_right", "right_to_left")', '"left_to_right")'), where="CHOICES")
 @rejects("10.1", ('order: str = "any"', 'order: str = "random"'), where="Method.order")
 def law_order_of_a_row(alg: Any) -> None:
-    """A row is about any order, or about one of the sampler's; another word is refused."""
+    """A method is about any order or about one of the sampler's, and another word is refused."""
     base = alg.METHODS["grpo"]
     assert base.order == "any" and set(alg.CHOICES["order"]) == {"any", *ORDERS}
     for order in ("any", *ORDERS):
@@ -244,7 +246,7 @@ def law_order_of_a_row(alg: Any) -> None:
 @rejects("10.1", ("not plan.replay or", ""), where="behaviour_anchor")
 @rejects("10.1", ("torch.full_like(rollout.lengths, rollout.keep.shape[1])", "rollout.lengths"), where="normalizer")
 def law_normalizers(alg: Any) -> None:
-    """none, kept_length and padded_length divide ll by 1, n and L; behaviour anchors need replay and its temperature."""
+    """none, kept_length and padded_length divide ll by 1, n and L. Behaviour anchors need replay and its temperature."""
     drawn, _, new, _, _ = experience()
     rollout = alg.Rollout(**vars(drawn))
     base = alg.METHODS["grpo"]
@@ -270,7 +272,7 @@ def law_normalizers(alg: Any) -> None:
 @rejects("10.1", ("adv.to(ll.dtype)[..., None]", "adv[..., None]"), where="surrogate")
 @for_each_method
 def law_single_precision_stays_single(alg: Any, name: str, row: Any) -> None:
-    """A float32 rollout has float32 weights and, from float32 features and float64 advantages, a float32 loss."""
+    """A float32 rollout gives float32 weights and, from float32 features and float64 advantages, a float32 loss."""
     method, (drawn, _, new, _, reward) = sized(row), experience(name)
     single = {key: value.float() if value.is_floating_point() else value for key, value in drawn.records.items()}
     rollout = alg.Rollout(**{**vars(drawn), "logp": drawn.logp.float(), "records": single})
@@ -334,7 +336,8 @@ def law_clips_of_the_rows(alg: Any, name: str, method: Any) -> None:
 )
 @for_each_method
 def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None:
-    """linear: no coefficient of a feature depends on the features. linear_on_policy: none does where ll is its own anchor.
+    """linear says that no gradient in a feature depends on the features; linear_on_policy, that none does where ll is its own
+    anchor.
 
     Both follow from what the objective and the extra declare (@declares). An extra that depends on the features, and so is not
     declared linear, may be harmless on policy all the same, as a divergence is that is 0 there.
@@ -393,7 +396,7 @@ def law_needs_of_the_rows(alg: Any) -> None:
     where="ratio_diagnostics",
 )
 def law_diagnostics(alg: Any) -> None:
-    """Means, spread, clipped and bypassed shares and effective sample size by plain arithmetic over entries that exist."""
+    """Mean, spread, shares and effective sample size are as by plain arithmetic over the entries that exist."""
     rollout, plan, _ = loose_plan(alg)
     anchor, adv = normal(3, 4, 5, seed=51), double([1.0, -1.0, 0.0, -2.0])
     ll = anchor + normal(3, 4, 5, seed=52)
@@ -430,7 +433,7 @@ def law_diagnostics(alg: Any) -> None:
 @judges("10.1", "4.4")
 @rejects("10.1", ('("sequence",)', "alg.LEVELS"), where="Method.__post_init__")
 def law_mask_aware_options(alg: Any) -> None:
-    """Its two ratios are those of a sequence, no other word is allowed; an exact KL is added once, to the tokens."""
+    """Its two ratios are those of a sequence, and no other word is allowed. An exact KL is added once, to the tokens."""
     row = alg.METHODS["mask-aware"]
     for word in ("token", "step", "pair"):
         refuses(lambda word=word: methods.dataclasses.replace(row, reduction=word), "reduction", repr(word), "sequence")
@@ -478,7 +481,7 @@ def law_weights_use_the_elbo_only(alg: Any) -> None:
 
 
 def with_extra(alg: Any, row: Any, omega: float, beta: float) -> Any:
-    """The row with other numbers in its sandwich."""
+    """The method with other numbers in its sandwich."""
     return replace(row, extra=functools.partial(alg.sandwich, eubo_beta=beta, omega=omega))
 
 
@@ -518,7 +521,10 @@ def released(alg: Any, **parts: Any) -> Any:
 @judges("10.1")
 @rejects("10.1", ("reduced(method,", 'reduced(dataclasses.replace(method, normalizer="none"),'), where="penalty")
 def law_exact_kl_in_the_loss(alg: Any) -> None:
-    """KL("exact"): beta times the kl_ref summed over the step, divided by the length where ll is. target old: the anchor."""
+    """The exact KL adds beta times kl_ref summed over the step, divided by the length where ll is.
+
+    The target old is the anchor.
+    """
     drawn, old, new, ref, reward = experience()
     rollout = alg.Rollout(**vars(drawn))
     for normalizer in ("none", "kept_length"):
@@ -548,7 +554,7 @@ def law_exact_kl_in_the_loss(alg: Any) -> None:
 @judges("8.2", "5.1", "10.1")
 @rejects("10.1", (": rollout.lengths,", ": torch.full_like(rollout.lengths, 4),"), where="normalizer")
 def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
-    """Coefficient -adv s/(n B) at each of a response's n tokens, s the geometric mean ratio, or 0 at all of them."""
+    """The coefficient of each of a response's n tokens is -adv s/(n B), s the geometric mean ratio, or 0 at all of them."""
     rollout = rollout_of(alg, [[0] * 4] * 4, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]], num_generations=4)
     steps = torch.where(rollout.keep, torch.arange(4), -1)
     rollout = alg.Rollout(**{**vars(rollout), "unmask_step": steps, "logp": -normal(4, 4, seed=75).abs() * rollout.keep})
@@ -569,7 +575,7 @@ def law_gspo_moves_a_sequence_as_one(alg: Any) -> None:
 @judges()
 @rejects("", ('": cut[present', '": (~cut)[present'), where="ratio_diagnostics")
 def law_trust_diagnostics(alg: Any) -> None:
-    """clip_fraction of a trust region: the share beyond it on the way out; 0 at delta 12.5; dual clip: both of its sides."""
+    """clip_fraction is the share beyond the trust region on the way out, 0 at delta 12.5, and of the dual clip both sides."""
     rollout, plan, _ = loose_plan(alg)
     mu = torch.rand(3, 4, 5, generator=seeded(77), dtype=torch.float64) * 0.98 + 0.01
     pi = torch.rand(3, 4, 5, generator=seeded(78), dtype=torch.float64) * 0.98 + 0.01

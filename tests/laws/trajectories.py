@@ -87,7 +87,7 @@ def law_replay_reproduces_the_sampler(alg: Any) -> None:
 @judges("3.1", "8.1")
 @rejects("3.1", ("valid = steps <= last", "valid = steps < last"))
 def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
-    """E[reward grad ll] over all trajectories = dJ/dtable for random and left-to-right order, later steps left out."""
+    """Over all trajectories E[reward grad ll] is the policy gradient for random and fixed orders, with later steps left out."""
     for case in WALKS:
         model, paths, chance, reward = walk(case)
         rollout = recorded(alg, paths, case.eos)
@@ -103,7 +103,7 @@ def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
 @judges("3.1")
 @rejects("3.1", (".masked_fill(~rollout.keep, -1)", ""), where="_last_deciding_step")
 def law_replay_leaves_out_decided_steps(alg: Any) -> None:
-    """Where an EOS decides the reward early, fewer states are called than steps were run; without EOS all are."""
+    """Where an EOS decides the reward early, fewer states are called than steps were run. Without an EOS all are."""
     for case in WALKS:
         _, paths, _, _ = walk(case)
         plan = alg.replay_plan(recorded(alg, paths, case.eos), seeded(), num_states=None, min_entropy=0.0)
@@ -115,7 +115,7 @@ def law_replay_leaves_out_decided_steps(alg: Any) -> None:
 @judges("3.1")
 @rejects("3.1", ("unmask >= steps", "unmask > steps"), where="_replay_states")
 def law_replay_of_confident_samplers_is_token_only(alg: Any) -> None:
-    """Low-confidence order: the gradient is that of the token-only score, and not the policy gradient."""
+    """By confidence the gradient is that of the token-only score, and not the policy gradient."""
     case = Walk(3, 2, "low_confidence", 1, 3)
     model, rollout, chance, reward = with_entropy(alg, case)
     paths = walk(case)[1]
@@ -129,7 +129,7 @@ def law_replay_of_confident_samplers_is_token_only(alg: Any) -> None:
 @judges("3.1")
 @rejects("3.1", ("1, max=num_states", "1"), where="_choose")
 def law_replay_subset_is_unbiased(alg: Any) -> None:
-    """k steps with weight T/k: averaged over every choice, each token is scored with total weight 1, in its own state."""
+    """k steps have weight T/k. On average over every choice each token is scored with total weight 1, in its own state."""
     for case, states in itertools.product(WALKS[:3], (1, 2, 3)):
         _, paths, _, _ = walk(case)
         full = alg.replay_plan(recorded(alg, paths, case.eos), seeded(), num_states=None, min_entropy=0.0)
@@ -154,7 +154,7 @@ def law_replay_subset_is_unbiased(alg: Any) -> None:
 @judges("3.1")
 @rejects("3.1", ("tuple(valid.shape", "(valid.shape[0], 1"), where="_choose")
 def law_replay_subset_frequencies(alg: Any) -> None:
-    """The real noise takes every pair of steps equally often, row by row, never one twice."""
+    """The real noise takes every pair of steps equally often, row by row, and never one twice."""
     rollout = rollout_of(alg, [RESPONSE] * 3000, unmask_step=torch.tensor([[2, 0, 3, 1]]).expand(3000, -1))
     plan = alg.replay_plan(rollout, seeded(10), num_states=2, min_entropy=0.0)
     taken = subset_number(plan.scored.any(0))
@@ -167,7 +167,7 @@ def law_replay_subset_frequencies(alg: Any) -> None:
 @rejects("3.1", ("masked_fill(rollout.unmask_step < 0, 0)", "clone()"), ("scatter_add_(0", "scatter_(0"), where="_step_entropy")
 @rejects("3.1", ("valid = valid & (entropy[", "valid = (entropy["))
 def law_replay_entropy_threshold(alg: Any) -> None:
-    """Exactly the steps whose tokens' entropies sum to the threshold or more; weights count those steps only."""
+    """Exactly the steps are kept whose tokens' entropies sum to the threshold or more, and weights count those steps only."""
     steps = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 0, 1, 0, -1, -1], [0, 1, 0, 1, 2, 2]])
     entropy = double([[0.1, 0.2, 0.25, 0.25, 0.5, 0.1], [0.3, 0.1, 0.25, 0.1, 9.0, 9.0], [0.4, 0.1, 0.4, 0.1, 0.7, 0.7]])
     keep = [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
@@ -189,7 +189,9 @@ def law_replay_entropy_threshold(alg: Any) -> None:
 @judges("3.1")
 @rejects("3.1", (">= min_entropy)", "< min_entropy)"))
 def law_replay_entropy_loss_is_bounded(alg: Any) -> None:
-    """Leaving out near-certain steps: the mean score stays 0; the gradient moves by at most 2 max|A| sum of entropies."""
+    """Without near-certain steps the mean score stays 0, and the gradient moves by at most 2 max|A| times the sum of their
+    entropies.
+    """
     for case in (WALKS[0], WALKS[3]):
         model, paths, chance, reward = walk(case, 0.4)
         entropy = double([walk_entropy(model, path, 0.4) for path in paths])
@@ -226,20 +228,20 @@ ENTROPY = (
 
 
 def four_steps(alg: Any, keep: Any = KEPT, **given: Any) -> Any:
-    """The fixture above; two prompts of two responses."""
+    """The rollout of the fixture above: two prompts of two responses."""
     settings = Sampler(order="low_confidence", temperature=0.8, length=8, block_length=8, tokens_per_step=2)
     fields = {"unmask_step": torch.tensor(STEPS), "records": {"entropy": double(ENTROPY)}, "sampler": settings}
     return rollout_of(alg, [[0] * 8] * 4, keep, num_generations=2, **{**fields, **given})
 
 
 def steps_of(b: int) -> tuple[list[float], int]:
-    """Entropy of each of the four steps of row b, and its last deciding step, by loops."""
+    """The entropy of each of the four steps of row b, and its last deciding step, by loops."""
     entropy = [sum(h for h, s in zip(ENTROPY[b], STEPS[b], strict=True) if s == t) for t in range(4)]
     return entropy, max(s for s, kept in zip(STEPS[b], KEPT[b], strict=True) if kept)
 
 
 def ranked(b: int, entropy: list[float]) -> list[int]:
-    """Deciding steps by decreasing entropy, equal ones in order of time; then those after the deciding one."""
+    """The deciding steps by decreasing entropy, equal ones in order of time, and then those after the deciding one."""
     last = steps_of(b)[1]
     return sorted(range(last + 1), key=lambda t: -entropy[t]) + list(range(last + 1, 4))
 
@@ -247,7 +249,9 @@ def ranked(b: int, entropy: list[float]) -> list[int]:
 @judges("3.2")
 @rejects("3.2", ("descending=True,", "descending=False,"))
 def law_entropy_plan_takes_the_most_uncertain_steps(alg: Any) -> None:
-    """Each trajectory's K steps of highest summed entropy, in decreasing order; a step after the deciding one is not valid.
+    """Each trajectory gives its K steps of highest summed entropy, in decreasing order.
+
+    A step after the deciding one is not valid.
 
     Of equal ones the earlier comes first.
     """
@@ -272,7 +276,7 @@ def law_entropy_plan_takes_the_most_uncertain_steps(alg: Any) -> None:
 @judges("3.2")
 @rejects("3.2", ("masked_fill(decided, 0).", ""))
 def law_entropy_plan_shared(alg: Any) -> None:
-    """shared: the K steps of highest mean entropy over the batch, decided ones counting 0; the same for every response.
+    """shared takes the K steps of highest mean entropy over the batch, decided ones counting 0, the same for every response.
 
     No other fixed set of K steps leaves out less entropy.
     """
@@ -294,7 +298,7 @@ def law_entropy_plan_shared(alg: Any) -> None:
 @judges("3.2")
 @rejects("3.2", ("(num_states * tokens)", "num_states"))
 def law_entropy_plan_weights(alg: Any) -> None:
-    """sum: 1; mean: 1/K; token_mean: 1/(K tokens of the step); whatever else is valid; finite where nothing is scored."""
+    """The weights sum, mean and token_mean are 1, 1/K and 1/(K tokens of the step), and finite where nothing is scored."""
     uneven = torch.tensor([[0, 0, 0, 1, 2, 2, 3, 3], *STEPS[1:]])
     for states in (2, 3):
         for weight in ("sum", "mean", "token_mean"):
@@ -359,7 +363,9 @@ def law_entropy_bounds_what_a_fixed_selection_loses(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ("(log_p, log_p)", "(log_p, log_p) / 2"))
 def law_entropy_bounds_the_score(alg: Any) -> None:
-    """With H the feature: 1 - |p|^2 <= H; E|e_a - p|_1 = 2 (1 - |p|^2) <= 2 H; E|e_a - p|_2 <= 2 (1 - |p|^2), pointwise."""
+    """The entropy H bounds the score: 1 - |p|^2 <= H, E|e_a - p|_1 = 2 (1 - |p|^2) <= 2 H, and E|e_a - p|_2 <= 2 (1 -
+    |p|^2).
+    """
     model, rollout = tabular(4, 3, 21), rollout_of(alg, [[1, 0, 2, 1]])
     plan = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0)
     for temperature in (2.0, 1.0, 0.3, 0.05):
@@ -378,7 +384,9 @@ def law_entropy_bounds_the_score(alg: Any) -> None:
 @judges("4.1", "3.1")
 @rejects("4.1", ("(logits / temperature)", "logits"))
 def law_score_at_another_temperature(alg: Any) -> None:
-    """Sampled at 0.8: the score at 0.8 gives the policy gradient; the score at 1 misses it by more than 5 per cent."""
+    """Of tokens sampled at 0.8 the score at 0.8 gives the policy gradient, and the score at 1 misses it by more than 5 per
+    cent.
+    """
     for case in WALKS[:3]:
         model, paths, chance, reward = walk(case, 0.8)
         rollout = recorded(alg, paths, case.eos)
@@ -393,7 +401,7 @@ def law_score_at_another_temperature(alg: Any) -> None:
 @judges("3.3")
 @rejects("3.3", ('rounding_mode="floor")', 'rounding_mode="trunc")'), ("rollout.unmask_step,", "rollout.unmask_step + 1,"))
 def law_merged_states(alg: Any) -> None:
-    """Segment m: the steps m s .. m s + s - 1 for one. All its tokens are scored in the state before its first step."""
+    """Segment m takes the steps m s .. m s + s - 1 for one: all its tokens are scored in the state before its first step."""
     for merge in (1, 2, 3, 4):
         plan = alg.merged_plan(four_steps(alg), seeded(), merge=merge)
         assert not plan.replay and plan.step is None, "the sampler did not draw a segment in one state"
@@ -412,7 +420,9 @@ def law_merged_states(alg: Any) -> None:
 @judges("3.3", "3.1", "2.1")
 @rejects("3.3", ("return replace(plan, step=None)", "return plan"))
 def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
-    """merge = 1 scores as the replay does, without its behaviour anchor; merge = T as the mean field, at one call a row."""
+    """merge = 1 scores as the replay does, without its behaviour anchor. merge = T scores as the mean field, at one
+    call a row.
+    """
     for case in WALKS:
         model, paths, _, _ = walk(case)
         rollout = recorded(alg, paths, case.eos)
@@ -433,7 +443,9 @@ def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
 @judges("3.4")
 @rejects("3.4", ("transpose(0, 1)", "transpose(0, 1).flip(0)"), ("scored.shape[-1]", "1"), ("& plan.valid[..., None]", ""))
 def law_prediction_plan(alg: Any) -> None:
-    """Every state scores all its hidden positions against its own completion, weight L / hidden; none after the decision."""
+    """Every state scores all its hidden positions against its own completion, with weight L / hidden, and none after the
+    decision.
+    """
     steps = torch.tensor([[0, 2, 1, 3], [1, 0, -1, -1]])
     completions = torch.randint(0, 3, (2, 4, 4), generator=seeded(60))
     rollout = rollout_of(alg, [[1, 2, 0, 1], [2, 1, 0, 0]], [[1] * 4, [1, 1, 0, 0]], unmask_step=steps, records={})

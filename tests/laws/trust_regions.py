@@ -20,13 +20,13 @@ DELTAS = (0.05, 0.15, 0.5, 2.5, 12.5)
 
 
 def points(count: int = 400) -> tuple[Tensor, Tensor, Tensor]:
-    """pi, mu in (0.001, 0.999) and normal advantages."""
+    """Probabilities pi and mu in (0.001, 0.999), and normal advantages."""
     drawn = torch.rand(2, count, generator=seeded(60), dtype=torch.float64) * 0.998 + 0.001
     return drawn[0], drawn[1], normal(count, seed=61)
 
 
 def weight(objective: Callable, pi: Any, mu: Any, adv: Any) -> Tensor:
-    """w of an objective: its coefficient over -adv r."""
+    """The weight w of an objective: its coefficient over -adv r."""
     pi, mu, adv = double(pi), double(mu), double(adv)
     pi, mu, adv = torch.broadcast_tensors(pi, mu, adv)
     got = coefficients(lambda ll: objective(ll, mu.log(), adv, 1).loss, pi.log())
@@ -34,24 +34,24 @@ def weight(objective: Callable, pi: Any, mu: Any, adv: Any) -> Tensor:
 
 
 def tv_outside(pi: float, mu: float, adv: float, delta: float) -> bool:
-    """DPPO's mask is 0 here, by the signed form: the shift in the direction of adv exceeds delta."""
+    """True where DPPO's mask is 0, by the signed form: the shift in the direction of adv exceeds delta."""
     return (pi - mu if adv > 0 else mu - pi) > delta and adv != 0
 
 
 def binary_kl(mu: float, pi: float) -> float:
-    """Of the two-point distributions."""
+    """The KL divergence of the two-point distributions."""
     return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
 
 
 def kl_outside(pi: float, mu: float, adv: float, delta: float) -> bool:
-    """The same mask by the binary KL divergence."""
+    """True where the same mask is 0 by the binary KL divergence."""
     return binary_kl(mu, pi) > delta and adv * (pi - mu) > 0
 
 
 @judges("8.6")
 @rejects("8.6", ("where(adv < 0,", "where(adv > 0,"))
 def law_dual_clip_gradient(alg: Any) -> None:
-    """(8.2), and 0 as well where adv < 0 and ratio > bound; the loss is at most -bound adv there."""
+    """The gradient is that of (8.2), and 0 as well where adv < 0 and ratio > bound; the loss is at most -bound adv there."""
     low, high, bound = 0.2, 0.5, 3.0
     ratios = [0.1, 0.7, 0.79, 0.81, 1.0, 1.3, 1.49, 1.51, 2.9, 3.1, 40.0, 1e6]
     cases = [(ratio, adv) for ratio in ratios for adv in (2.0, -3.0, 0.0)]
@@ -78,7 +78,10 @@ def law_dual_clip_gradient(alg: Any) -> None:
     ("(), -torch.expm1(anchor)", "(), 0 * (anchor)"),
 )
 def law_binary_divergence(alg: Any) -> None:
-    """|pi - mu| and the KL of two-point distributions; 0 only on policy; data; finite for certain tokens; Pinsker."""
+    """It is |pi - mu|, or the KL of two-point distributions:
+
+    0 only on policy, data, finite for certain tokens, and obeys Pinsker.
+    """
     pi, mu, _ = points()
     ll = pi.log().requires_grad_()
     tv, kl = (alg.binary_divergence(ll, mu.log(), form=form) for form in ("tv", "kl"))
@@ -103,7 +106,7 @@ def categoricals(vocab: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def partition_divergence(mu: list[float], pi: list[float], items: set[int], form: str) -> float:
-    """Over the items and one bucket for the rest."""
+    """The divergence over the items and one bucket for the rest."""
     pairs = [(mu[a], pi[a]) for a in sorted(items)] + [(1 - sum(mu[a] for a in items), 1 - sum(pi[a] for a in items))]
     if form == "tv":
         return sum(abs(m - p) for m, p in pairs) / 2
@@ -131,7 +134,7 @@ def topk_of(alg: Any, rollout: Any, feature: dict[str, Tensor], form: str) -> Te
 @rejects("8.8", ("= (~listed).expand", "= listed.expand"))
 @rejects("8.8", ("1 - p.sum(-1, keepdim=True)", "0 * p[..., :1]"), where="_with_rest")
 def law_divergence_chain(alg: Any) -> None:
-    """By enumeration of the drawn token: binary <= top-M <= full, growing with M; M = V is the full one; tv = E|r - 1|/2."""
+    """For every drawn token binary <= top-M <= full, growing with M; M = V is the full one, and tv is E|r - 1|/2."""
     mu, pi = categoricals()
     m, p, vocab = mu.tolist(), pi.tolist(), len(mu)
     close(partition_divergence(m, p, set(range(vocab)), "tv"), sum(x * abs(y / x - 1) for x, y in zip(m, p, strict=True)) / 2)
@@ -157,7 +160,10 @@ def law_divergence_chain(alg: Any) -> None:
     ("None]).any(-1)", "None]).all(-1)"),
 )
 def law_topk_divergence(alg: Any) -> None:
-    """Each decision of a plan by itself, the drawn token inside and outside the M; data; finite; needs its records."""
+    """Each decision of a plan has its own divergence, the drawn token inside and outside the M.
+
+    It is data, finite, and needs its records.
+    """
     new, old = normal(2, 3, 4, 7, seed=66, scale=1.5).log_softmax(-1), normal(3, 4, 7, seed=67, scale=1.5).log_softmax(-1)
     best = old.topk(3)
     response = torch.randint(7, (3, 4), generator=seeded(68))
@@ -191,7 +197,9 @@ def law_topk_divergence(alg: Any) -> None:
     ("(outside & (torch.sign(adv) * log_ratios > 0))", "outside"),
 )
 def law_trust_mask(alg: Any) -> None:
-    """False only outside and on the way out; the way back passes for every divergence; PPO's clip is |r - 1| > epsilon."""
+    """It is False only outside and on the way out; the way back passes for every divergence. PPO's clip is |r - 1| >
+    epsilon.
+    """
     table = {(a, u, out): not (out and a * u > 0) for a in (2.0, -2.0, 0.0) for u in (0.3, -0.3, 0.0) for out in (True, False)}
     adv, u, outside = (torch.tensor(column) for column in zip(*table, strict=True))
     got = alg.trust_mask(u.double(), adv.double(), outside)
@@ -206,7 +214,10 @@ def law_trust_mask(alg: Any) -> None:
 @judges("8.10", "8.9", "8.7")
 @rejects("8.10", ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence < delta)\n    return _surrogate"))
 def law_dppo_gradient(alg: Any) -> None:
-    """-adv r where the mask lets it through, else 0, in either form and at any delta; the value is -adv r M."""
+    """The coefficient is -adv r where the mask lets it through and 0 elsewhere, in either form and at any delta.
+
+    The value is -adv r M.
+    """
     pi, mu, adv = points()
     for form, outside in (("tv", tv_outside), ("kl", kl_outside)):
         for delta in DELTAS:
@@ -229,7 +240,10 @@ def law_dppo_gradient(alg: Any) -> None:
     ),
 )
 def law_dppo_examples(alg: Any) -> None:
-    """The paper's two tokens, where DPPO and PPO disagree; the boundary itself is inside; the way back is never barred."""
+    """The paper's two tokens, where DPPO and PPO disagree, come out so.
+
+    The boundary itself is inside, and the way back is never barred.
+    """
     tv, kl = of(alg.dppo, delta=0.15, form="tv"), of(alg.dppo, delta=0.05, form="kl")
     for objective in (tv, kl):
         close(weight(objective, [1e-2, 0.8], [1e-4, 0.99], [1.0, -1.0]), [1.0, 0.0], "rare and likely token")
@@ -248,7 +262,7 @@ def law_dppo_examples(alg: Any) -> None:
 @judges("8.10", "8.2")
 @rejects("8.10", ("* adv * inside", "* adv.abs() * inside"))
 def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
-    """PPO's gradient with epsilon = delta/mu for each token; from delta = 1 on there is no trust region at all."""
+    """It has PPO's gradient with epsilon = delta/mu for each token, and from delta = 1 on no trust region at all."""
     pi, mu, adv = points()
     for delta in DELTAS:
         got = coefficients(lambda ll, d=delta: alg.dppo(ll, mu.log(), adv, 1, delta=d, form="tv").loss, pi.log())
@@ -261,7 +275,10 @@ def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
 @judges("8.11", "8.9")
 @rejects("8.11", (".clamp(max=cap)", ""))
 def law_dppo_released(alg: Any) -> None:
-    """-min(r, cap) M adv, nothing through the weight; the value is that times ll; below the cap the gradient of (8.10)."""
+    """The coefficient is -min(r, cap) M adv, with nothing through the weight.
+
+    The value is that times ll; below the cap it is (8.10).
+    """
     pi, mu, adv = points()
     for form, delta, outside in (("tv", 0.15, tv_outside), ("kl", 0.05, kl_outside)):
         for cap in (1.5, 20.0):
@@ -280,7 +297,7 @@ def law_dppo_released(alg: Any) -> None:
 @judges("8.12")
 @rejects("8.12", ("= adv.abs() * (", "= adv * ("))
 def law_spo_gradient(alg: Any) -> None:
-    """-adv r w with w = 1 - s (r - 1)/epsilon: a line in r, 0 at 1 + s epsilon, corrective beyond, without any bound."""
+    """The weight is w = 1 - s (r - 1)/epsilon: a line in r, 0 at 1 + s epsilon, corrective beyond, without any bound."""
     pi, mu, adv = points()
     s, r = adv.sign(), pi / mu
     for epsilon in (0.2, 1.0, 12.5):
@@ -298,7 +315,7 @@ def law_spo_gradient(alg: Any) -> None:
 @judges("8.13")
 @rejects("8.13", ("= adv.abs() * mu", "= adv * mu"))
 def law_drpo_gradient(alg: Any) -> None:
-    """-adv r w, w = 1 - s (pi - mu)/delta = 1 - sign(adv (r - 1)) |pi - mu|/delta: a line in pi of slope -s/delta."""
+    """The weight is w = 1 - s (pi - mu)/delta = 1 - sign(adv (r - 1)) |pi - mu|/delta, a line in pi of slope -s/delta."""
     pi, mu, adv = points()
     s, r = adv.sign(), pi / mu
     for delta in DELTAS:
@@ -315,7 +332,10 @@ def law_drpo_gradient(alg: Any) -> None:
 @judges("8.13", "8.10")
 @rejects("8.10", ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence > delta / 2)\n    return _surrogate"))
 def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
-    """0 at mu + s delta, of the other sign beyond; w > 0 exactly where DPPO's mask is 1; the mask jumps by 1, w does not."""
+    """w is 0 at mu + s delta and of the other sign beyond.
+
+    It is positive exactly where DPPO's mask is 1, which jumps where w does not.
+    """
     for delta, a, eta in itertools.product((0.05, 0.15, 0.5), (1.7, -0.6), (1e-9, 1e-3)):
         mu, s = 0.5 - 0.2 * math.copysign(1, a), math.copysign(1, a)
         at = [mu + s * (delta - eta), mu + s * delta, mu + s * (delta + eta)]
@@ -332,7 +352,7 @@ def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
 @judges("8.13", "8.12")
 @rejects("8.13", ("() * mu * (ratio", "() * mu.square() * (ratio"))
 def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
-    """SPO's loss with epsilon = delta/mu for each token; for a large delta the surrogate, to |adv| r/delta."""
+    """It has SPO's loss with epsilon = delta/mu for each token. For a large delta it is the surrogate, to |adv| r/delta."""
     pi, mu, adv = points()
     for delta, (p, m, a) in itertools.product((0.15, 12.5), itertools.islice(zip(pi, mu, adv, strict=True), 40)):
         ll, anchor = p.log(), m.log()
@@ -346,7 +366,7 @@ def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
 @judges("8.13", "8.12")
 @rejects("8.13", ("() * mu * (ratio -", "() * (ratio -"))
 def law_drpo_bounds_the_weight_not_the_coefficient(alg: Any) -> None:
-    """|w - 1| <= max(mu, 1 - mu)/delta <= 1/delta; r w peaks at (delta + mu)^2/(4 delta mu), which has no bound in mu."""
+    """|w - 1| <= max(mu, 1 - mu)/delta <= 1/delta. But r w peaks at (delta + mu)^2/(4 delta mu), which has no bound in mu."""
     pi, mu, adv = points(2000)
     for delta in DELTAS:
         gap = (weight(of(alg.drpo, delta=delta), pi, mu, adv) - 1).abs()
@@ -409,7 +429,7 @@ def family(alg: Any) -> dict[str, Callable]:
 @judges("8.2", "8.5", "8.6", "8.10", "8.11", "8.12", "8.13")
 @rejects("8.2", ("ll, anchor).exp()", "ll, anchor).exp().detach() + 0 * ll"))
 def law_on_policy_all_are_reinforce(alg: Any) -> None:
-    """pi = mu: coefficient -adv for each of them; through a softmax the gradient of the logits is -adv (e_y - pi)."""
+    """At pi = mu each of them has the coefficient -adv, and through a softmax the logits have the gradient -adv (e_y - pi)."""
     _, mu, adv = points(50)
     z, a = normal(7, seed=69), -1.3
     for name, objective in family(alg).items():
@@ -421,7 +441,7 @@ def law_on_policy_all_are_reinforce(alg: Any) -> None:
 @judges("8.6", "8.10", "8.11", "8.12", "8.13")
 @rejects("8.12", ("penalty = adv.abs() *", "penalty = adv.square() *"))
 def law_advantage_is_a_scale(alg: Any) -> None:
-    """c(k adv) = k c(adv) for k > 0: the size of adv moves no boundary; adv = 0 gives nothing, penalties included."""
+    """c(k adv) = k c(adv) for k > 0, so that the size of adv moves no boundary. adv = 0 gives nothing, penalties included."""
     pi, mu, adv = points()
     for name, objective in family(alg).items():
         got = [
@@ -434,7 +454,9 @@ def law_advantage_is_a_scale(alg: Any) -> None:
 @judges("8.12", "8.13")
 @rejects("8.12", ("abs() * (ratio -", "abs() * anchor.exp() * (ratio -"))
 def law_penalties_in_expectation(alg: Any) -> None:
-    """Over the sampler's tokens: <A, pi> minus |A|-weighted squared distance/(2 delta) (DRPO), chi-square/(2 epsilon) (SPO)."""
+    """Over the sampler's tokens the mean is <A, pi> minus the |A|-weighted squared distance/(2 delta) (DRPO) or chi-square/(2
+    epsilon) (SPO).
+    """
     mu, pi = categoricals()
     adv = normal(6, seed=70)
     gain, share = float(adv @ pi), (pi - mu).square()
@@ -458,7 +480,7 @@ def simplex_optimum(mu: Tensor, adv: Tensor, delta: float) -> tuple[Tensor, floa
 @judges("8.13")
 @rejects("8.13", ("-(ratio * adv - penalty)", "-(ratio * adv + penalty)"))
 def law_drpo_optimum_on_the_simplex(alg: Any) -> None:
-    """At the best distribution dJ/dpi is one number lambda where pi > 0, and smaller elsewhere; +-a: a shift of +-delta."""
+    """At the best distribution dJ/dpi is one number lambda where pi > 0, and smaller elsewhere. Two actions shift by delta."""
     mu = double([0.35, 0.25, 0.2, 0.15, 0.05])
     for delta, seed in ((0.15, 71), (0.05, 72), (0.5, 73)):
         adv = normal(5, seed=seed)
