@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import test_loading
 import tiny
 from minidrl import algorithms as alg
-from minidrl import denoiser, sampler
+from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
-from minidrl.run import checkpoints, report, trainer
+from minidrl.run import checkpoints, report, train
 
 DEVICE = torch.device(os.environ.get("MINIDRL_DEVICE", "cuda"))
 GPU = DEVICE.type == "cuda"
@@ -76,16 +76,14 @@ def test_the_gradient_is_that_of_a_cpu(method, base):
     """Of one rollout, drawn on the CPU and moved; float32, in other orders of summation."""
     found = {}
     for device in ("cpu", str(DEVICE)):
-        experience = tiny.experience(trainer.Learner(tiny.settings(base, method=method, num_iterations=1)))
+        experience = tiny.experience(train.start(tiny.settings(base, method=method, num_iterations=1)))
         experience.rollout = moved(experience.rollout, device)
         experience.reward = experience.reward.to(device)
-        learner = trainer.Learner(tiny.settings(base, method=method, num_iterations=1, device=device))
+        run = train.start(tiny.settings(base, method=method, num_iterations=1, device=device))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(learner, "collect", lambda step, clock, made=experience: made)
-            patch.setattr(
-                trainer, "optimizer_step", lambda model, *_: float(found.setdefault(len(found), tiny.gradient(model)).norm())
-            )
-            learner.step(0)
+            patch.setattr(loop, "collect", lambda run, step, made=experience: made)
+            patch.setattr(loop, "optimizer_step", lambda model, *_: found.setdefault(len(found), tiny.gradient(model)).norm())
+            loop.take_step(run, 0)
     one, other = (gradient.cpu() for gradient in found.values())
     assert one.norm() > 0 and (one - other).norm() < 1e-3 * one.norm()
 
@@ -118,18 +116,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path, m
     """In torch's deterministic mode: a sum that a GPU forms in any order has no bits to compare."""
     monkeypatch.setattr(report, "write_curve", lambda out: None)
     settings = tiny.settings(base, steps=4, save_every=2, method="grpo", device=str(DEVICE))
-    run, torch_mode = trainer.Learner.step, torch.are_deterministic_algorithms_enabled()
+    take, torch_mode = loop.take_step, torch.are_deterministic_algorithms_enabled()
 
-    def stop(learner, step):
-        return run(learner, step) if step < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
+    def stop(run, step):
+        return take(run, step) if step < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        trainer.train(settings, tmp_path / "whole")
+        train.train(settings, tmp_path / "whole")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(trainer.Learner, "step", stop)
-            trainer.train(settings, tmp_path / "parts")
-        trainer.train(settings, tmp_path / "parts", resume=True)
+            patch.setattr(loop, "take_step", stop)
+            train.train(settings, tmp_path / "parts")
+        train.train(settings, tmp_path / "parts", resume=True)
     finally:
         torch.use_deterministic_algorithms(torch_mode)
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -160,7 +158,7 @@ def test_a_compiled_run_learns_as_the_plain_one(base, tmp_path, monkeypatch):
     losses = {}
     for compiled in (False, True):
         out = tmp_path / str(compiled)
-        trainer.train(tiny.settings(base, method="grpo", device=str(DEVICE), compile=compiled), out)
+        train.train(tiny.settings(base, method="grpo", device=str(DEVICE), compile=compiled), out)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses[compiled] = [row["grad_norm"] for row in rows if "grad_norm" in row]
     assert losses[True] == pytest.approx(losses[False], rel=1e-2, abs=1e-5)

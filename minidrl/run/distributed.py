@@ -26,7 +26,6 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,63 +41,33 @@ from minidrl import sampler
 from minidrl.algorithms import Plan, Rollout
 from minidrl.denoiser import Denoiser
 from minidrl.features import Network
-from minidrl.run.launch import (
-    LocalError,
-    launched_processes,
-    launched_rank,
-    one_line,
-    patience,
-    without_stderr,
-)
+from minidrl.run.launch import launched_processes, launched_rank
 
 
-# ---------------------------------------------------------------------------------------- processes
+# --------------------------------------------------------------------------------------- processes
 @contextlib.contextmanager
 def process_group(device: str):
     """The processes of torchrun, connected: by gloo on the CPU, by nccl on GPUs.
 
-    ``device`` cuda is then the process's own.
+    ``device`` cuda is then the process's own. Nothing happens without torchrun.
     """
-    count = launched_processes()
-    if count == 1:
+    if launched_processes() == 1:
         yield
         return
-    cuda, here = torch.device(device).type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    if cuda and here > torch.cuda.device_count():
-        allowed = f"up to {torch.cuda.device_count()}, the GPUs here"
-        raise ValueError(f"nproc-per-node: got {here}; allowed {allowed}")
+    cuda = torch.device(device).type == "cuda"
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    _meet("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     agreed_end = True
     try:
         yield
-    except (LocalError, RuntimeError):
+    except RuntimeError:
         # The others may be anywhere: leaving must not wait for them, and torchrun ends them.
         agreed_end = False
         raise
     finally:
         if agreed_end:
             dist.destroy_process_group()
-
-
-def _meet(backend: str) -> None:
-    # torch alone would wait for half an hour, as it then does for each other's work.
-    wait = timedelta(seconds=patience())
-    try:
-        with without_stderr():
-            store, number, count = next(dist.rendezvous("env://", timeout=wait))
-            store.set(f"minidrl/{number}", "here")
-            store.wait([f"minidrl/{i}" for i in range(count)], wait)
-    except dist.DistError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        got = f"{launched_processes()} processes that did not meet at {place}: {one_line(error)}"
-        allowed = "all of them started, on every node with the same address, within MINIDRL_WAIT"
-        raise LocalError(
-            f"WORLD_SIZE: got {got}; allowed {allowed} ({patience()}) seconds"
-        ) from None
-    store.set_timeout(dist.default_pg_timeout)
-    dist.init_process_group(backend, store=store, rank=number, world_size=count)
 
 
 def num_processes() -> int:

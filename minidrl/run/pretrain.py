@@ -26,7 +26,7 @@ from minidrl.keyed import keyed_generator, keyed_seed
 from minidrl.run import checkpoints, config, folders, memory
 from minidrl.run.evaluate import evaluate
 from minidrl.run.folders import MetricsLog
-from minidrl.run.launch import RunError, stop_requests, tell_notes
+from minidrl.run.launch import RunError, stop_requests
 from minidrl.run.train import make_optimizer, prepare, stopped
 from minidrl.tasks import Problem, held_out
 from minidrl.tasks.text import encode_prompts, encode_responses
@@ -65,7 +65,6 @@ def _pretrain(
     log = MetricsLog(out, checkpoint, state["step"])
     if checkpoint is not None:
         folders.write_config(out, settings)
-    tell_notes()
     started = time.perf_counter() - state["seconds"]
     last, met = settings.stop_after or settings.steps, set(state["met"])
     steps = range(state["step"], last)

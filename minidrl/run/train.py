@@ -24,7 +24,7 @@ from minidrl.methods import Method
 from minidrl.run import checkpoints, config, distributed, folders, memory, report
 from minidrl.run.evaluate import evaluate
 from minidrl.run.folders import MetricsLog
-from minidrl.run.launch import Interrupted, RunError, stop_requests, tell_notes
+from minidrl.run.launch import Interrupted, RunError, stop_requests
 from minidrl.run.precheck import method_of
 from minidrl.tasks import held_out
 from minidrl.tasks.text import encode_prompts
@@ -59,7 +59,6 @@ def _train(run: loop.Run, out: Path, resume: bool) -> dict:
         if state["solved_before"] is None:
             with checkpoints.blamed(run.model, settings.model):
                 state["solved_before"] = _evaluate(run, rows, 0, 0.0)
-        tell_notes()
         _steps(run, rows, out, state, asked)
         return _finish(run, rows, out, state)
 
