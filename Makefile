@@ -1,7 +1,7 @@
 # make train      a rising reward curve on tiny Countdown, on a CPU; ARGS="--steps 20" goes to the command
 # make test       the tests but the slow ones, and two short lessons
 # make lessons    all lessons executed, their outputs compared with the stored ones
-# make slow       the slow tests: processes, runs that are killed, fuzzing
+# make slow       the slow tests: processes, runs that are killed, hostile answers
 # make lab        Jupyter Lab on the first lesson; LAB="--no-browser" goes to it
 # make notebooks  executes lessons and exercises again in place
 # make lint       ruff
@@ -45,8 +45,6 @@ lessons: $(STAMP)
 slow: $(STAMP)
 	$(TESTS) -m slow tests
 	$(PY) tests/chaos.py
-	$(RUN) tests/fuzz.py
-	$(RUN) tests/fuzz_mathematics.py
 
 # From here, so that links to docs/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)

@@ -20,6 +20,7 @@ from minidrl.tasks import countdown
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle
 from minidrl.tasks.mathematics import Question
+from test_sampler import install
 
 PUZZLE = Puzzle((5, 6, 8), 46)
 TEMPLATE = (
@@ -68,22 +69,26 @@ def test_the_answer_is_what_stands_between_the_tags():
     law_answers(countdown)
 
 
-MUTANTS = {
+TAGS = {  # of between_tags
     "the first of several answers": ("response.count(OPENING) != 1 or response.count(CLOSING) != 1", "OPENING not in response"),
-    "several closing tags": (" or response.count(CLOSING) != 1", ""),
-    "an answer without its end": ('for part in parts) if closing else ""', "for part in parts)"),
-    "the whole response": ("answer, closing, _ = response.partition(OPENING)[2]", "answer, closing, _ = (response)"),
-    "all blanks taken out": ("_SIGN.split(answer.strip(),", '_SIGN.split(answer.replace(" ", ""),'),
+    "several closing tags": ("or response.count(CLOSING) != 1", ""),
+    "an answer without its end": ("answer if closing else None", "answer"),
+    "the whole response": ("response.partition(OPENING)[2]", "response"),
+}
+MUTANTS = {
+    "all blanks taken out": ('or "").strip(),', 'or "").replace(" ", ""),'),
     "no blanks taken out": ('"".join(part.strip(" ") for', '"".join(part for'),
     "tags in the plain format": ('if self.prompt_format == "chat" else response', "if True else response"),
     "no tags in a chat": ('if self.prompt_format == "chat" else response', "if False else response"),
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*TAGS, *MUTANTS])
 def test_a_mutant_is_killed(name, monkeypatch):
-    old, new = MUTANTS[name]
-    module = test_countdown.module_from(tiny.replaced(test_countdown.SOURCE, old, new), monkeypatch)
+    if name in TAGS:
+        install(monkeypatch, texts, "between_tags", *TAGS[name])
+    source = tiny.replaced(test_countdown.SOURCE, *MUTANTS[name]) if name in MUTANTS else test_countdown.SOURCE
+    module = test_countdown.module_from(source, monkeypatch)
     with pytest.raises(AssertionError):
         law_answers(module)
 
@@ -163,7 +168,7 @@ def test_a_tokenizer_without_a_template_is_refused(llada, tmp_path):
         texts.encode_prompts(checkpoints.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
 
 
-@pytest.mark.parametrize(("key", "value"), [("prompt_format", "poem"), ("max_prompt_length", 0), ("max_prompt_length", 2.5)])
+@pytest.mark.parametrize(("key", "value"), [("prompt_format", "poem"), ("max_prompt_length", 0)])
 def test_a_wrong_key_of_the_task_is_refused(key, value):
     with pytest.raises(ValueError, match=f"^task.{key}: got {value!r}; allowed"):
         Countdown(**{key: value})

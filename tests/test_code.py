@@ -10,10 +10,10 @@ import yaml
 
 import test_chat
 import test_loading
-from minidrl import tasks
-from minidrl.run import checkpoints, config, trainer
+from minidrl import loop, tasks
+from minidrl.run import checkpoints
 from minidrl.run.cli import main
-from minidrl.tasks import code, rows, sandbox, task_class
+from minidrl.tasks import code, sandbox
 from minidrl.tasks.code import Code, _sorted
 
 HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
@@ -43,18 +43,7 @@ HUMANEVAL = {
     "test": "METADATA = {'author': 'us'}\n\n\ndef check(candidate):\n    few = [1, 2]\n    assert candidate(few) == [2, 4]\n"
     "    for n in range(3):\n        assert candidate([n]) == [double(n)]\n    assert candidate([]) == []\n    done = True\n",
 }
-KODCODE = {
-    "question": "Write `share(parts, whole)`: parts over whole, a ValueError where whole is 0.",
-    "solution": "def share(parts, whole):\n    if whole == 0:\n        raise ValueError('whole is zero')\n"
-    "    return parts / whole",
-    "test": "import pytest\nfrom solution import share\n\nHALF = 0.5\n\n\n"
-    "def test_half():\n    assert share(1, 2) == HALF\n\n\n"
-    "@pytest.mark.parametrize('a, b, c', [(1, 3, 0.333333333), (2, 3, 0.666666666)])\ndef test_thirds(a, b, c):\n"
-    "    assert share(a, b) == pytest.approx(c)\n\n\n@pytest.mark.parametrize('x', [1, (2)])\ndef test_zero(x):\n"
-    "    with pytest.raises(ValueError, match='zero'):\n        share(x, 0)\n",
-    "style": "instruct",
-}
-ROWS = {"mbpp": [MBPP, ROUND], "humaneval": [HUMANEVAL], "kodcode": [KODCODE]}
+ROWS = {"mbpp": [MBPP, ROUND], "humaneval": [HUMANEVAL]}
 EACH = pytest.mark.parametrize(("form", "row"), [(form, row) for form, rows in ROWS.items() for row in rows])
 
 
@@ -74,27 +63,18 @@ def tagged(program: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- formats
-def law_formats(module) -> None:
-    """What each row becomes, as read from its format by hand."""
-    made = {name: module.FORMATS[name][2](row, False) for name, (row, *_) in ROWS.items()}
-    square = module.FORMATS["mbpp"][2](ROUND, False)
-    assert made["mbpp"].names == ("vowels",) and made["mbpp"].tests == tuple(MBPP["test_list"])
-    assert "def vowels(word, which='aeiou'):" in made["mbpp"].instruction and "spare" not in made["mbpp"].instruction
+def test_a_row_becomes_what_its_format_says():
+    """As read from its format by hand."""
+    asked, square = exercise("mbpp", MBPP), exercise("mbpp", ROUND)
+    assert asked.names == ("vowels",) and asked.tests == tuple(MBPP["test_list"])
+    assert "def vowels(word, which='aeiou'):" in asked.instruction and "spare" not in asked.instruction
     assert square.names == ("side",) and square.setup.strip() == "import math" and ROUND["prompt"] in square.instruction
-    asked = made["humaneval"]
+    asked = exercise("humaneval", HUMANEVAL)
     assert asked.names == ("doubles",) and asked.before == HUMANEVAL["prompt"] and len(asked.tests) == 3
     assert "few = [1, 2]" in asked.tests[0] and "for n in range(3)" in asked.tests[1] and "METADATA" in asked.setup
     assert asked.solution == HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
-    assert made["kodcode"].names == ("share",)
-    assert made["kodcode"].tests == ("run_test(test_half)", "run_test(test_thirds)", "run_test(test_zero)")
-    for name, found in made.items():
-        said = module.FORMATS[name][2](ROWS[name][0], True).instruction
-        assert "<answer>" in found.instruction and "assert" not in found.instruction and "assert" in said
-        assert found.key == " ".join((ROWS[name][0].get("text") or found.question).split())
-
-
-def test_a_row_becomes_what_its_format_says():
-    law_formats(code)
+    for form, (row, *_) in ROWS.items():
+        assert "assert" not in exercise(form, row).instruction and "assert" in exercise(form, row, True).instruction
 
 
 @HERE
@@ -113,10 +93,6 @@ WRONG = {  # format, program -> tests that it passes
     ("humaneval", "def doubles(numbers):\n    return [2, 4]"): 1,
     ("humaneval", "def doubles(numbers):\n    return list(map(double, numbers))"): 3,
     ("humaneval", "def double(x):\n    return 0\ndef doubles(numbers):\n    return [0 for x in numbers]"): 1,
-    ("kodcode", "def share(parts, whole):\n    return parts / whole"): 2,
-    ("kodcode", "def share(parts, whole):\n    return parts / whole if whole == 2 else 0"): 1,
-    ("kodcode", "def share(parts, whole):\n    raise ValueError('it is zero')"): 1,
-    ("kodcode", "def share(parts, whole):\n    raise ValueError('it is none')"): 0,
 }
 
 
@@ -138,52 +114,23 @@ UNFIT = {
     "the tests call no function of the solution": ("mbpp", {"test_list": ["assert 1 == 1"]}),
     "the solution has no function": ("mbpp", {"code": "vowels = len"}),
     "the solution is no Python": ("mbpp", {"code": "print 'x'"}),
-    "its code cannot be written out: Exceeds the limit (4300 digits) for integer string conversion": (
-        "mbpp",
-        {"code": f"def vowels(word=0x{'f' * 5000}): return word"},
-    ),
+    "its code cannot be written out": ("mbpp", {"code": f"def vowels(word=0x{'f' * 5000}): return word"}),
     "the test is no Python": ("mbpp", {"test_list": ["assert vowels('a') ="]}),
     "the prompt has no function of the name entry_point": ("humaneval", {"entry_point": "triples"}),
     "the test has no check(candidate)": ("humaneval", {"test": "def test(candidate): assert candidate"}),
     "check asserts nothing": ("humaneval", {"test": "def check(candidate): candidate([])"}),
     "check returns": ("humaneval", {"test": "def check(candidate):\n    assert candidate([]) == []\n    return"}),
-    "the test imports nothing from solution": ("kodcode", {"test": "def test_x(): pass"}),
-    "the test imports what is no function of the solution": (
-        "kodcode",
-        {"test": "from solution import Share\ndef test_x(): pass"},
-    ),
-    "the test imports other modules, or by other ways": ("kodcode", {"test": "import numpy\n" + KODCODE["test"]}),
-    "the tests are in a class": ("kodcode", {"test": KODCODE["test"] + "\nclass TestX:\n    def test_x(self): pass"}),
-    "there is no test function": ("kodcode", {"test": "from solution import share\ndef check(): pass"}),
-    "a test is no plain function": ("kodcode", {"test": KODCODE["test"] + "\nasync def test_x(): pass"}),
-    "a test has fixtures": ("kodcode", {"test": KODCODE["test"] + "\ndef test_x(tmp_path): pass"}),
-    "a test has another decorator than parametrize": ("kodcode", {"test": KODCODE["test"] + "\n@skip\ndef test_x(): pass"}),
 }
-MORE = "the test wants more of pytest than raises, approx and parametrize"
-PYTEST = ["pytest.skip('x')", "@pytest.fixture\ndef x(): pass", "with pytest.warns(UserWarning): pass", "x = pytest"]
-PYTEST += ["import pytest as p", "x = pytest.mark", "x = pytest.mark.skip"]
 
 
 @pytest.mark.parametrize("why", UNFIT)
-def test_a_row_that_needs_more_is_left_out_and_counted(why, tmp_path, capfd):
+def test_a_row_that_needs_more_is_left_out_and_counted(why, tmp_path, caplog):
     form, change = UNFIT[why]
     base = ROWS[form][0]
     path = written(tmp_path / "rows.jsonl", [base, base | change, base])
     assert [e.key for e in code._fitting(path, form, False)] == [exercise(form, base).key]
     left = ", ".join(f"1 ({reason})" for reason in sorted([why, "the question is there already"]))
-    assert capfd.readouterr().err == f"minidrl: task code: {path}: 3 rows, left out: {left}\n"
-
-
-@pytest.mark.parametrize("line", PYTEST)
-def test_what_of_pytest_is_not_there_is_seen(line):
-    with pytest.raises(code._Unfit, match=MORE):
-        exercise("kodcode", KODCODE | {"test": KODCODE["test"] + "\n" + line})
-    assert exercise("kodcode", KODCODE | {"test": KODCODE["test"] + "\nimport math, os.path\nfrom re import sub"})
-
-
-def test_another_module_beside_one_that_is_there_is_seen():
-    with pytest.raises(code._Unfit, match="^the test imports other modules, or by other ways$"):
-        exercise("kodcode", KODCODE | {"test": "import math, numpy\n" + KODCODE["test"]})
+    assert caplog.messages == [f"task code: {path}: 3 rows, left out: {left}"]
 
 
 @HERE
@@ -231,56 +178,22 @@ def test_a_prompt_that_is_too_long_is_named_with_its_row(tmp_path):
     assert Code(max_prompt_length=2000).check(path, tok).endswith(" tokens")
 
 
-BAD = {
-    "rows.json": [
-        ([], "{path}: got no row; allowed one or more"),
-        ({"text": "x"}, "{path} row 1 has no code"),
-        ([MBPP, 5], "{path} row 2: got int; allowed an object"),
-        ([MBPP, MBPP | {"test_list": []}], "{path} row 2 has test_list []; allowed a list of Unicode text"),
-        ([MBPP | {"code": 5}], "{path} row 1 has code 5; allowed Unicode text"),
-        ([MBPP | {"test_imports": "import os"}], "{path} row 1 has test_imports 'import os'; allowed a list of text"),
-        ([{k: v for k, v in MBPP.items() if k != "code"}], "{path} row 1 has no code; a row of mbpp has code, test_list"),
-        ([MBPP | {"text": None}], "{path} row 1 has no text; a row of mbpp has"),
-        ([HUMANEVAL], "{path} row 1 has no code; a row of mbpp has"),
-    ],
-    "rows.jsonl": [
-        ('{"text": "x"}\n{', "{path} row 2 is no JSON: "),
-        ('{"text": "x"}', "{path} row 1 has no code"),
-        ("[" * 10**5, "{path} row 1 is no JSON: nested too deeply"),
-        ("", "{path}: got no row; allowed"),
-        (b"\xff", "{path} is no UTF-8 text: byte 0xff at 0; allowed UTF-8"),
-    ],
-}
+BAD = [
+    ([], "{path}: got no row; allowed one or more"),
+    ([MBPP, 5], "{path} row 2: got int; allowed an object"),
+    ([MBPP, MBPP | {"code": 5}], "{path} row 2: code: got 5; allowed text"),
+    ([MBPP | {"test_imports": "import os"}], "{path} row 1: test_imports: got 'import os'; allowed a list of text"),
+    ([MBPP | {"text": None}], "{path} row 1 has no text; a row of mbpp has"),
+    ([HUMANEVAL], "{path} row 1 has no code; a row of mbpp has code, test_list"),
+]
 
 
-@pytest.mark.parametrize(("name", "data", "message"), [(name, *bad) for name, all_ in BAD.items() for bad in all_])
-def test_a_wrong_file_is_one_line_that_names_file_row_and_field(name, data, message, tmp_path):
-    path = tmp_path / name
-    text = data if isinstance(data, str | bytes) else json.dumps(data)
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
+@pytest.mark.parametrize(("data", "message"), BAD)
+def test_a_wrong_file_is_one_line_that_names_file_row_and_field(data, message, tmp_path):
+    path = written(tmp_path / "rows.json", data)
     with pytest.raises(ValueError) as error:
         code.read_rows(path, "mbpp")
     assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LARGEST", 10)
-    with pytest.raises(ValueError, match="has .* bytes; allowed up to 10"):
-        code.read_rows(written(tmp_path / "rows.json", [MBPP]), "mbpp")
-
-
-def test_a_file_may_be_as_large_and_have_as_many_rows_as_the_error_says(tmp_path, monkeypatch):
-    path = written(tmp_path / "rows.json", [MBPP, MBPP])
-    size = path.stat().st_size
-    monkeypatch.setattr(rows, "LARGEST", size)
-    monkeypatch.setattr(rows, "MOST", 2)
-    assert len(rows.of_file("task.path", path)) == 2
-    monkeypatch.setattr(rows, "MOST", 1)
-    with pytest.raises(ValueError, match="got 2 rows; allowed up to 1$"):
-        rows.of_file("task.path", path)
-    monkeypatch.setattr(rows, "LARGEST", size - 1)
-    with pytest.raises(ValueError, match=f"has {size} bytes; allowed up to {size - 1}$"):
-        rows.of_file("task.path", path)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -299,22 +212,9 @@ ANSWERS = {
 }
 
 
-def law_answers(module) -> None:
-    for response, expected in ANSWERS.items():
-        assert module.answer(response) == expected, response
-    assert module.answer("<answer>" + "x" * module.MAX_RESPONSE + "</answer>") == module.answer(None) == ""
-    filling = module.MAX_RESPONSE - len("<answer></answer>")
-    assert len(module.answer("<answer>" + "x" * filling + "</answer>")) == filling
-
-
 def test_the_program_is_what_stands_between_the_tags():
-    law_answers(code)
-
-
-def test_a_response_without_a_program_starts_no_sandbox(monkeypatch):
-    monkeypatch.setattr(sandbox, "run", None)
-    verdict = Code().judge(exercise("mbpp", MBPP), "def vowels(word): return 3")
-    assert verdict == (0.0, False, {"answered": False, "tests": 0.0})
+    assert {response: code.answer(response) for response in ANSWERS} == ANSWERS
+    assert code.answer("<answer>" + "x" * 100_000 + "</answer>") == code.answer(None) == ""
 
 
 # -------------------------------------------------------------------------------------------------- splits and settings
@@ -362,15 +262,10 @@ def test_a_file_of_held_out_rows_is_taken_out_of_the_others(tmp_path, assumed):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"format": "apps"}, "task.format: got 'apps'; allowed mbpp, humaneval, kodcode"),
+        ({"format": "apps"}, "task.format: got 'apps'; allowed mbpp, humaneval"),
         ({"held_out_share": 0.0}, "task.held_out_share: got 0.0; allowed between 0 and 1"),
-        ({"reward": "eval"}, "task.reward: got 'eval'; allowed all, share"),
-        ({"seconds": 0}, "task.seconds: got 0; allowed 1 to 600"),
-        ({"seconds": 1.5}, "task.seconds: got 1.5; allowed whole numbers"),
-        ({"megabytes": 16}, "task.megabytes: got 16; allowed 64 to 65536"),
-        ({"megabytes": 2**16 + 1}, "task.megabytes: got 65537; allowed 64 to 65536"),
+        ({"seconds": 0}, "task.seconds: got 0; allowed from 1"),
         ({"prompt_format": "plain"}, "task.prompt_format: got 'plain'; allowed chat"),
-        ({"max_prompt_length": 0}, "task.max_prompt_length: got 0; allowed from 1"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
@@ -384,20 +279,10 @@ def test_no_file_and_an_empty_split_are_named(tmp_path, assumed):
     with pytest.raises(ValueError, match="^task.path: got ''; allowed a .json or .jsonl file of rows in the format mbpp$"):
         Code().problems(1, rng)
     path = str(written(tmp_path / "rows.json", [MBPP]))
-    with pytest.raises(ValueError, match="^task.held_out_path: got 'nowhere'; allowed"):
-        Code(path=path, held_out_path="nowhere").held_out(1)
     with pytest.raises(ValueError, match="^task.path: got .*; allowed one with rows to train$"):
         Code(path=path, held_out_path=path).problems(1, rng)
     with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
         Code(path=path).problems(1, rng, "test")
-
-
-def test_the_prompt_and_the_limits_are_the_settings(tmp_path, monkeypatch):
-    given = []
-    monkeypatch.setattr(sandbox, "run", lambda *a, **k: given.append(k) or sandbox.Record(0, 1, "no", 0.0))
-    Code(seconds=7, megabytes=99).judge(exercise("mbpp", MBPP), tagged("x"))
-    assert given == [{"seconds": 7, "megabytes": 99}] and Code(max_prompt_length=77).prompt_length == 77
-    assert task_class("code") is Code
 
 
 # -------------------------------------------------------------------------------------------------- refusals and a run
@@ -435,18 +320,11 @@ def test_without_a_sandbox_a_run_is_refused_before_it_starts(place, monkeypatch,
     sandbox.refusal.cache_clear()
 
 
-def test_the_path_in_a_config_is_relative_to_it(place, monkeypatch):
-    monkeypatch.chdir("/")
-    task = config.load(config.Train, place / "run.yaml").task
-    assert task.path == str(place / "rows.jsonl") and task.held_out_path == ""
-    assert config.load(config.Train, place / "run.yaml", {"task.path": "x.json"}).task.path == "x.json"
-
-
 @HERE
 def test_a_run_from_prompts_to_rewards(place, monkeypatch, capfd):
     """An untrained network writes no program: decoding gives each group one that is right and others."""
     right, wrong = tagged(MBPP["code"]), tagged("def vowels(word, which=''): return 3")
-    monkeypatch.setattr(trainer, "decode", lambda tok, responses: [(right, wrong, "")[i % 3] for i in range(len(responses))])
+    monkeypatch.setattr(loop, "decode", lambda tok, responses: [(right, wrong, "")[i % 3] for i in range(len(responses))])
     assert main(["train", str(place / "run.yaml"), "--out", str(place / "out")]) == 0
     rows = [json.loads(line) for line in (place / "out/metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows if "reward" in row]

@@ -23,10 +23,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import tiny
 from minidrl.tasks import countdown
+from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle, evaluate, reward
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -105,19 +107,6 @@ def all_runs(numbers: tuple[int, ...], max_value: int) -> dict[str, int]:
     return found
 
 
-def all_values(numbers: tuple[Fraction, ...]) -> set[Fraction]:
-    """Every value of every binary tree: replace two numbers by what an operator makes of them, until one is left."""
-    if len(numbers) == 1:
-        return {numbers[0]}
-    found = set()
-    for i, j in itertools.permutations(range(len(numbers)), 2):
-        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
-        for sign, apply in BY_SIGN.items():
-            if sign != "/" or numbers[j]:
-                found |= all_values((*rest, apply(numbers[i], numbers[j])))
-    return found
-
-
 # --------------------------------------------------------------------------------------------- difficulty and the splits
 
 
@@ -125,19 +114,10 @@ def all_values(numbers: tuple[Fraction, ...]) -> set[Fraction]:
     "setting, message",
     [
         ({"num_numbers": 5}, "task.num_numbers: got 5; allowed 2, 3, 4"),
-        ({"num_numbers": 3.0}, "task.num_numbers: got 3.0; allowed whole numbers"),
-        ({"max_number": 0}, "task.max_number: got 0; allowed 1 to 99"),
         ({"max_number": 100, "max_value": 200}, "task.max_number: got 100; allowed 1 to 99"),
-        ({"max_number": "9"}, "task.max_number: got '9'; allowed whole numbers"),
         ({"max_number": 9, "max_value": 8}, "task.max_value: got 8; allowed max_number (9) to 999"),
-        ({"max_value": 1000}, "task.max_value: got 1000; allowed max_number (9) to 999"),
-        ({"max_value": True}, "task.max_value: got True; allowed whole numbers"),
-        ({"held_out_share": 0}, "task.held_out_share: got 0; allowed between 0 and 1"),
         ({"held_out_share": 1.0}, "task.held_out_share: got 1.0; allowed between 0 and 1"),
-        ({"held_out_share": math.nan}, "task.held_out_share: got nan; allowed between 0 and 1"),
-        ({"pretrain_share": -0.1}, "task.pretrain_share: got -0.1; allowed from 0, below 1 - held_out_share (0.3)"),
         ({"pretrain_share": 0.7}, "task.pretrain_share: got 0.7; allowed from 0, below 1 - held_out_share (0.3)"),
-        ({"pretrain_share": math.nan}, "task.pretrain_share: got nan; allowed from 0, below 1 - held_out_share (0.3)"),
         ({"reward": "eval"}, "task.reward: got 'eval'; allowed strict, binary, any_answer"),
     ],
 )
@@ -145,15 +125,6 @@ def test_a_wrong_difficulty_is_named_with_what_is_allowed(setting, message):
     with pytest.raises(ValueError) as error:
         Countdown(**setting)
     assert str(error.value) == message
-
-
-@TASKS
-def test_the_two_splits_share_no_puzzle_and_neither_is_empty(task):
-    train = {(*sorted(p.numbers), p.target) for p in task.problems(1500, np.random.default_rng(0))}
-    held_out = {(*sorted(p.numbers), p.target) for p in task.problems(1500, np.random.default_rng(1), "held_out")}
-    fixed = {(*sorted(p.numbers), p.target) for p in task.held_out(64)}
-    assert len(train) > 100 and len(held_out) > 100
-    assert train.isdisjoint(held_out | fixed)
 
 
 def fraction_of(numbers: tuple[int, ...], target: int) -> float:
@@ -255,18 +226,9 @@ def test_more_held_out_puzzles_than_exist_are_refused_before_any_is_drawn(monkey
         Countdown(num_numbers=2, max_number=1, held_out_share=1e-9).held_out(1)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_the_shortest_response_is_that_of_the_shortest_solution(count):
-    task = Countdown(num_numbers=count, max_number=4)
-    shortest = min(len(countdown.solve(puzzle.numbers, puzzle.target)) for puzzle in task.puzzles("train"))
-    assert task.shortest_response == shortest and Countdown(prompt_format="chat").shortest_response == 1
-
-
-def test_held_out_puzzles_too_rare_to_be_drawn_are_named(monkeypatch):
-    monkeypatch.setattr(countdown, "MAX_REPEATS", 1)
-    with pytest.raises(ValueError, match="^evaluate.n: got 645; allowed at most [1-9][0-9]{0,2}, ") as error:
-        Countdown().held_out(645)
-    assert "at most 645" not in str(error.value)
+def test_the_shortest_response_is_numbers_and_the_operators_between_them():
+    assert [Countdown(num_numbers=n).shortest_response for n in (2, 3, 4)] == [3, 5, 7]
+    assert Countdown(prompt_format="chat").shortest_response == 1
 
 
 def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
@@ -278,9 +240,6 @@ def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
     nothing = Countdown(num_numbers=2, max_number=1, held_out_share=1e-9)
     with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
         nothing.problems(1, np.random.default_rng(0), "held_out")
-    none = Countdown(num_numbers=2, max_number=1, pretrain_share=1e-9)
-    with pytest.raises(ValueError, match="^task.pretrain_share: got 1e-09; allowed shares that leave pretrain puzzles"):
-        none.problems(1, np.random.default_rng(0), "pretrain")
     assert len(nothing.problems(500, np.random.default_rng(0))) == 500  # misses are counted in a row, not in all
 
 
@@ -293,6 +252,7 @@ print(json.dumps([[[*p.numbers, p.target, task.split_of(p)] for p in puzzles], t
 """
 
 
+@pytest.mark.slow
 def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
     outputs = []
     for seed in ("1", "2"):
@@ -359,51 +319,12 @@ def test_demonstrations_aim_by_the_share_that_is_due():
         assert texts == task.demonstrate(puzzles, np.random.default_rng(9), share)
 
 
-@pytest.mark.parametrize("numbers, max_value", [((3, 5, 8), 99), ((4, 4, 2), 20), ((1, 2, 6, 25), 200), ((7, 7), 99)])
-def test_running_calculations_are_all_of_them(numbers, max_value):
-    found = countdown.running_calculations(numbers, max_value)
-    assert {text: value for value, texts in found.items() for text in texts} == all_runs(numbers, max_value)
-    assert all(len(texts) == len(set(texts)) for texts in found.values())
-    task = Countdown(num_numbers=len(numbers), max_number=max(numbers), max_value=max_value)
-    assert task.targets(numbers) == sorted(set(found) - {0})
-
-
 @TASKS
-def test_every_puzzle_is_solved_by_the_solver_and_by_a_running_calculation(task):
-    puzzles = task.problems(24, np.random.default_rng(6)) + task.problems(12, np.random.default_rng(6), "held_out")
-    for puzzle in puzzles:
-        text = countdown.solve(puzzle.numbers, puzzle.target)
-        assert reward(puzzle, text, "binary") == 1.0 and judge(text)[0] == puzzle.target
-        runs = countdown.running_calculations(puzzle.numbers, task.max_value)[puzzle.target]
-        assert runs and all(reward(puzzle, run, "binary") == 1.0 for run in runs)
-
-
-def law_solver(module):
-    """Forms known by hand: through fractions, through negative numbers, with each pair of parentheses that is needed."""
-    assert module.solutions((3, 3, 8, 8), 24) == ["8/(3-8/3)"]
-    assert set(module.solutions((2, 3), 6)) == {"2*3", "3*2"}
-    negative = {"1-2-3", "1-3-2", "1-(2+3)", "1-(3+2)", "(1-3)*2", "2*(1-3)"}
-    assert set(module.solutions((1, 2, 3), Fraction(-4))) == negative
-    assert "6-(3-5)" in module.solutions((3, 5, 6), 8) and "(5-3+6)" not in module.solutions((3, 5, 6), 8)
-    assert module.solutions((1, 2, 4), Fraction(1, 8)) == ["1/2/4", "1/4/2", "1/(2*4)", "1/(4*2)"]
-    assert module.solve((2, 2), 7) is None and module.solve((5,), 5) == "5" and module.solve((5,), 4) is None
-    assert module.solve((0, 3), 0) == "0*3" and module.solutions((0, 3), Fraction(1, 3)) == []
-
-
-def test_the_solver_finds_the_forms_known_by_hand():
-    law_solver(countdown)
-
-
-@pytest.mark.parametrize("numbers", [(1, 1, 2), (2, 3, 7), (0, 4, 4), (3, 3, 8, 8), (1, 5, 5, 5)])
-def test_the_solver_reaches_exactly_the_values_of_all_binary_trees(numbers):
-    reachable = all_values(tuple(map(Fraction, numbers)))
-    assert {value for value in reachable if countdown.solve(numbers, value) is None} == set()
-    others = {Fraction(n, d) for n in range(-60, 61) for d in (1, 2, 3, 5, 7)} - reachable
-    assert others and all(countdown.solutions(numbers, value) == [] for value in others)
-    for value in sorted(reachable)[::7]:
-        for text in countdown.solutions(numbers, value):
-            found, used = judge(text)
-            assert found == value and sorted(used) == sorted(numbers) and evaluate(text) == (found, used)
+def test_every_puzzle_has_a_running_calculation_to_its_target(task):
+    for puzzle in task.problems(60, np.random.default_rng(6)):
+        runs = all_runs(puzzle.numbers, task.max_value)
+        found = countdown.running_calculations(puzzle.numbers, task.max_value)
+        assert {text: value for value, texts in found.items() for text in texts} == runs and puzzle.target in found
 
 
 # --------------------------------------------------------------------------------------------------------- the verifier
@@ -412,27 +333,20 @@ NOTHING, CLOSE, SOLVED = (0.0, 0.0, 0.1), (0.1, 0.0, 0.1), (1.0, 1.0, 1.0)  # st
 TABLE = [
     # solved: running calculations and bare expressions
     ("5,6,8>46", "5*8=40+6=46", SOLVED),
-    ("5,6,8>46", "8*5=40+6=46", SOLVED),
     ("5,6,8>46", "5*8+6", SOLVED),
-    ("5,6,8>46", "6+5*8", SOLVED),
     ("5,6,8>46", "((5*8))+(6)", SOLVED),
     ("3,3,8,8>24", "8/(3-8/3)", SOLVED),
     ("2,4,6>3", "2*6/4", SOLVED),
-    ("2,4,6>3", "6/4*2", SOLVED),
     ("1,49,49>1", "1/49*49", SOLVED),
     ("1,2,8>3", "8/2-1", SOLVED),
     ("2,3,4>1", "2+3-4", SOLVED),
     ("2,5,9>6", "2-(5-9)", SOLVED),
-    ("2,5,9>6", "2-5+9", SOLVED),
     ("3,3,5>5", "3-3=0+5=5", SOLVED),
     ("7>7", "7", SOLVED),
     ("12,34>46", "12+34=46", SOLVED),
     # right numbers, another value
     ("5,6,8>46", "5*6=30+8=38", CLOSE),
     ("5,6,8>46", "5*6+8", CLOSE),
-    ("5,6,8>46", "5-6-8", CLOSE),
-    ("5,6,8>46", "5/6/8", CLOSE),
-    ("2,4,6>0", "2/(4*6)", CLOSE),
     ("2,3,4>3", "2-3-4", CLOSE),
     ("8,4,2>4", "8/4/2", CLOSE),
     ("2,3,4>20", "2+3*4", CLOSE),
@@ -521,6 +435,8 @@ TABLE = [
     ("999999,1>1000000", "999999+1", SOLVED),
     ("1000000,1>1000001", "1000000+1", NOTHING),
     ("1>32", "1" + "+1" * 31, NOTHING),
+    (",".join("1" * 32) + ">32", "+".join("1" * 32), SOLVED),
+    (",".join("1" * 33) + ">33", "+".join("1" * 33), NOTHING),
     ("7>7", "9" * 10**6, NOTHING),
     ("7>7", "(" * 10**6, NOTHING),
 ]
@@ -544,17 +460,6 @@ def law_rewards(module):
 
 def test_the_table_of_rewards():
     law_rewards(countdown)
-
-
-@pytest.mark.parametrize("kind", countdown.REWARDS)
-def test_score_pays_by_the_rule_of_the_task(kind):
-    task = Countdown(reward=kind)
-    assert all(task.score(puzzle_of(text), response) == reward(puzzle_of(text), response, kind) for text, response, _ in TABLE)
-
-
-def test_an_unknown_reward_is_an_error_and_not_a_rule():
-    with pytest.raises(ValueError, match="^task.reward: got 'loose'; allowed strict, binary, any_answer$"):
-        reward(Puzzle((1, 2), 3), "1+2", "loose")
 
 
 def test_values_and_numbers_are_exact_and_in_order():
@@ -606,65 +511,24 @@ def hostile(rng: np.random.Generator) -> str:
 
 FUZZED = Puzzle((2, 3, 6), 12)
 WHOLE = [*countdown.running_calculations(FUZZED.numbers, 99).values()]
-WHOLE += [countdown.solutions(FUZZED.numbers, value) for value in (0, 1, 4, 9, 11, 12, 36, -1, Fraction(5, 2))]
+WHOLE += [["2*6", "6/3+2", "(6-3)*2", "6/(3-2)", "2*3+6", "(2+6)/3*3", "6-2*3", "3*(6-2)", "3/6+2", "2-3-6+6"]]
 
 
-class Meter:
-    """What one answer costs: characters tokenised, tokens taken, operations, the longest term of a fraction in bits."""
-
-    def __init__(self, module, monkeypatch):
-        self.characters = self.tokens = self.operations = self.bits = 0
-        tokens, take, apply = module._tokens, module._Parser._take, module._apply
-        monkeypatch.setattr(module, "_tokens", lambda text: self.count("characters", len(text)) or tokens(text))
-        monkeypatch.setattr(module._Parser, "_take", lambda parser: self.count("tokens", 1) or take(parser))
-        monkeypatch.setattr(module, "_apply", lambda *a: self.count("operations", 1) or self.measured(apply(*a)))
-
-    def count(self, name: str, amount: int) -> None:
-        setattr(self, name, getattr(self, name) + amount)
-
-    def measured(self, value: Fraction) -> Fraction:
-        self.bits = max(self.bits, value.numerator.bit_length(), value.denominator.bit_length())
-        return value
-
-    def read(self) -> tuple[int, int, int, int]:
-        cost = (self.characters, self.tokens, self.operations, self.bits)
-        self.characters = self.tokens = self.operations = self.bits = 0
-        return cost
-
-
-def law_bounded_work(module, monkeypatch):
-    """Whatever comes in: at most 64 characters tokenised, 65 tokens taken, 32 operations, terms below 2^256."""
-    meter = Meter(module, monkeypatch)
-    for text in [unit * count for unit in UNITS for count in (1, 9, 63, 64, 65, 1000)] + EXTREMES:
-        module.evaluate(text)
-        characters, tokens, operations, bits = meter.read()
-        assert characters <= 64 and tokens <= 65 and operations <= 32 and bits <= 256, text[:80]
-    module.evaluate("2*(3+4)")
-    assert meter.read() == (7, 8, 2, 4), "the meter counts: 7 tokens and the end, two operations, 14 has 4 bits"
-
-
-def test_the_work_is_bounded_whatever_comes_in(monkeypatch):
-    law_bounded_work(countdown, monkeypatch)
-
-
-def law_fuzz(module, monkeypatch, count: int):
+def law_fuzz(module, count: int):
     """No exception, a reward of the three, and the judge's verdict and value, on ``count`` hostile texts."""
-    rng = np.random.default_rng(8)
-    meter, paid = Meter(module, monkeypatch), Counter()
+    rng, paid = np.random.default_rng(8), Counter()
     for text in itertools.chain(EXTREMES, (hostile(rng) for _ in range(count - len(EXTREMES)))):
-        result, cost = module.evaluate(text), meter.read()
+        result = module.evaluate(text)
         assert result == judge(text), text[:80]
-        assert all(amount <= limit for amount, limit in zip(cost, (64, 65, 32, 256), strict=True)), text[:80]
         right = result is not None and sorted(result[1]) == [2, 3, 6]
         expected = (1.0 if result[0] == 12 else 0.1) if right else 0.0
         assert module.reward(FUZZED, text, "strict") == expected, text[:80]
-        meter.read()
         paid[expected] += 1
     return paid
 
 
-def test_ten_thousand_hostile_texts(monkeypatch):
-    paid = law_fuzz(countdown, monkeypatch, 10_000)
+def test_ten_thousand_hostile_texts():
+    paid = law_fuzz(countdown, 10_000)
     assert set(paid) == {0.0, 0.1, 1.0} and min(paid.values()) >= 100 and sum(paid.values()) == 10_000
 
 
@@ -682,20 +546,33 @@ def test_the_tokenizer_gives_one_id_a_character_and_the_text_back():
     assert tok("5?")["input_ids"] == [*tok("5")["input_ids"], tok.pad_token_id]
 
 
-def test_the_tokenizer_pads_on_the_left():
-    batch = countdown.tokenizer()(["1,2>3:", "1,2,3>45:"], padding=True)
-    assert batch["attention_mask"] == [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9]
-    assert batch["input_ids"][0][:3] == [countdown.tokenizer().pad_token_id] * 3
-
-
-def test_the_tokenizer_comes_back_from_disk_as_it_was(tmp_path):
+def test_the_tokenizer_pads_on_the_left_and_comes_back_from_disk(tmp_path):
     tok = countdown.tokenizer()
+    batch = tok(["1,2>3:", "1,2,3>45:"], padding=True)
+    assert batch["attention_mask"] == [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9]
     tok.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [p.prompt for p in WIDE.problems(50, np.random.default_rng(9))] + ["(1+2)/3*4-5=6[EOS][MASK]"]
-    assert again.get_vocab() == tok.get_vocab() and again.padding_side == "left"
-    assert again(texts, padding=True)["input_ids"] == tok(texts, padding=True)["input_ids"]
-    assert again.all_special_ids == tok.all_special_ids and again.batch_decode(tok(texts)["input_ids"]) == texts
+    assert again.get_vocab() == tok.get_vocab() and again(["1,2>3:"])["input_ids"] == tok(["1,2>3:"])["input_ids"]
+    assert again.all_special_ids == tok.all_special_ids and again.padding_side == "left"
+
+
+def test_a_special_token_stays_in_the_text_and_the_first_end_ends_it():
+    """`5*[PAD]8` was read as `5*8` once."""
+    tok = countdown.tokenizer()
+    rows = [["5", "*", "[PAD]", "8", "[EOS]", "8"], ["5", "*", "8", "[EOS]", "[EOS]", "[EOS]"], ["[MASK]", "5", *"*8=4"]]
+    made = texts.decode(tok, torch.tensor([tok.convert_tokens_to_ids(row) for row in rows]))
+    assert made == ["5*[PAD]8", "5*8", "[MASK]5*8=4"]
+    task, puzzle = Countdown(num_numbers=2), Puzzle((5, 8), 40)
+    assert [task.judge(puzzle, said).solved for said in made] == [False, True, False]
+
+
+def test_responses_are_filled_up_with_ends_or_cut_and_the_longest_prompt_must_fit():
+    tok = countdown.tokenizer()
+    end, (one, two) = tok.eos_token_id, tok.convert_tokens_to_ids(["1", "2"])
+    made = texts.encode_responses(tok, ["1", "12", "121", "1212"], 3)
+    assert made.tolist() == [[one, end, end], [one, two, end], [one, two, one], [one, two, one]]
+    with pytest.raises(ValueError, match="prompt: got 9 tokens; allowed up to 8"):
+        texts.encode_prompts(tok, [Puzzle((5, 8), 40), Puzzle((15, 18), 40)], 8)
 
 
 # -------------------------------------------------------------------------------------------------------------- mutants
@@ -735,9 +612,7 @@ MUTANTS = [
         "Counter(result[1]) == Counter(puzzle.numbers)",
         "Counter(result[1]) <= Counter(puzzle.numbers)",
     ),
-    ("numbers may be added", "Counter(result[1]) == Counter(puzzle.numbers)", "Counter(result[1]) >= Counter(puzzle.numbers)"),
     ("any numbers", "right_numbers = result is not None and", "right_numbers = result is not None or"),
-    ("order of numbers counts", "Counter(result[1]) == Counter(puzzle.numbers)", "tuple(result[1]) == puzzle.numbers"),
     ("any value", "right_numbers and result[0] == puzzle.target", "right_numbers"),
     ("value rounded", "result[0] == puzzle.target", "round(result[0]) == puzzle.target"),
     ("false equations", "if value != _whole(part[:1]):", "if _whole(part[:1]) < 0:"),
@@ -747,16 +622,12 @@ MUTANTS = [
     ("text after the expression", "if self._take() != _END:", "if self._take() is None:"),
     ("parenthesis left open", 'if self._take() != ")":', "if self._take() not in (')', _END):"),
     ("depth unlimited", "or depth == MAX_DEPTH", ""),
-    ("depth one less", "depth == MAX_DEPTH", "depth == MAX_DEPTH - 1"),
     ("length unlimited", "not 0 < len(response) <= MAX_CHARACTERS", "not response"),
     ("any object", "not isinstance(response, str) or not 0 <", "not 0 <"),
     ("floor division accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace('//', '/'))"),
-    ("spaces accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace(' ', ''))"),
     ("strange characters skipped", '"".join(tokens) != text', "not tokens"),
     ("unicode digits", "[1-9][0-9]{0,5}", r"[1-9]\d{0,5}"),
     ("leading zeros", "0|[1-9][0-9]{0,5}|", "[0-9]{1,6}|"),
-    ("long numbers", "[1-9][0-9]{0,5}", "[1-9][0-9]*"),
-    ("any operator starts a step", 'if not step or step[0] not in "+-*/":', "if not step:"),
     ("floor division computed", "return left / right", "return Fraction(left // right)"),
     ("float division", "return left / right", "return float(left) / float(right)"),
     ("division by zero escapes", "except (_Malformed, ZeroDivisionError):", "except _Malformed:"),
@@ -772,7 +643,6 @@ MUTANTS = [
     ("strict pays nothing", "0.1 if right_numbers else 0.0", "0.0"),
     ("binary pays answers", 'kind == "any_answer" and isinstance', "isinstance"),
     ("any_answer pays silence", "isinstance(response, str) and response else", "isinstance(response, str) else"),
-    ("any_answer pays well-formed only", "isinstance(response, str) and response else", "result else"),
     ("split boundary", "fraction < self.held_out_share", "fraction <= self.held_out_share"),
     ("pre-training boundary", "fraction > 1 - self.pretrain_share", "fraction >= 1 - self.pretrain_share"),
     (
@@ -783,26 +653,16 @@ MUTANTS = [
     ("split depends on order", "map(str, sorted(self.numbers))", "map(str, self.numbers)"),
     ("split ignores the target", '+ f">{self.target}"\n', '+ ">"\n'),
     ("split from randomised hash", "sha256(puzzle.key.encode()).digest()", "sha256(b'%d' % hash(puzzle.key)).digest()"),
-    ("limits ignored", "if 0 <= v <= max_value", "if v >= 0"),
     ("negative numbers on the way", "if 0 <= v <= max_value", "if v <= max_value"),
     ("inexact division generated", "if right and left % right == 0", "if right"),
-    (
-        "solver without fractions",
-        'if op != "/" or right.value != 0',
-        'if op != "/" or right.value and left.value % right.value == 0',
-    ),
-    ("solver drops parentheses", 'and op in "+*")', ")"),
-    ("solver keeps the order", "itertools.combinations(places, size)", "[tuple(range(size))]"),
 ]
 SOURCE = Path(countdown.__file__).read_text()
 
 
-def laws(module, monkeypatch) -> None:
+def laws(module) -> None:
     law_rewards(module)
     law_split(module)
     law_generator(module)
-    law_solver(module)
-    law_bounded_work(module, monkeypatch)
 
 
 def module_from(source: str, monkeypatch) -> types.ModuleType:
@@ -813,11 +673,11 @@ def module_from(source: str, monkeypatch) -> types.ModuleType:
 
 
 def test_the_laws_hold_for_the_source_as_it_is(monkeypatch):
-    laws(module_from(SOURCE, monkeypatch), monkeypatch)
+    laws(module_from(SOURCE, monkeypatch))
 
 
 @pytest.mark.parametrize("old, new", [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])
 def test_mutant_is_killed(old, new, monkeypatch):
     module = module_from(tiny.replaced(SOURCE, old, new), monkeypatch)
     with pytest.raises((AssertionError, TypeError, IndexError, ZeroDivisionError)):  # a failed law, or what escaped
-        laws(module, monkeypatch)
+        laws(module)

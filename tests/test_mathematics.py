@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import yaml
 
-import fuzz_mathematics
 import tiny
 from minidrl.run import config
 from minidrl.tasks import equality, mathematics, rows
-from minidrl.tasks.gsm8k import Gsm8k
-from minidrl.tasks.math500 import Math500
+from minidrl.tasks.mathematics import Gsm8k, Math500
 
 pytest.importorskip("math_verify", reason='needs pip install -e ".[math]"')
 
@@ -108,73 +106,33 @@ def test_what_means_something_else_or_leaves_the_work_to_the_judge_is_not_equal(
     assert {answer: equality.equal(gold, answer) for answer in DIFFERENT[gold]} == dict.fromkeys(DIFFERENT[gold], False)
 
 
-@pytest.fixture
-def judge():
-    own = equality.Judge()
-    yield own
-    own.stop()
-
-
-def test_endless_work_ends_and_the_next_answer_is_judged(judge, monkeypatch):
-    """Of each bracket the grammar tries several readings, in all of which 2,000 sums are read again."""
-    monkeypatch.setattr(equality, "JUDGE", judge)
+def test_endless_work_ends_and_the_next_answer_is_judged():
+    """Of each bracket the grammar tries several readings, in all of which 2,000 sums are read again; 2^(2^35) has 4 GB."""
     assert equality.equal("18", "18.0")
-    first = judge.process.pid
-    told = judge.ask("x", "(" * 12 + "1+" * 2000 + "1" + ")" * 12)
-    assert told == {"equal": False, "gold": False, "answer": False, "failed": "CPU time"}
-    assert equality.equal("18", "18.0") and judge.process.pid == first and judge.starts == 1
-
-
-def test_memory_and_files_are_limited(judge):
-    """2^(2^35) is a number of 4 GB."""
-    assert not judge.ask("x", "2^{2^{35}}+y")["equal"] and judge.ask("18", "18.0")["equal"]
-    limits = Path(f"/proc/{judge.process.pid}/limits").read_text()
+    first = equality._judge.pid
+    assert equality._ask("x", "(" * 12 + "1+" * 2000 + "1" + ")" * 12) == {"equal": False, "gold": False}
+    assert not equality._ask("x", "2^{2^{35}}+y")["equal"]
+    assert equality.equal("18", "18.0") and equality._judge.pid != first
+    limits = Path(f"/proc/{equality._judge.pid}/limits").read_text()
     assert re.search(f"Max address space +{equality.BYTES} ", limits) and re.search("Max file size +0 ", limits)
 
 
-def test_the_limits_are_those_that_the_page_of_commands_names():
-    text = (tiny.ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    seconds, gibibytes = map(int, re.search(r"(\d+) s of CPU time, (\d+) GiB of memory", text).groups())
-    assert (equality.SECONDS, equality.BYTES) == (seconds, gibibytes * 2**30)
+def test_a_judge_that_somebody_ended_is_started_again():
+    assert equality.equal("18", "18.0")
+    os.killpg(equality._judge.pid, signal.SIGKILL)
+    assert equality.equal("18", "18.0")
 
 
-def test_nothing_is_written_to_the_pipe_that_nobody_reads(judge):
-    """A full one would stop the process."""
-    for gold, answer in (("18", "18.0"), ("x", "\\frac{"), ("\\text{east}", "\\text{west}"), ("x^2-1", "(x-1)(x+1)")):
-        judge.ask(gold, answer)
-    judge.stop()
-    assert judge.said == []
-
-
-def test_the_process_ends_where_its_questions_end():
-    asked = {"input": b'["18", "18.0"]\n', "capture_output": True, "timeout": 60}
-    done = subprocess.run([sys.executable, "-P", equality.__file__], **asked)
-    ready, told = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, ready) == (0, b"", b"ready") and json.loads(told)["equal"]
-
-
-def test_a_judge_that_somebody_ended_is_started_again(judge):
-    assert judge.ask("18", "18.0")["equal"]
-    os.killpg(judge.process.pid, signal.SIGKILL)
-    assert judge.ask("18", "18.0")["equal"] and judge.starts == 2
-
-
-def test_the_wall_time_is_limited_where_the_process_does_not_run(judge, monkeypatch):
-    assert judge.ask("18", "18.0")["equal"]
-    monkeypatch.setattr(equality, "PATIENCE", 0.2)
-    os.killpg(judge.process.pid, signal.SIGSTOP)
-    started = time.monotonic()
-    assert judge.ask("18", "18.0")["failed"] == "wall time" and time.monotonic() - started < 60
-    assert judge.process is None
-    monkeypatch.undo()
-    assert judge.ask("18", "18.0")["equal"]
-
-
+@pytest.mark.slow
 def test_no_process_outlives_the_one_that_asked():
-    code = "from minidrl.tasks import equality; equality.equal('18', '18.0'); print(equality.JUDGE.process.pid)"
+    code = "from minidrl.tasks import equality; equality.equal('18', '18.0'); print(equality._judge.pid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-    assert [state for state, _, group, *_ in stats if group == done.stdout.strip() and state != "Z"] == []
+    deadline = time.monotonic() + 10
+    while (path := Path(f"/proc/{done.stdout.strip()}/stat")).exists() and path.read_text().rpartition(")")[2].split()[
+        0
+    ] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_nothing_of_an_answer_is_evaluated(tmp_path):
@@ -192,30 +150,44 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, tm
         rows.of_hub("gsm8k", "openai/gsm8k", "main", "0" * 40, "test")
 
 
-def test_eight_hundred_hostile_answers():
-    """A sample of `make chaos`; each kind is met often."""
-    found = fuzz_mathematics.fuzz(800)
-    assert min(found["solved"], found["refused"], found["noise"]) > 100
+PIECES = [*"0123456789+-*/^_=<>()[]{}|!,;:.&%$# \nxyπ²٣①", "\\frac", "\\sqrt", "\\sum_{i=1}^{", "\\text{", "\\{", "\\cdot"]
+PIECES += [
+    "\\boxed{",
+    "}",
+    "9^9^9",
+    "10^{10^{10}}",
+    "1e999",
+    "or",
+    "\\pm",
+    "__import__('os')",
+    "</answer>",
+    "\\def\\a{\\a\\a}\\a",
+]
+ENDLESS = [
+    "9^{9^{9^{9}}}",
+    "(9!)!",
+    "\\prod_{i=1}^{10^9} i",
+    "\\int_0^1 x^x dx",
+    "(x+y+z)^{99}",
+    "\\frac{1}{" * 15 + "2" + "}" * 15,
+]
 
 
-def generous(gold, answer):
-    return True
-
-
-def deaf(gold, answer):
-    return False
-
-
-def lax(gold, answer):
-    told = equality.JUDGE.ask(equality.plain(gold), equality.plain(answer))
-    return told["answer"]
-
-
-@pytest.mark.parametrize("wrong", [generous, deaf, lax])
-def test_a_wrong_judge_is_found_by_the_sample(wrong, monkeypatch):
-    monkeypatch.setattr(equality, "equal", wrong)
-    with pytest.raises(AssertionError):
-        fuzz_mathematics.fuzz(400)
+@pytest.mark.slow
+def test_hostile_answers_raise_nothing_and_are_paid_only_if_the_number_is_there():
+    rng, task, solved = random.Random(0), Gsm8k(), 0
+    for _ in range(1500):
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 12)))
+        if rng.random() < 0.3:
+            text = text[: len(text) // 2] + "18" + text[len(text) // 2 :]
+        text = rng.choice(ENDLESS) if rng.random() < 0.005 else text
+        text = rng.choice(["$18$", "18.0", "\\boxed{18}", "x=18", "18/1"]) if rng.random() < 0.05 else text
+        verdict = task.judge(mathematics.Question("?", "18", ""), f"<answer>{text}</answer>")
+        assert not verdict.solved or "18" in text.replace(" ", ""), text
+        solved += verdict.solved
+    assert solved > 10
+    for nothing in (None, 18, b"18", "", "\0", "18", "<answer>18", "<answer>18</answer>" * 2, "{" * 10**5):
+        assert not task.judge(mathematics.Question("?", "18", ""), nothing).solved
 
 
 # ---------------------------------------------------------------------------------------------------- the answer, rewards
@@ -293,12 +265,6 @@ def test_formats_are_those_of_the_published_patterns_with_lines():
     assert min(found) > 100
 
 
-def test_a_line_counts_for_one_tag_and_an_answer_may_be_empty():
-    start = "<reasoning>\n18\n</reasoning>\n<answer>\n"
-    assert mathematics.strict_format(start + "\n</answer>") and not mathematics.strict_format(start + "</answer>")
-    assert Math500().shape("<answer>\\boxed{1}", "1", False) == 0.5, "opened and never closed"
-
-
 @pytest.mark.parametrize("kind", [Gsm8k, Math500])
 def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
     """In the instruction of a question, after its text."""
@@ -308,16 +274,6 @@ def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
     }
     assert {reward: "<reasoning>" in text for reward, text in asked.items()} == {"d1": True, "correctness": False}
     assert all(text.startswith("1+1?\n\n") and "<answer>" in text for text in asked.values())
-
-
-def test_defects_of_published_rewards_that_are_not_here():
-    """Each line of docs/papers.md about them: what the published expression does, and what is done here."""
-    assert re.match(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", NEAT) is None and mathematics.soft_format(NEAT)
-    assert "²".isdigit() and Gsm8k().shape("", "²", False) == 0
-    assert "\boxed" not in "\\boxed{1}" and Math500().shape("\\boxed{1}", "1", False) == 0.5
-    ended = NEAT.rstrip("\n")
-    assert len(ended.split("\n</answer>\n")[-1]) == len(ended) and mathematics.count_tags(ended) == 0.5
-    assert "1080" != "1,080" and equality.equal("1080", "1,080")
 
 
 # ------------------------------------------------------------------------------------------------------- rows and splits
@@ -349,18 +305,6 @@ def test_a_data_set_in_the_layout_of_the_hub_is_read_by_split(tmp_path):
         rows.of_hub("gsm8k", *source, "validation")
 
 
-def test_the_hub_is_asked_for_the_subset_and_its_libraries_words_are_not_shown(monkeypatch):
-    datasets, asked = pytest.importorskip("datasets"), []
-    nothing = datasets.Dataset.from_list([])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **which: asked.append((*names, which)) or nothing)
-    datasets.logging.set_verbosity_info()
-    for subset in ("main", ""):
-        assert rows.of_hub("gsm8k", "a/set", subset, "0" * 40, "test") == []
-    which = {"revision": "0" * 40, "split": "test"}
-    assert asked == [("a/set", "main", which), ("a/set", None, which)]
-    assert datasets.logging.get_verbosity() == datasets.logging.CRITICAL
-
-
 def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or GSM8K[len(asked) - 1 :])
@@ -373,7 +317,7 @@ def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
         Math500().problems(1, np.random.default_rng(0))
 
 
-def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, capfd):
+def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, caplog):
     again = {"question": GSM8K[0]["question"].upper().replace(" ", "\n "), "answer": "#### 18"}
     train = written(tmp_path, "train.jsonl", [again, GSM8K[1], GSM8K[1], again])
     test = written(tmp_path, "test.jsonl", [GSM8K[0], GSM8K[2], GSM8K[0]])
@@ -381,7 +325,7 @@ def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, 
     assert {q.text for q in task.problems(50, np.random.default_rng(0))} == {GSM8K[1]["question"]}
     assert [q.text for q in task.held_out(2)] == [GSM8K[0]["question"], GSM8K[2]["question"]]
     said = "1 held-out repetitions, 2 training questions that are held out, 1 training repetitions"
-    assert capfd.readouterr().err == f"minidrl: task gsm8k: removed {said}\n"
+    assert caplog.messages == [f"task gsm8k: removed {said}"]
     with pytest.raises(ValueError, match="whose questions are all held out; allowed others"):
         Gsm8k(path=test, train_path=test).held_out(1)
 
@@ -389,7 +333,10 @@ def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, 
 def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
     task = Gsm8k(path=written(tmp_path, "test.jsonl", GSM8K))
     assert task.held_out(3)[:2] == task.held_out(2) and [q.gold for q in task.held_out(3)] == ["18", "1080", "-2"]
-    for count, said in {0: "evaluate.n: got 0; allowed 1 or more", 4: "evaluate.n: got 4; allowed at most 3"}.items():
+    for count, said in {
+        0: "evaluate.n: got 0; allowed 1 or more",
+        4: "evaluate.n: got 4; allowed 1 or more, and at most 3",
+    }.items():
         with pytest.raises(ValueError, match=said):
             task.held_out(count)
     with pytest.raises(ValueError, match="split: got 'pretrain'; allowed train, held_out"):
@@ -436,13 +383,12 @@ WRONG = {
     "task.path: got '{0}/a.txt', whose ending is another; allowed .jsonl, .json, .parquet files": ("a.txt", "x"),
     "{0}/a.jsonl: got no row": ("a.jsonl", "\n\n"),
     "{0}/a.jsonl row 2: got list; allowed an object": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n[1]'),
-    "{0}/a.jsonl row 1: question: missing; the row has 'problem'": ("a.jsonl", '{"problem": 1}'),
-    "{0}/a.jsonl row 1: question: got 5; allowed Unicode text that is not blank": ("a.jsonl", '{"question": 5, "answer": ""}'),
+    "{0}/a.jsonl row 1: question: missing; the row has problem": ("a.jsonl", '{"problem": 1}'),
+    "{0}/a.jsonl row 1: question: got 5; allowed text that is not blank": ("a.jsonl", '{"question": 5, "answer": ""}'),
     "{0}/a.jsonl row 1: answer: got '18'; allowed a solution that ends": ("a.jsonl", '{"question": "?", "answer": "18"}'),
-    "{0}/a.json row 1: answer: got '#### many'": ("a.json", '[{"question": "?", "answer": "#### many"}]'),
     "{0}/a.json row 1: answer: got '#### 1,00'": ("a.json", '[{"question": "?", "answer": "#### 1,00"}]'),
-    "{0}/a.jsonl row 2": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n{"question": "'),
-    "{0}/a.jsonl is no UTF-8 text: byte 0xff at 0": ("a.jsonl", b"\xff"),
+    "{0}/a.jsonl row 2 cannot be read": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n{"question": "'),
+    "{0}/a.jsonl cannot be read": ("a.jsonl", b"\xff"),
     "{0}/a.parquet cannot be read as parquet": ("a.parquet", b"PAR1"),
 }
 
@@ -459,9 +405,7 @@ def test_a_wrong_file_is_named_with_row_and_field(said, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     {
-        ("repo", "../gsm8k"): "task.repo: got '../gsm8k'; allowed owner/name",
-        ("revision", "main"): "task.revision: got 'main'; allowed a commit of the data set",
-        ("shots", -1): "task.shots: got -1; allowed 0 to 16",
+        ("shots", -1): "task.shots: got -1; allowed from 0",
         ("reward", "xml"): "task.reward: got 'xml'; allowed correctness, d1",
         ("prompt_format", "html"): "task.prompt_format: got 'html'; allowed plain, chat",
         ("wording", "d2"): "task.wording: got 'd2'; allowed ours, d1, d1-eval",
@@ -473,11 +417,6 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
         with pytest.raises(ValueError) as caught:
             kind(**dict([setting]))
         assert str(caught.value).startswith(message)
-
-
-def test_the_room_for_a_prompt_is_half_a_thousand_tokens_or_a_thousand_unless_a_setting_says_otherwise():
-    assert (Gsm8k().prompt_length, Math500().prompt_length) == (512, 1024)
-    assert Gsm8k(max_prompt_length=77).prompt_length == Math500(max_prompt_length=77).prompt_length == 77
 
 
 def test_a_config_names_files_beside_itself(tmp_path):

@@ -719,7 +719,7 @@ proposals, seen = law_the_step_is_taken_from_its_proposals, law_seen_logp_by_the
 GUMBEL = """noise = torch.rand(logq.shape, generator=torch.Generator().manual_seed(1)).bfloat16().clamp(1 / 256, 255 / 256)
     return (logq.bfloat16() - (-noise.log()).log()).argmax(-1)"""
 ROTATIONS = "(torch.arange(priority.shape[-1]) + priority[..., :1].mul(priority.shape[-1]).long()) % priority.shape[-1]"
-TIES = "conf.shape[1] - 1 - conf.flip(1).masked_fill(~hidden.flip(1), -math.inf).sort(1, True, stable=True).indices[:, :n]"
+TIES = "conf.shape[1] - 1 - conf.flip(1).masked_fill(~hidden.flip(1), -math.inf).argsort(1, descending=True)[:, :n]"
 MUTANTS = {  # what is wrong: (function of the sampler, a passage of it, its replacement), the law that notices
     "confidence at the sampling temperature": (
         ("reveal", "confidence(logits,", "confidence(logits / settings.temperature,"),

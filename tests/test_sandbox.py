@@ -4,12 +4,9 @@
 for the verdict. Where no sandbox can be made, all of this is skipped, with what is missing as the reason.
 """
 
-import contextlib
 import json
 import os
-import platform
 import re
-import resource
 import shutil
 import socket
 import struct
@@ -17,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -102,19 +98,6 @@ ATTACKS["processes and threads"] = """
                 pass
         return done
 """
-ATTACKS["zombies"] = """
-    import os
-    def attack():
-        children = []
-        for _ in range(20):
-            try:
-                if not (child := os.fork()):
-                    os._exit(0)
-                children.append(child)
-            except OSError:
-                pass
-        return children
-"""
 ATTACKS["signals"] = """
     import os
     def attack():
@@ -164,27 +147,22 @@ ATTACKS["a large /tmp"] = """
             pass
         return [written] if written > 2**24 else []
 """
-ATTACKS["a large file"] = """
+ATTACKS["large and many files"] = """
+    import os
     def attack():
-        written = 0
+        written, held = 0, []
         try:
             with open("/tmp/one", "wb", buffering=0) as file:
                 for _ in range(4):
                     written += file.write(bytes(10**6))
         except OSError:
             pass
-        return [written] if written > 2**20 else []
-"""
-ATTACKS["many files"] = """
-    import os
-    def attack():
-        held = []
         try:
             while len(held) < 200:
                 held.append(os.open("/dev/null", os.O_RDONLY))
         except OSError:
             pass
-        return [len(held)] if len(held) > 32 else []
+        return [written, len(held)] if written > 2**20 or len(held) > 32 else []
 """
 ATTACKS["new namespaces"] = """
     import ctypes
@@ -239,13 +217,11 @@ HOLES = {
     "writing outside": lambda line: line[: line.index("--remount-ro")] + line[line.index("--remount-ro") + 2 :],
     "network": instead("--unshare-all", *(word for word in ALL if word != "--unshare-net")),
     "processes and threads": no_filter,
-    "zombies": no_filter,
     "signals": instead("--unshare-all", *(word for word in ALL if word != "--unshare-pid")),
     "memory": limits_without("RLIMIT_AS"),
     "memory outside the address space": no_filter,
     "a large /tmp": instead(str(sandbox.TMP_BYTES), str(2**26)),
-    "a large file": limits_without("RLIMIT_FSIZE"),
-    "many files": limits_without("RLIMIT_NOFILE"),
+    "large and many files": limits_without("RLIMIT_FSIZE"),
     "new namespaces": no_filter,
     "the judge": more("--ro-bind", "/proc", "/proc"),
 }
@@ -281,10 +257,6 @@ def test_the_attack_gets_through_a_hole(attack, asked, monkeypatch, tmp_path):
     assert (record.passed, record.reason) == (0, "AssertionError: "), "the attack finds nothing where there is something"
 
 
-def test_every_wall_has_an_attack_and_a_hole():
-    assert HOLES.keys() == ATTACKS.keys()
-
-
 @HERE
 def test_no_new_privileges_and_no_capabilities():
     """39 and 23 of prctl(2): no_new_privs is set, and no capability is left to drop."""
@@ -296,36 +268,12 @@ def test_no_new_privileges_and_no_capabilities():
     assert run(program, "assert attack() == [1, 0]").passed == 1
 
 
-def processes() -> set[str]:
-    return {name for name in os.listdir("/proc") if name.isdigit()}
-
-
-def sandboxes_left(patience: float = 5) -> list[str]:
-    """Command lines of marked sandboxes that still run, after up to ``patience`` seconds."""
-    deadline = time.monotonic() + patience
-    while True:
-        left = []
-        for name in processes():
-            try:
-                said = Path(f"/proc/{name}/cmdline").read_bytes().decode(errors="replace")
-                environment = Path(f"/proc/{name}/stat").read_text(encoding="utf-8")
-            except OSError:
-                continue
-            if "/sandboxed.py" in said and f"--mark-{os.getpid()}" in said and ") Z " not in environment:
-                left.append(said)
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.05)
-
-
 BOMBS = {
     "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "endless loop that takes no signal": "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
     "    except (OSError, ValueError): pass\nwhile True: pass",
     "recursion": "import sys\nsys.setrecursionlimit(10**9)\nf = lambda x: f(x)",
     "memory in the program": "x = []\nwhile True: x.append(bytearray(10**6))",
-    "answers without end": "import os\nwhile True:\n    for d in range(3, 9):\n        try: os.write(d, b'[1]' * 1000)\n"
-    "        except OSError: pass",
     "a long answer": "f = lambda x: 'x' * 10**7",
     "a deep answer": "def f(x):\n    for _ in range(10**5): x = [x]\n    return x",
     "output without end": "while True: print('[0, true, \"\"]' * 1000)",
@@ -335,28 +283,19 @@ BOMBS = {
 @HERE
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_in_its_limits_and_leaves_nothing(bomb, monkeypatch):
-    whole = sandbox.command
-    monkeypatch.setattr(sandbox, "command", lambda *words: [*whole(*words), f"--mark-{os.getpid()}"])
+    whole, mark = sandbox.command, f"--mark-{os.getpid()}"
+    monkeypatch.setattr(sandbox, "command", lambda *words: [*whole(*words), mark])
     record = run(BOMBS[bomb], "assert f(2) == 4", "assert f(3) == 9", seconds=1)
     assert record.passed == 0 and record.reason != "" and record.seconds < sandbox.START + 5
-    assert sandboxes_left() == []
+    time.sleep(0.5)
+    processes = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [path for path in processes if mark.encode() in path.read_bytes()]
 
 
 @HERE
-def test_without_its_wall_something_would_be_left(monkeypatch):
-    """The program outlives its killed sandbox until its CPU time is spent; so ``sandboxes_left`` can find some."""
-    whole, holed = sandbox.command, without("--die-with-parent")
-    monkeypatch.setattr(sandbox, "command", lambda *words: [*holed(whole(*words)), f"--mark-{os.getpid()}"])
-    monkeypatch.setattr(sandbox, "CLOCK", 0.5)
-    run("while True: pass", seconds=1)
-    assert sandboxes_left(0) != [] and sandboxes_left() == []
-
-
-@HERE
-@pytest.mark.parametrize("program", ["import time\ntime.sleep(1000)", "import signal\nf = lambda x: signal.pause()"])
-def test_who_only_sleeps_is_ended_by_the_clock(program, monkeypatch):
+def test_who_only_sleeps_is_ended_by_the_clock(monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK", 1)
-    record = run(program, "assert f(2) == 4", seconds=1)
+    record = run("import time\ntime.sleep(1000)", "assert f(2) == 4", seconds=1)
     assert (record.passed, record.reason) == (0, "the time on the clock was up") and record.seconds >= 1
 
 
@@ -369,56 +308,15 @@ def test_tests_are_held_in_the_same_walls():
     assert run("f = int", secret).passed == 1
 
 
-@HERE
-def test_what_is_printed_goes_nowhere_and_does_no_harm(capfd):
-    program = "import sys\ndef attack():\n    print('x' * 10**7)\n    sys.stderr.write('y' * 10**6)\n    return []"
-    assert run(program).passed == 1 and capfd.readouterr() == ("", "")
-
-
-@HERE
-def test_the_caller_is_not_signalled_and_lives():
-    program = """
-        import os, signal
-        def attack():
-            for process in (os.getppid(), 0, -1, 1):
-                for number in (signal.SIGTERM, signal.SIGKILL):
-                    try:
-                        os.kill(process, number) if process else os.killpg(os.getppid(), number)
-                    except OSError:
-                        pass
-            return []
-    """
-    with subprocess.Popen(["sleep", "100"]) as bystander:
-        record = run(program)
-        assert bystander.poll() is None and record.total == 1
-        bystander.kill()
-
-
 # ------------------------------------------------------------------------------------------------------- the verdict
 NAIVE = "print('PASSED')"
 CHEATS = {}
-CHEATS["leaves before the assertions"] = """
-import os
-os._exit(0)
-"""
 CHEATS["leaves in the call"] = """
 import os
 f = lambda x: os._exit(0)
 """
-CHEATS["leaves by an exception"] = """
-import sys
-f = lambda x: sys.exit(0)
-"""
-CHEATS["leaves as it is loaded"] = """
-raise SystemExit(0)
-"""
 CHEATS["equal to everything"] = """
 class A:
-    __eq__ = lambda self, other: True
-f = lambda x: A()
-"""
-CHEATS["a number equal to everything"] = """
-class A(int):
     __eq__ = lambda self, other: True
 f = lambda x: A()
 """
@@ -447,10 +345,6 @@ for name in ("AssertionError", "Exception", "BaseException"):
     setattr(builtins, name, type(name, (), {}))
 sys.excepthook = lambda *_: os._exit(0)
 f = lambda x: None
-"""
-CHEATS["reads its caller"] = """
-import sys
-f = lambda x: sys._getframe(1).f_globals["EXPECTED"][x]
 """
 CHEATS["looks for the tests"] = """
 import gc
@@ -506,57 +400,15 @@ def test_what_is_right_passes_and_each_test_counts():
 @HERE
 def test_after_the_end_of_the_program_nothing_passes():
     """Not even a test that would not have asked it, nor one that expects an error."""
-    tests = ("f(1)", "assert True", "import pytest\nwith pytest.raises(Exception): f(1)", "try: f(1)\nexcept OSError: pass")
+    tests = ("f(1)", "assert True", "try: f(1)\nexcept OSError: pass")
     assert sandbox.run("import os\nf = lambda x: os._exit(0)", ("f",), tests).passed == 0
-    for test in tests[2:]:
-        assert sandbox.run("import os\nf = lambda x: os._exit(0)", ("f",), (test,)).passed == 0
-        assert sandbox.run("def f(x): raise OSError", ("f",), (test,)).passed == 1
-
-
-@HERE
-def test_a_call_of_a_program_that_ended_before_it_is_no_error_of_the_programs():
-    """The pipe is broken then, which Python calls an OSError."""
-    program = "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\nf = int"
-    test = "import pytest, time\ntime.sleep(1)\nwith pytest.raises(OSError): f(1)"
-    assert sandbox.run(program, ("f",), (test,))[:3] == (0, 1, "Ended: the program has ended")
+    assert sandbox.run("def f(x): raise OSError", ("f",), tests[2:]).passed == 1
 
 
 def test_what_is_no_verdict_does_not_count():
     others = [[2, True, ""], [-1, True, ""], [True, True, ""], [1.0, True, ""], ["1", True, ""], [None, True, ""]]
     assert sandbox._record([[0, True, ""], *others], 2, False, 0.0)[:3] == (1, 2, "the tests ended before their verdict")
     assert sandbox._record([[1, 1, "x"], [0, True, ""]], 2, False, 0.0)[:3] == (1, 2, "x")
-
-
-def messages(pieces: list[bytes], pause: float, wall: float) -> tuple[list, bool, int]:
-    """What `_messages` makes of pieces that are written with pauses; how many of them found a reader."""
-    reader, writer = os.pipe()
-    written = []
-
-    def write() -> None:
-        with contextlib.suppress(BrokenPipeError):
-            for piece in pieces:
-                written.append(os.write(writer, piece))
-                time.sleep(pause)
-        os.close(writer)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    said, late = sandbox._messages(reader, wall)
-    os.close(reader)
-    thread.join()
-    return said, late, len(written)
-
-
-def test_verdicts_one_by_one_do_not_hold_up_the_clock():
-    said, late, _ = messages([b'"ready"\n'] + [b'[0, true, ""]\n'] * 30, pause=0.1, wall=0.5)
-    assert late and 0 < len(said) < 25
-
-
-def test_verdicts_without_end_are_read_up_to_a_mebibyte():
-    line = b'[0, true, ""]\n'
-    piece = line * (2**16 // len(line))
-    said, late, count = messages([b'"ready"\n'] + [piece] * 64, pause=0.0, wall=60.0)
-    assert said[0] == "ready" and not late and 2**20 <= len(line) * len(said) < 2**20 + 2**17 and count < 24
 
 
 # -------------------------------------------------------------------------------------------------------- plain data
@@ -591,34 +443,20 @@ def test_other_json_is_refused(text):
 
 
 @HERE
-def test_numbers_of_more_digits_than_python_writes_cross():
-    program = """
-        from math import factorial as attack
-        def f(x): raise KeyError(attack(x))
-    """
-    setup = "import math; import pytest"
-    tests = ("assert attack(2000) == math.factorial(2000)", "with pytest.raises(KeyError): f(2000)", "assert attack(3) == 6")
-    assert sandbox.run(textwrap.dedent(program), ("attack", "f"), tests, setup=setup)[:3] == (3, 3, "")
-    assert run(program, "assert attack(2000) < 0, attack(2000)", "assert attack(3) == 6").passed == 1
-
-
-@HERE
 def test_values_and_errors_cross_as_the_program_made_them():
     program = """
-        from collections import Counter, namedtuple
+        from collections import Counter
+        from math import factorial
         def f(x): return x
         def attack(kind):
             if kind == "own": raise type("Own", (KeyError,), {})("mine")
-            if kind == "text": raise UnicodeDecodeError("utf-8", b"x", 0, 1, "no")
-            return {"counter": Counter("aab"), "tuple": namedtuple("P", "x y")(1, 2)}[kind]
+            return {"counter": Counter("aab"), "large": factorial(2000)}[kind]
     """
-    tests = ["import pytest"] + [f"assert repr(f({value!r})) == repr({value!r})" for value in PLAIN if value != float("inf")]
-    tests += ["assert attack('counter') == {'a': 2, 'b': 1}", "assert attack('tuple') == (1, 2)"]
-    tests += ["with pytest.raises(KeyError, match='mine'): attack('own')", "with pytest.raises(ValueError): attack('text')"]
+    tests = [f"assert repr(f({value!r})) == repr({value!r})" for value in PLAIN if value != float("inf")]
+    tests += ["assert attack('counter') == {'a': 2, 'b': 1}", "import math; assert attack('large') == math.factorial(2000)"]
+    tests += ["try: attack('own')\nexcept KeyError as error: assert 'mine' in str(error)\nelse: assert False"]
     assert run(program, *tests)[:3] == (len(tests), len(tests), "")
-    wrong = ("with pytest.raises(KeyError): f(1)", "with pytest.raises(IndexError): attack('own')", "assert f(1) == (1,)")
-    wrong += ("with pytest.raises(KeyError, match='x'): attack('own')", "assert f([1]) == (1,)", "assert f(print)")
-    assert run(program, "import pytest", *wrong).passed == 1
+    assert run(program, "assert f([1]) == (1,)", "assert f(print)").passed == 0
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -638,24 +476,11 @@ def test_without_bubblewrap_it_says_what_to_install(monkeypatch, unknown):
         run("attack = list")
 
 
-@pytest.mark.parametrize(
-    "script, said",
-    [
-        ("echo 'bwrap: No permissions' >&2; exit 1", "it said: bwrap: No permissions"),
-        ("exit 0", "it said: nothing"),
-        ('while [ "$1" != /sandboxed.py ]; do last=$1; shift; done; exec "$PYTHON" "$SCRIPT" "$2" "$3" "$4" 9 9', "it said"),
-    ],
-    ids=["no namespaces", "silent", "no walls"],
-)
-def test_a_bubblewrap_that_does_not_work_is_refused(script, said, monkeypatch, tmp_path, unknown):
-    """Also one that would start the script without any wall and then fail."""
-    fake = tmp_path / "bwrap"
-    fake.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    fake.chmod(0o755)
+def test_a_bubblewrap_that_does_not_work_is_refused(monkeypatch, tmp_path, unknown):
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2; exit 1\n", encoding="utf-8")
+    (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.setenv("SCRIPT", sandboxed.__file__)
-    assert sandbox.refusal().startswith(f"task code: {sandbox.NEEDS}; ") and said in sandbox.refusal()
+    assert sandbox.refusal() == f"task code: {sandbox.NEEDS}; it said: bwrap: No permissions"
 
 
 def test_where_bubblewrap_works_no_wall_is_left_untested(unknown):
@@ -668,11 +493,6 @@ def test_where_bubblewrap_works_no_wall_is_left_untested(unknown):
         if shutil.which("bwrap") is None or subprocess.run(trial, pass_fds=[filter_.fileno()], capture_output=True).returncode:
             pytest.skip("bubblewrap cannot be used here")
     assert sandbox.refusal() == ""
-
-
-def test_another_machine_is_refused(monkeypatch, unknown):
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert sandbox.refusal() == f"task code: {sandbox.NEEDS}; here is riscv64, {sys.platform}"
 
 
 # ---------------------------------------------------------------------------------------------------- the call filter
@@ -716,88 +536,3 @@ def test_the_filter_refuses_these_calls_and_no_other(machine):
     assert simulated(program, sandbox.AUDIT[machine], 0x40000000 + 57) == 0x00050001
     for other in (0x40000003, 0, *(set(sandbox.AUDIT.values()) - {sandbox.AUDIT[machine]})):
         assert simulated(program, other, 1) == 0x80000000
-
-
-def test_the_limits_are_in_the_units_of_their_names():
-    """In mebibytes memory and files, in seconds processor time."""
-    found = sandboxed.limits(3, 64)
-    assert found[resource.RLIMIT_CPU] == 3 and found[resource.RLIMIT_AS] == 64 * 2**20
-    assert found[resource.RLIMIT_FSIZE] == 2**20 and found[resource.RLIMIT_CORE] == 0
-
-
-# ------------------------------------------------------------------------------------------- what stands in for pytest
-NEAR = [
-    ((1.0,), 1 + 0.9e-6),
-    ((1.0,), 1 + 1.1e-6),
-    ((0.0,), 0.9e-12),
-    ((0.0,), 1.1e-12),
-    ((-2.0,), -2 - 1.9e-6),
-    ((100.0, None, 0.5), 100.4),
-    ((100.0, None, 0.5), 100.6),
-    ((100.0, None, 1e-6), 100 + 5e-5),  # with an absolute tolerance alone the relative one does not count
-    ((100.0, 0.01), 100.9),
-    ((100.0, 0.01), 101.1),
-    ((100.0, 1e-9, 0.5), 100.4),
-    ((1.0,), "1.0"),
-    ((1.0,), None),
-    ((float("inf"),), float("inf")),
-    ((float("nan"),), float("nan")),
-    ((1 + 2j,), 1 + 2j + 1e-9),
-    (([1.0, 2.0],), [1.0, 2 + 1e-9]),
-    (([1.0, 2.0],), [1.0, 2.1]),
-    (([1.0, 2.0],), [1.0]),
-    (([1.0],), [1.0, 2.0]),
-    (([1.0],), 1.0),
-    (([],), []),
-    (({"a": 1.0, "b": 2.0},), {"a": 1.0, "b": 2 + 1e-9}),
-    (({"a": 1.0, "b": 2.0},), {"a": 2.0, "b": 1.0}),
-    (({"a": 1.0},), {"b": 1.0}),
-    (({"a": 1.0},), {"a": 1 + 1.0000005e-6}),  # beyond a share of what is expected, within one of what came
-    (({"a": 1.0},), [1.0]),
-]
-
-
-@pytest.mark.parametrize("given, other", NEAR)
-def test_approx_judges_as_pytests_does(given, other):
-    expected, rel, abs = (*given, None, None)[:3]
-    assert (sandboxed.approx(expected, rel, abs) == other) == (pytest.approx(expected, rel, abs) == other)
-
-
-def test_cases_have_as_many_values_as_names():
-    for names in ("a, b", ["a", "b"]):
-        marked = sandboxed.parametrize(names, [(1, 2), (3, 4)])(lambda a, b: None)
-        assert marked.cases == [[{"a": 1, "b": 2}, {"a": 3, "b": 4}]]
-        with pytest.raises(ValueError):
-            sandboxed.parametrize(names, [(1, 2, 3)])
-    assert sandboxed.parametrize("a", [(1, 2)])(lambda a: None).cases == [[{"a": (1, 2)}]]
-
-
-def test_the_text_of_an_error_is_cut():
-    text = "".join(map(str, range(200)))
-    assert sandboxed._said(ValueError(text)) == text[:200] and len(text) > 201
-
-
-# --------------------------------------------------------------------------------------------------------- its cost
-@HERE
-def test_a_sandbox_costs_less_than_a_tenth_of_a_second_of_processor_time():
-    """Of the candidate, from its start to its answer; the tests' is another."""
-    program = "import resource\ndef f(x):\n    used = resource.getrusage(resource.RUSAGE_SELF)\n    return used[0] + used[1]"
-    assert min(sandbox.run(program, ("f",), ("assert 0 < f(0) < 0.1",)).passed for _ in range(3)) == 1
-
-
-@HERE
-def test_limits_are_lowered_and_never_raised():
-    assert {*sandboxed.limits(1, 64)} == {getattr(resource, f"RLIMIT_{n}") for n in ("CPU", "AS", "FSIZE", "NOFILE", "CORE")}
-    program = """
-        import resource
-        def attack():
-            done = []
-            for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
-                try:
-                    resource.setrlimit(kind, (resource.RLIM_INFINITY,) * 2)
-                    done.append(kind)
-                except (OSError, ValueError):
-                    pass
-            return done
-    """
-    assert run(program).passed == 1

@@ -156,7 +156,7 @@ def law_same_whatever_the_cost(block_length=12, tau=0.6):
         settings = settings_of(tau, 0.7, 24, block_length)
         outs.append(
             sampler.generate(
-                model, *prompts(), settings, eos_token_id=0, num_generations=4, generator=g, records=records, **words
+                model, *prompts(), settings, eos_token_id=0, num_generations=4, generator=g, records=RECORDS, **words
             )
         )
         ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))

@@ -18,40 +18,26 @@ TASKS = {
     "countdown": "minidrl.tasks.countdown:Countdown",
     "sudoku": "minidrl.tasks.sudoku:Sudoku",
     "code": "minidrl.tasks.code:Code",
-    "gsm8k": "minidrl.tasks.gsm8k:Gsm8k",
-    "math500": "minidrl.tasks.math500:Math500",
+    "gsm8k": "minidrl.tasks.mathematics:Gsm8k",
+    "math500": "minidrl.tasks.mathematics:Math500",
 }
 DEFAULT = "countdown"
 
 
 class Problem(Protocol):
-    """One prompt's question, in the two forms in which it can be asked."""
+    """One question, in the two forms in which it can be asked."""
 
-    @property
-    def prompt(self) -> str:
-        """For a network that was trained on this task: the text before the response."""
-
-    @property
-    def instruction(self) -> str:
-        """For a chat: the user's turn, in words."""
-
-    @property
-    def key(self) -> str:
-        """Problems with one key are one problem, however it is asked."""
+    prompt: str  # for a network that was trained on this task: the text before the response
+    instruction: str  # for a chat: the user's turn, in words
+    key: str  # problems with one key are one problem, however it is asked
 
 
 class Verdict(NamedTuple):
-    """What a task's verifier says of a response: verifiable rewards, which no model judges.
+    """What a task's verifier says of a response: verifiable rewards, which no model judges."""
 
-    reward   what reinforcement learning maximises
-    solved   whether the problem is solved, whatever the reward pays for
-    marks    further marks of the response, from 0 (no) to 1 (yes); their means are columns of an
-             evaluation
-    """
-
-    reward: float
-    solved: bool
-    marks: dict[str, float]
+    reward: float  # what reinforcement learning maximises
+    solved: bool  # whether the problem is solved, whatever the reward pays for
+    marks: dict[str, float]  # further marks, from 0 to 1; their means are columns of an evaluation
 
 
 class Example(NamedTuple):
@@ -69,23 +55,22 @@ class Example(NamedTuple):
 
 
 class Task(Protocol):
-    """What sampler, trainer, evaluation and command line need of a task.
+    """What sampler, loop, evaluation and command line need of a task.
 
-    Splits "train" (for RL) and "held_out" that share no problem: decided by the problem alone, so
-    that no seed and no order of drawing can mix them.
+    The splits "train" (for RL) and "held_out" share no problem. That is decided by the problem
+    alone, so that no seed and no order of drawing can mix them.
 
-    A task may have ``shortest_response``: tokens below which no response is a solution. A config
-    whose sampler has fewer is refused. A task whose verdicts wait for other processes may have
-    ``at_once``: how many of them are worth waiting for together.
+    A task may also have ``shortest_response``, tokens below which no response is a solution, and
+    ``at_once``, how many verdicts are worth waiting for together, where they are other processes'.
+    A task on which a network is pre-trained from scratch has a third split, "pretrain", and
+    ``demonstrations(problems, rng, progress)``, a text to learn from for each problem;
+    ``tokenizer()``, one of the task's own alphabet; and ``example()``, an Example.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line: what is asked, how it is judged, where the data are from
     prompt_format: str  # "plain" or "chat"
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the longest prompt."""
+    prompt_length: int  # tokens of the longest prompt
 
     def problems(
         self, count: int, rng: np.random.Generator, split: str = "train"
@@ -97,25 +82,6 @@ class Task(Protocol):
 
     def judge(self, problem: Any, response: str) -> Verdict:
         """The verdict on a response, which is untrusted text: never evaluated, never raises."""
-
-
-class Demonstrated(Task, Protocol):
-    """A task on which a network can be trained from scratch.
-
-    It has a third split, "pretrain": it shares no problem with "held_out", and none with "train"
-    unless the task's settings leave both the same problems.
-    """
-
-    def demonstrations(
-        self, problems: Sequence[Problem], rng: np.random.Generator, progress: float
-    ) -> list[str]:
-        """A response to each problem, to learn from; ``progress``: the share of steps behind."""
-
-    def tokenizer(self) -> Any:
-        """A tokenizer of the task's own alphabet, in transformers' format."""
-
-    def example(self) -> Example:
-        """A problem with a known answer."""
 
 
 def verdicts(task: Task, problems: Sequence[Problem], responses: Sequence[str]) -> list[Verdict]:

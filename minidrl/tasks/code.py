@@ -1,4 +1,4 @@
-"""Code: write Python that passes tests, from files in the format of MBPP, HumanEval or KodCode.
+"""Code: write Python that passes tests, from files in the format of MBPP or HumanEval.
 
     format      fields of a row                                      one test is
     mbpp        text (or prompt), code, test_list,                   an assertion of test_list
@@ -6,18 +6,14 @@
     humaneval   task_id, prompt, entry_point, canonical_solution,    a statement of ``check`` that
                 test                                                 holds an assertion, with what
                                                                      leads up to it
-    kodcode     question, solution, test                             a test function, all its cases
 
 Rows come from a file of the user's, ``task.path``: .jsonl, a row a line, or .json, a list of rows.
-The response is untrusted: it runs in the sandboxes of ``minidrl.tasks.sandbox``, and where there are none
-nothing runs. Tests and reference solution are the file's; the tests run in a sandbox as well, and
-in this process they are only parsed.
+The response is untrusted: it runs in the sandboxes of ``minidrl.tasks.sandbox``, and where there
+are none nothing runs. The tests run in a sandbox as well, and in this process they are only parsed.
 
-Tests call functions of the program and see plain data come back. A row that needs more is left out,
-and a line on stderr counts such rows: one whose tests use a class, import by other ways than ``from
-solution import name``, or want of pytest more than raises, approx and mark.parametrize. What cannot
-be seen in the text, such as an argument that is to be changed in place, ``check`` finds: it runs
-each row's own solution.
+Tests call functions of the program and see plain data come back. A row that needs more, such as a
+class, is left out, and a remark counts such rows. What cannot be seen in the text, such as an
+argument that is to be changed in place, ``check`` finds: it runs each row's own solution.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import logging
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,18 +33,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
-from minidrl.run import untrusted
-from minidrl.run.launch import launched_rank, note
-from minidrl.run.untrusted import TEXT, Kind
 from minidrl.tasks import Verdict, rows, sandbox
+from minidrl.tasks.text import CLOSING, OPENING, between_tags, check_choice
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_RESPONSE = 100_000  # characters; a longer one holds no program
 REWARDS = ("all", "share")
 SPLITS = ("pretrain", "train", "held_out")
-OPENING, CLOSING = "<answer>", "</answer>"
 FENCE = re.compile(r"```(?:python)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 
 
@@ -128,6 +120,8 @@ def _mbpp(row: dict, show_tests: bool) -> Exercise:
         raise _Unfit("the tests use a class")
     if not (names := tuple(name for name in functions if name in used)):
         raise _Unfit("the tests call no function of the solution")
+    if not tests:
+        raise _Unfit("there is no test")
     shown = "It should pass these tests:\n" + "\n".join(tests) + "\n\n"
     shown = shown if show_tests else _signatures(functions, names)
     question = row.get("text") or row["prompt"]
@@ -166,77 +160,20 @@ def _groups(body: list[ast.stmt]) -> Iterator[str]:
             waiting = []
 
 
-def _kodcode(row: dict, show_tests: bool) -> Exercise:
-    functions, tree = _functions(row["solution"]), _tree(row["test"], "test")
-    names = tuple(dict.fromkeys(_imported(tree)))
-    if not names:
-        raise _Unfit("the test imports nothing from solution")
-    if not all(name in functions for name in names):
-        raise _Unfit("the test imports what is no function of the solution")
-    if any(isinstance(n, ast.ClassDef) and n.name.startswith("Test") for n in tree.body):
-        raise _Unfit("the tests are in a class")
-    tests = [n for n in tree.body if getattr(n, "name", "").startswith("test")]
-    if not tests:
-        raise _Unfit("there is no test function")
-    for test in tests:
-        _check_test(test)
-    _check_pytest(tree)
-    calls = tuple(f"run_test({test.name})" for test in tests)
-    shown = f"It should pass these tests:\n{row['test'].strip()}\n\n"
-    shown = shown if show_tests else _signatures(functions, names)
-    return Exercise(row["question"], names, calls, row["test"], "", row["solution"], shown)
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    # The names from ``solution``; what else the tests import must be the standard library's.
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "solution" and not node.level:
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            alone = isinstance(node, ast.Import)
-            paths = [a.name for a in node.names] if alone else [node.module or "."]
-            known = {*sys.stdlib_module_names} | ({"pytest"} if alone else set())
-            if not all(path.split(".")[0] in known for path in paths):
-                raise _Unfit("the test imports other modules, or by other ways")
-
-
-def _check_test(test: ast.stmt) -> None:
-    if not isinstance(test, ast.FunctionDef):
-        raise _Unfit("a test is no plain function")
-    written = [ast.unparse(decorator) for decorator in test.decorator_list]
-    if not all(text.startswith("pytest.mark.parametrize(") for text in written):
-        raise _Unfit("a test has another decorator than parametrize")
-    keywords = [w.arg for call in test.decorator_list for w in getattr(call, "keywords", [])]
-    if set(keywords) - {"argnames", "argvalues", "ids"} or (test.args.args and not written):
-        raise _Unfit("a test has fixtures")
-
-
-def _check_pytest(tree: ast.Module) -> None:
-    # Every use of the name is ``pytest.`` and a word that there is.
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    words = [n.attr for n in found if isinstance(n.value, ast.Name) and n.value.id == "pytest"]
-    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "pytest"]
-    aliases = [a for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-    renamed = any(a.name.split(".")[0] == "pytest" and a.asname for a in aliases)
-    marks = [n.attr for n in found if ast.unparse(n.value) == "pytest.mark"]
-    unknown = {*words} - {"raises", "approx", "mark"} or {*marks} - {"parametrize"}
-    if unknown or renamed or len(uses) != len(words) or len(marks) != words.count("mark"):
-        raise _Unfit("the test wants more of pytest than raises, approx and parametrize")
-
-
-_TEXTS = untrusted.list_of(TEXT)
-_MAYBE = Kind(lambda x: isinstance(x, list) and all(map(TEXT.good, x)), "a list of text")
-_BARE = {"test_setup_code": TEXT, "test_imports": _MAYBE}
 # format -> (fields that a row must have, those that it may have, how it is read)
-FORMATS: dict[str, tuple[dict[str, Kind], dict[str, Kind], Callable[[dict, bool], Exercise]]] = {
-    "mbpp": ({"code": TEXT, "test_list": _TEXTS}, {"text": TEXT, "prompt": TEXT} | _BARE, _mbpp),
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[dict, bool], Exercise]]] = {
+    "mbpp": (
+        ("code", "test_list"),
+        ("text", "prompt", "test_setup_code", "test_imports"),
+        _mbpp,
+    ),
     "humaneval": (
-        dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution", "test"), TEXT),
-        {},
+        ("task_id", "prompt", "entry_point", "canonical_solution", "test"),
+        (),
         _humaneval,
     ),
-    "kodcode": (dict.fromkeys(("question", "solution", "test"), TEXT), {}, _kodcode),
 }
+LISTS = ("test_list", "test_imports")  # fields that hold a list of texts; the others hold a text
 
 
 # ---------------------------------------------------------------------------------------- the file
@@ -251,14 +188,20 @@ def read_rows(path: Path, form: str, key: str = "task.path") -> list[dict]:
     return found
 
 
-def _check_row(row: Any, form: str, where: str) -> None:
+def _check_row(row: dict, form: str, where: str) -> None:
     needed, optional, _ = FORMATS[form]
     missing = [key for key in needed if row.get(key) is None]
     if form == "mbpp" and not row.get("text") and not row.get("prompt"):
         missing.append("text")
     if missing:
         raise ValueError(f"{where} has no {missing[0]}; a row of {form} has {', '.join(needed)}")
-    untrusted.check(row, needed | optional, where)
+    for key in needed + optional:
+        if (value := row.get(key)) is None:
+            continue
+        texts = value if key in LISTS else [value]
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            allowed = "a list of text" if key in LISTS else "text"
+            raise ValueError(f"{where}: {key}: got {rows.brief(value)}; allowed {allowed}")
 
 
 def _sorted(
@@ -273,10 +216,8 @@ def _sorted(
             made = FORMATS[form][2](row, show_tests)
         except _Unfit as why:
             left[number] = str(why)
-        except RecursionError:  # a test of a thousand brackets
-            left[number] = "its code is nested too deeply"
-        except ValueError as error:  # 0xff.. is read, and has too many digits to be written
-            left[number] = f"its code cannot be written out: {str(error).partition(';')[0]}"
+        except (RecursionError, ValueError):  # a thousand brackets, a number of 5,000 digits
+            left[number] = "its code cannot be written out"
         else:
             if made.key in keys:
                 left[number] = "the question is there already"
@@ -287,12 +228,13 @@ def _sorted(
 
 
 def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
-    """The rows that can be judged; a line on stderr counts the others by what they need."""
+    """The rows that can be judged; a remark counts the others by what they need."""
     found = read_rows(path, form)
     fitting, left = _sorted(found, form, show_tests)
-    if left and launched_rank() == 0:
+    if left:
         said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
-        note(f"task code: {path}: {len(found)} rows, left out: {said}")
+        text = f"task code: {path}: {len(found)} rows, left out: {said}"
+        logging.getLogger("minidrl").warning(text)
     return list(fitting.values())
 
 
@@ -312,8 +254,8 @@ class Code:
 
     name: ClassVar[str] = "code"
     about: ClassVar[str] = (
-        "write Python that passes tests; files in the format of MBPP, HumanEval or KodCode, run in "
-        "a sandbox (bubblewrap)"
+        "write Python that passes tests; files in the format of MBPP or HumanEval, run in a "
+        "sandbox (bubblewrap)"
     )
 
     path: str = ""
@@ -332,15 +274,13 @@ class Code:
             if not right:
                 raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
 
-        for key in ("seconds", "megabytes", "max_prompt_length"):
-            check(key, type(getattr(self, key)) is int, "whole numbers")
-        check("format", self.format in FORMATS, ", ".join(FORMATS))
         check("held_out_share", 0 < self.held_out_share < 1, "between 0 and 1")
-        check("reward", self.reward in REWARDS, ", ".join(REWARDS))
-        check("seconds", 1 <= self.seconds <= 600, "1 to 600")
-        check("megabytes", 64 <= self.megabytes <= 2**16, f"64 to {2**16}")
+        check("seconds", self.seconds >= 1, "from 1")
+        check("megabytes", self.megabytes >= 64, "from 64")
         check("prompt_format", self.prompt_format == "chat", "chat")
         check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
+        check_choice("task.format", self.format, tuple(FORMATS))
+        check_choice("task.reward", self.reward, REWARDS)
 
     @functools.cached_property
     def _splits(self) -> dict[str, list[Exercise]]:
@@ -375,8 +315,7 @@ class Code:
         Raises ValueError for another split, an empty one, a file that cannot be used, and where
         there is no sandbox.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split: got {split!r}; allowed {', '.join(SPLITS)}")
+        check_choice("split", split, SPLITS)
         if not (rows := self._splits[split]):
             raise ValueError(f"task.path: got {self.path!r}; allowed one with rows to {split}")
         return [rows[i] for i in rng.integers(len(rows), size=count)]
@@ -459,16 +398,9 @@ class Code:
 
 
 def answer(response: str) -> str:
-    """What stands between the one <answer> and the one </answer>, without a fence around it.
-
-    "" if there is not one of each, and for a response of more than ``MAX_RESPONSE`` characters.
-    """
-    if not isinstance(response, str) or len(response) > MAX_RESPONSE:
-        return ""
-    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
-        return ""
-    found, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    if not closing or not found.strip():
+    """The program between the tags of a response, without a fence around it; "" for none."""
+    found = between_tags(response) or ""
+    if not found.strip():
         return ""
     fenced = FENCE.fullmatch(found.strip())
     return fenced[1] if fenced else found.strip("\r\n")

@@ -40,26 +40,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from minidrl.tasks import Example, Verdict
+from minidrl.tasks.text import PROMPT_FORMATS, between_tags, check_choice
+from minidrl.tasks.text import tokenizer as tokenizer_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 CHARACTERS = "0123456789+-*/()=,>:"
 MAX_CHARACTERS = 64  # a longer response scores 0 unread
-MAX_RESPONSE = 100_000  # characters of a chat's response; a longer one is refused unread
 MAX_DEPTH = 8  # nested parentheses
 MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 REWARDS = ("strict", "binary", "any_answer")
 SPLITS = ("pretrain", "train", "held_out")
-PROMPT_FORMATS = ("plain", "chat")
-OPENING, CLOSING = "<answer>", "</answer>"
 
 
 # ----------------------------------------------------------------------------------------- the task
@@ -129,11 +124,7 @@ class Countdown:
             if not right:
                 raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
 
-        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
-        for name in ("num_numbers", "max_number", "max_value", "max_target", "max_prompt_length"):
-            check(name, type(getattr(self, name)) is int, "whole numbers")
         most, target, share = self.max_value, self.max_target, self.held_out_share
-        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
         check("num_numbers", self.num_numbers in (2, 3, 4), "2, 3, 4")
         check("max_number", 1 <= self.max_number <= 99, "1 to 99")
         check("max_value", self.max_number <= most <= 999, f"max_number ({self.max_number}) to 999")
@@ -141,9 +132,11 @@ class Countdown:
         check("held_out_share", 0 < share < 1, "between 0 and 1")
         below = f"from 0, below 1 - held_out_share ({share:g})"
         check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
-        check_choice("task.reward", self.reward, REWARDS)
+        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
         for name in ("hit_share", "late_hit_share"):
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        check_choice("task.reward", self.reward, REWARDS)
+        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
         """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
@@ -296,12 +289,6 @@ class Countdown:
         return Example(prompt, answer="64", text="7+9=16*4=64", before=prompt, length=12)
 
 
-def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError for a value that is not among those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
-
-
 # -------------------------------------------------------------- the generator: running calculations
 def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, tuple[str, ...]]:
     """Every running calculation of all the numbers through integers in 0..max_value, by its value.
@@ -355,61 +342,6 @@ def _values(numbers: tuple[int, ...], max_value: int) -> frozenset[int]:
 def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
     every = itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values())
     return tuple(sorted(every))
-
-
-# --------------------------------------------------------------------------- solver, by brute force
-class _Expression(NamedTuple):
-    text: str
-    value: Fraction
-    rank: int  # 1 sum or difference, 2 product or quotient, 3 number
-
-
-def solutions(numbers: tuple[int, ...], target: int | Fraction) -> list[str]:
-    """Every expression of all the numbers that equals the target; shortest first, then by letters.
-
-    Brute force over all binary trees, exactly: every order of the numbers, every bracketing, every
-    choice of operators, through negative numbers and fractions too. Parentheses that do not change
-    the value are left out, so that a + (b - c) and (a + b) - c are one expression, a+b-c. The work
-    grows as n! Catalan(n - 1) 4^(n - 1): 7,680 trees for four numbers, 430,080 for five.
-    """
-    found = (e.text for e in _expressions(tuple(sorted(numbers))) if e.value == target)
-    return sorted(found, key=lambda text: (len(text), text))
-
-
-def solve(numbers: tuple[int, ...], target: int | Fraction) -> str | None:
-    """The first of ``solutions``, or None where there is none."""
-    return next(iter(solutions(numbers, target)), None)
-
-
-@functools.lru_cache(maxsize=64)
-def _expressions(numbers: tuple[int, ...]) -> frozenset[_Expression]:
-    if len(numbers) == 1:
-        return frozenset([_Expression(str(numbers[0]), Fraction(numbers[0]), 3)])
-    return frozenset(
-        _join(left, op, right)
-        for lefts, rights in _partitions(numbers)
-        for left, right, op in itertools.product(_expressions(lefts), _expressions(rights), "+-*/")
-        if op != "/" or right.value != 0
-    )
-
-
-def _partitions(numbers: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The numbers split into two non-empty parts, in every way; the parts stay sorted."""
-    places, parts = range(len(numbers)), set()
-    for size in places[1:]:
-        for chosen in itertools.combinations(places, size):
-            rest = tuple(numbers[i] for i in places if i not in chosen)
-            parts.add((tuple(numbers[i] for i in chosen), rest))
-    return parts
-
-
-def _join(left: _Expression, op: str, right: _Expression) -> _Expression:
-    """Two expressions under one operator, with the parentheses that reading from the left needs."""
-    rank = 1 if op in "+-" else 2
-    bare = right.rank > rank or (right.rank == rank and op in "+*")
-    first = left.text if left.rank >= rank else f"({left.text})"
-    second = right.text if bare else f"({right.text})"
-    return _Expression(f"{first}{op}{second}", _apply(left.value, op, right.value), rank)
 
 
 # ------------------------------------------------------------------------------------- the verifier
@@ -520,19 +452,14 @@ def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
 
 
 def tagged_answer(response: str) -> str:
-    """What stands between the one <answer> and the one </answer>; "" if there is not one of each.
+    """The answer in a chat; "" if there is not exactly one.
 
     Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
     and is no number. After MAX_CHARACTERS of these signs, where no expression can be read any more,
-    they stay. A response of more than ``MAX_RESPONSE`` characters has no answer.
+    they stay.
     """
-    if not isinstance(response, str) or len(response) > MAX_RESPONSE:
-        return ""
-    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
-        return ""
-    answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    parts = _SIGN.split(answer.strip(), MAX_CHARACTERS)
-    return "".join(part.strip(" ") for part in parts) if closing else ""
+    parts = _SIGN.split((between_tags(response) or "").strip(), MAX_CHARACTERS)
+    return "".join(part.strip(" ") for part in parts)
 
 
 def reward(puzzle: Puzzle, response: str, kind: str) -> float:
@@ -557,19 +484,6 @@ def reward(puzzle: Puzzle, response: str, kind: str) -> float:
 
 
 # ------------------------------------------------------------------------------------ the tokenizer
-def tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """Of single characters, [PAD], [MASK] and [EOS], in transformers' own format.
-
-    It pads on the left. A character outside the alphabet becomes [PAD].
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: i for i, token in enumerate([PAD, MASK, EOS, *characters])}
-    raw = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    raw.decoder = decoders.Fuse()
-    words = {"pad_token": PAD, "mask_token": MASK, "eos_token": EOS, "padding_side": "left"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, **words, clean_up_tokenization_spaces=False
-    )
+def tokenizer(characters: str = CHARACTERS) -> Any:
+    """Of the characters of prompts and calculations."""
+    return tokenizer_of(characters)

@@ -1,19 +1,26 @@
-r"""What tasks with questions of mathematics share: rows, splits, the answer in a response, rewards.
+r"""Questions of mathematics whose answer is known: GSM8K and MATH-500.
 
-A task of this kind asks a question whose answer is known, and reads the answer of a response
+    GSM8K     arXiv 2110.14168: word problems of grade school, whose answers are numbers. A row has
+              ``question`` and ``answer``, a worked solution whose last line is ``#### 72``. The
+              Hub's split ``test`` is held out
+    MATH-500  500 test problems of MATH (arXiv 2103.03874), the choice of arXiv 2305.20050. A row
+              has ``problem``, ``solution`` and ``answer`` in LaTeX. All are held out; to train,
+              name a file of other problems of MATH as ``train_path``
+
+The data are not part of this repository. They come from the Hub at a pinned commit, or from files
+with the same columns. The answer of a response is read
 
     between <answer> and </answer>    where there is one of each, in this order; or
     in the last \boxed{..}            where there is neither
 
-so that a response cannot offer two answers. Whether it is the known one, ``equality`` says.
-
-Splits are fixed by file. A training question that is a held-out question as well, whatever its case
-and its blanks, is removed, and a line says how many were.
+so that a response cannot offer two answers. Whether it is the known one, ``equality`` says. A
+training question that is a held-out question as well, whatever its case and its blanks, is removed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,18 +30,46 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from minidrl.run.launch import note
-from minidrl.run.untrusted import TEXT, Kind, brief
 from minidrl.tasks import Verdict, equality, rows
-from minidrl.tasks.countdown import MAX_RESPONSE, PROMPT_FORMATS, check_choice
-from minidrl.tasks.wordings import D1_EVAL, OURS, PUBLISHED, WORDINGS
+from minidrl.tasks.rows import brief
+from minidrl.tasks.text import (
+    CLOSING,
+    MAX_RESPONSE,
+    OPENING,
+    PROMPT_FORMATS,
+    between_tags,
+    check_choice,
+)
 
 SPLITS = ("train", "held_out")
 REWARDS = ("correctness", "d1")
-MOST_SHOTS = 16
-OPENING, CLOSING, BOXED = "<answer>", "</answer>", r"\boxed{"
-WRITTEN = Kind(lambda x: TEXT.good(x) and bool(x.strip()), "Unicode text that is not blank")
+BOXED = r"\boxed{"
+_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+_CALCULATOR = re.compile("<<[^<>]*>>")
 _TURN = re.compile(r"</reasoning>\s*<answer>")
+
+# The words in which a question is asked. ours: at the end of the question, by the reward, what to
+# write between which tags. d1: the training prompts of diffu-GRPO (arXiv 2504.12216). d1-eval: its
+# evaluation prompts, which write the first tag of the answer's turn themselves. These are quoted,
+# blanks and all, from dllm-reasoning/d1 at commit 837888f (diffu-grpo/data_utils.py, eval/gsm8k.py,
+# eval/math500.py; Apache License 2.0); the quotation mark after the last tag is theirs, too.
+OURS, D1, D1_EVAL = WORDINGS = ("ours", "d1", "d1-eval")
+_EXPERT = (
+    "You are a math expert. You will be given a question to solve. Solve it step by step. "
+    r"Wrap the final answer in a \boxed{}."
+)
+_FORMAT = (
+    "\nRespond in the following format:\n<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>"
+)
+_TAGS = _FORMAT.format("...", "...") + "\n"
+_BOXED = _FORMAT.format("Your reasoning here", r"\boxed{...}")
+# (task, wording) -> what stands before a question, and how the answer's turn begins
+PUBLISHED = {
+    ("gsm8k", D1): (f"{_TAGS}\n\n", ""),
+    ("gsm8k", D1_EVAL): (f"{_EXPERT} {_BOXED}\n\n", "<reasoning>"),
+    ("math500", D1): (f"{_TAGS}\n\n{_EXPERT} \n\n", ""),
+    ("math500", D1_EVAL): (f'{_EXPERT}{_BOXED}" \n\n\n', "<reasoning>"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,24 +97,34 @@ class Question:
 class Mathematics:
     """The behaviour of such a task; its settings are the fields of a dataclass below it.
 
-    A subclass has ``fields`` of a row, ``what`` is asked for, ``questions_of`` rows, and ``shape``:
-    the reward d1 of a response.
+    path, train_path   files of held-out and of training questions in the place of the Hub's; with
+                       a ``path`` alone there is nothing to train on
+    repo, subset, revision   the data set on the Hub, and its commit
+    shots              worked examples before a question, the first training ones
+    reward             correctness (1 or 0), or d1, what the code of diffu-GRPO pays (``shape``)
+    prompt_format      chat, whose prompts may have ``max_prompt_length`` tokens, or plain
+    wording            ours, d1 or d1-eval
     """
 
     name: ClassVar[str]
-    fields: ClassVar[dict[str, Kind]]
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
-    answer_field: ClassVar[str] = "answer"
     question_field: ClassVar[str]
+    what: ClassVar[str]  # what is asked for
+
+    def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
+        """Rows as questions; ValueError for one that is none."""
+        raise NotImplementedError
+
+    def shape(self, response: str, answer: str, solved: bool) -> float:
+        """The reward d1."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         def check(key: str, right: bool, allowed: str) -> None:
             if not right:
-                raise ValueError(f"task.{key}: got {brief(getattr(self, key))}; allowed {allowed}")
+                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
 
-        check("repo", bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", self.repo)), "owner/name")
-        check("revision", rows.REVISION.good(self.revision), rows.REVISION.allowed)
-        check("shots", 0 <= self.shots <= MOST_SHOTS, f"0 to {MOST_SHOTS}")
+        check("shots", self.shots >= 0, "from 0")
         check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
         check_choice("task.reward", self.reward, REWARDS)
         check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
@@ -91,101 +136,80 @@ class Mathematics:
             check("reward", self.reward != "d1", allowed)
 
     # ----------------------------------------------------------------------------------- the splits
-
     def problems(
         self, count: int, rng: np.random.Generator, split: str = "train"
     ) -> list[Question]:
         """``count`` random questions of a split (``SPLITS``), each drawn anew."""
         check_choice("split", split, SPLITS)
-        pool = self._split(split)
+        if split not in self._questions:
+            raise ValueError("task.train_path: got ''; allowed a file of training questions")
+        pool = self._questions[split]
         return [pool[i] for i in rng.integers(len(pool), size=count)]
 
     def held_out(self, count: int) -> list[Question]:
-        """The first ``count`` held-out questions in the order of the file.
-
-        Raises ValueError if ``count`` is below 1, or above the number of held-out questions.
-        """
-        if count < 1:
-            raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
-        pool = self._split("held_out")
-        if count > len(pool):
-            allowed = f"at most {len(pool)}, the held-out questions of {self._place('held_out')}"
+        """The first ``count`` held-out questions in the order of the file."""
+        pool = self._questions["held_out"]
+        if not 1 <= count <= len(pool):
+            allowed = f"1 or more, and at most {len(pool)}, as are held out"
             raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
         return pool[:count]
 
-    def _split(self, split: str) -> list[Question]:
-        if self._place(split) is None:
-            allowed = "a file of training questions"
-            raise ValueError(f"task.train_path: got ''; allowed {allowed}")
-        return self._questions[split]
-
-    def _place(self, split: str) -> str | None:
-        # Where the rows of a split are; None where there are none.
-        own = self.train_path if split == "train" else self.path
-        on_hub = split in self.splits and not self.path
-        return own or (f"{self.repo} at {self.revision[:12]}" if on_hub else None)
-
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
+        """The questions of each split that has any, each once, in the words of the prompt."""
         equality.needs(self.name)
-        found = {split: self._read(split) for split in SPLITS if self._place(split)}
-        found = self._without_repetitions(found)
-        shots = self._shots(found.get("train", []))
-        return {split: [self._asked(q, shots) for q in found[split]] for split in found}
-
-    def _read(self, split: str) -> list[Question]:
-        path = self.train_path if split == "train" else self.path
-        if path:
-            read = rows.of_file("task.train_path" if split == "train" else "task.path", path)
-            return self.questions_of(read, path)
-        source = (self.repo, self.subset, self.revision, self.splits[split])
-        return self.questions_of(rows.of_hub(self.name, *source), f"{self.repo} {source[-1]}")
-
-    def _without_repetitions(self, found: dict[str, list[Question]]) -> dict[str, list[Question]]:
+        found = {split: self._read(split) for split in SPLITS}
         kept = {"held_out": _each_once(found["held_out"])}
         removed = {"held-out repetitions": len(found["held_out"]) - len(kept["held_out"])}
-        if "train" in found:
-            known = {question.key for question in kept["held_out"]}
-            others = [question for question in found["train"] if question.key not in known]
+        if found["train"]:
+            known = {q.key for q in kept["held_out"]}
+            others = [q for q in found["train"] if q.key not in known]
             kept["train"] = _each_once(others)
             removed["training questions that are held out"] = len(found["train"]) - len(others)
             removed["training repetitions"] = len(others) - len(kept["train"])
             if not kept["train"]:
-                got = f"{self._place('train')!r}, whose questions are all held out"
+                got = f"{self.train_path or self.repo!r}, whose questions are all held out"
                 raise ValueError(f"task.train_path: got {got}; allowed others")
         if any(removed.values()):
             counts = ", ".join(f"{count} {what}" for what, count in removed.items() if count)
-            note(f"task {self.name}: removed {counts}")
-        return kept
+            logging.getLogger("minidrl").warning(f"task {self.name}: removed {counts}")
+        shots = self._shots(kept.get("train", []))
+        return {split: [self._asked(q, shots) for q in kept[split]] for split in kept}
+
+    def _read(self, split: str) -> list[Question]:
+        path = self.train_path if split == "train" else self.path
+        if path:
+            key = "task.train_path" if split == "train" else "task.path"
+            return self.questions_of(rows.of_file(key, path), path)
+        if self.path or split not in self.splits:
+            return []
+        source = (self.repo, self.subset, self.revision, self.splits[split])
+        return self.questions_of(rows.of_hub(self.name, *source), f"{self.repo} {source[-1]}")
 
     # --------------------------------------------------------------------------------- the question
-
     def _shots(self, train: Sequence[Question]) -> str:
         if self.shots > len(train):
             allowed = f"up to {len(train)}, the training questions that there are"
             raise ValueError(f"task.shots: got {self.shots}; allowed {allowed}")
-        worked = (
+        return "".join(
             f"Question: {q.text}\n{q.solution}\n{OPENING}{q.gold}{CLOSING}\n\n"
             for q in train[: self.shots]
         )
-        return "".join(worked)
 
     def _asked(self, question: Question, shots: str) -> Question:
         if self.wording != OURS:
-            before, opening = PUBLISHED[self.name][self.wording]
+            before, opening = PUBLISHED[self.name, self.wording]
             words = before + question.text
             return dataclasses.replace(question, instruction=words, opening=opening)
-        label = "Question: " if shots else ""
-        words = f"{shots}{label}{question.text}\n\n{self._request()}"
-        return dataclasses.replace(question, instruction=words)
-
-    def _request(self) -> str:
+        request = f"Think step by step; then write {self.what} between <answer> and </answer>."
         if self.reward == "d1":
-            return (
+            request = (
                 "Write your reasoning between <reasoning> and </reasoning>, then "
                 f"{self.what} between <answer> and </answer>, each tag on a line of its own."
             )
-        return f"Think step by step; then write {self.what} between <answer> and </answer>."
+        label = "Question: " if shots else ""
+        words = f"{shots}{label}{question.text}\n\n{request}"
+        return dataclasses.replace(question, instruction=words)
 
     @property
     def prompt_length(self) -> int:
@@ -193,7 +217,6 @@ class Mathematics:
         return self.max_prompt_length
 
     # ---------------------------------------------------------------------------------- the verdict
-
     def judge(self, problem: Question, response: str) -> Verdict:
         """Solved if the answer is the known one; marks: whether there is one answer."""
         response = response if isinstance(response, str) else ""
@@ -201,8 +224,6 @@ class Mathematics:
         solved = equality.equal(problem.gold, answer)
         paid = self.shape(response, answer, solved) if self.reward == "d1" else float(solved)
         return Verdict(paid, solved, {"well_formed": bool(answer)})
-
-    # ------------------------------------------------------------------------- a file, row by row
 
     def check(self, path: str, tok: Any = None) -> str:
         """What was found in a file whose rows can all be asked and judged; ``tok`` counts tokens.
@@ -215,7 +236,7 @@ class Mathematics:
         measured = rows.longest_prompt(self, path, asked, tok, self.question_field)
         for number, question in tqdm(asked.items(), desc="answers", disable=None):
             if not equality.parses(question.gold):
-                where = f"{path} row {number}: {self.answer_field}"
+                where = f"{path} row {number}: answer"
                 allowed = "an answer that math-verify can read"
                 raise ValueError(f"{where}: got {brief(question.gold)}; allowed {allowed}")
         twice = len(asked) - len({question.key for question in asked.values()})
@@ -224,32 +245,112 @@ class Mathematics:
         return f"{said}; {measured}"
 
 
-def _each_once(questions: Sequence[Question]) -> list[Question]:
+def _each_once(questions: list[Question]) -> list[Question]:
     found: dict[str, Question] = {}
     for question in questions:
         found.setdefault(question.key, question)
     return list(found.values())
 
 
+@dataclass(frozen=True)
+class Gsm8k(Mathematics):
+    """GSM8K; the settings are those of ``Mathematics``."""
+
+    name: ClassVar[str] = "gsm8k"
+    about: ClassVar[str] = (
+        "word problems of grade school, from the Hub or a file; the answer is a number, judged by "
+        "math-verify"
+    )
+    splits: ClassVar[dict[str, str]] = {"train": "train", "held_out": "test"}
+    question_field: ClassVar[str] = "question"
+    what: ClassVar[str] = "the number alone, without a unit,"
+
+    path: str = ""
+    train_path: str = ""
+    repo: str = "openai/gsm8k"
+    subset: str = "main"
+    revision: str = "740312add88f781978c0658806c59bc2815b9866"
+    shots: int = 0
+    reward: str = "correctness"
+    prompt_format: str = "chat"
+    wording: str = "ours"
+    max_prompt_length: int = 512
+
+    def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
+        """Rows as questions; ValueError for one without a number after its one ``####``."""
+        found = []
+        for number, row in enumerate(rows.texts(read, ("question", "answer"), where), 1):
+            solution, mark, gold = row["answer"].rpartition("####")
+            gold = gold.strip()
+            if not mark or "####" in solution or not _NUMBER.fullmatch(gold):
+                allowed = "a solution that ends with one #### and a number"
+                got = brief(row["answer"][-50:])
+                raise ValueError(f"{where} row {number}: answer: got {got}; allowed {allowed}")
+            worked = _CALCULATOR.sub("", solution).strip()
+            found.append(Question(row["question"].strip(), gold.replace(",", ""), worked))
+        return found
+
+    def shape(self, response: str, answer: str, solved: bool) -> float:
+        """2 for the right answer, 0.5 for one of digits alone, 0.5 and 0.5 for tags in the right
+        order and on lines of their own, up to 0.5 for counted tags: 0 to 4."""
+        digits = re.fullmatch("[0-9]+", answer) is not None
+        form = strict_format(response) + soft_format(response)
+        return 2.0 * solved + 0.5 * digits + 0.5 * form + count_tags(response)
+
+
+@dataclass(frozen=True)
+class Math500(Mathematics):
+    """MATH-500; the settings are those of ``Mathematics``."""
+
+    name: ClassVar[str] = "math500"
+    about: ClassVar[str] = (
+        "500 problems of MATH, from the Hub or a file; the answer is LaTeX, judged by math-verify"
+    )
+    splits: ClassVar[dict[str, str]] = {"held_out": "test"}
+    question_field: ClassVar[str] = "problem"
+    what: ClassVar[str] = "the answer alone, in LaTeX,"
+
+    path: str = ""
+    train_path: str = ""
+    repo: str = "HuggingFaceH4/MATH-500"
+    subset: str = ""
+    revision: str = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
+    shots: int = 0
+    reward: str = "correctness"
+    prompt_format: str = "chat"
+    wording: str = "ours"
+    max_prompt_length: int = 1024
+
+    def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
+        """Rows as questions."""
+        fields = ("problem", "answer", "solution")
+        found = rows.texts(read, fields, where)
+        return [Question(*(row[key].strip() for key in fields)) for row in found]
+
+    def shape(self, response: str, answer: str, solved: bool) -> float:
+        """As that code means it: 2 for the right answer, and for the form 1 with answer tags and a
+        box, 0.75 with tags alone, 0.5 with a box alone, 0.25 with neither."""
+        _, opened, rest = response.partition(OPENING)
+        inside, closed, _ = rest.partition(CLOSING)
+        tags = bool(opened and closed)
+        boxed = BOXED in (inside if tags else response)
+        return 2.0 * solved + 0.5 * (tags + (1.0 if boxed else 0.5))
+
+
+# ---------------------------------------------------------------------------- what a response holds
 def final_answer(response: str) -> str:
     """The one answer of a response, blanks at its ends removed; "" where there is none, or several.
 
     A response of more than ``MAX_RESPONSE`` characters has none.
     """
-    if len(response) > MAX_RESPONSE:
-        return ""
-    if OPENING not in response and CLOSING not in response:
+    if OPENING not in response and CLOSING not in response and len(response) <= MAX_RESPONSE:
         return _last_box(response)
-    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
-        return ""
-    answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    answer = answer.strip()
-    boxed = _last_box(answer)
-    return (boxed or answer) if closing else ""
+    answer = (between_tags(response) or "").strip()
+    return _last_box(answer) or answer
 
 
 def _last_box(text: str) -> str:
-    # What the last \boxed{ holds up to the brace that closes it.
+    """What the last \\boxed{ holds up to the brace that closes it."""
     start = text.rfind(BOXED)
     if start < 0:
         return ""
@@ -261,7 +362,6 @@ def _last_box(text: str) -> str:
     return ""
 
 
-# ------------------------------------------------------------------ shapes of rewards, as published
 def soft_format(response: str) -> bool:
     """A pair of reasoning tags at the start, then, after blanks only, a pair of answer tags."""
     turn = _TURN.search(response, len("<reasoning>"))

@@ -16,15 +16,12 @@ This file is a script for an interpreter without packages; it imports nothing bu
 from __future__ import annotations
 
 import builtins
-import itertools
 import json
 import os
-import re
 import resource
 import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 TYPE_CHECKING = False  # importing typing takes a tenth of the time that a sandbox takes to start
 if TYPE_CHECKING:
@@ -160,9 +157,8 @@ def judge(job: dict, requests: BinaryIO, answers: BinaryIO, verdicts: BinaryIO) 
     space = {"__name__": "tests"}
     stand_ins = {name: _stand_in(name, requests, answers) for name in job["names"]}
     sys.modules["solution"] = solution = types.ModuleType("solution")
-    sys.modules["pytest"] = _pytest()
     vars(solution).update(stand_ins)
-    space.update(stand_ins, run_test=run_test)
+    space.update(stand_ins)
     why = why or _attempt(lambda: exec(compile(job["setup"], "setup.py", "exec"), space))
     space.update(stand_ins)  # a setup may hold a stub of the function that is asked for
     for number, test in enumerate(job["tests"]):
@@ -222,71 +218,6 @@ def _exception(kind: type, text: str) -> Exception:
         return kind(text)
     except TypeError:  # UnicodeDecodeError and such want more words
         return next(base for base in kind.__mro__ if base in (ValueError, Exception))(text)
-
-
-# -------------------------------------------------------------------- what of pytest the tests have
-def run_test(test: Callable) -> None:
-    """One test function, with each of its cases."""
-    for words in itertools.product(*getattr(test, "cases", [])):
-        test(**{name: value for case in words for name, value in case.items()})
-
-
-def parametrize(names: str | list, values: Any, **_: Any) -> Callable:
-    """Each value, or tuple of values, as arguments of a test."""
-    split = isinstance(names, str)
-    several = [name.strip() for name in names.split(",")] if split else list(names)
-    alone = split and len(several) == 1
-    cases = [dict(zip(several, (v,) if alone else v, strict=True)) for v in values]
-
-    def decorated(test: Callable) -> Callable:
-        test.cases = [*getattr(test, "cases", []), cases]
-        return test
-
-    return decorated
-
-
-@contextmanager
-def raises(kinds: Any, match: str | None = None) -> Iterator[types.SimpleNamespace]:
-    """AssertionError unless one of these errors comes; ``match`` is searched in its text."""
-    found = types.SimpleNamespace(value=None, type=None)
-    try:
-        yield found
-    except kinds as error:
-        found.value, found.type = error, type(error)
-        assert match is None or re.search(match, str(error)), f"{error} does not match {match}"
-    else:
-        raise AssertionError("no error came")
-
-
-class approx:
-    """A number, or numbers in a list, a tuple or a dict, with pytest's default tolerances."""
-
-    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None):
-        self.expected, self.abs = expected, abs
-        self.rel = (1e-6 if abs is None else 0.0) if rel is None else rel
-
-    def __eq__(self, other: Any) -> bool:
-        return self._near(self.expected, other)
-
-    def _near(self, a: Any, b: Any) -> bool:
-        if isinstance(a, dict):
-            return isinstance(b, dict) and a.keys() == b.keys() and all(map(self._pair(a, b), a))
-        if isinstance(a, list | tuple):
-            same = isinstance(b, list | tuple) and len(a) == len(b)
-            return same and all(map(self._near, a, b))
-        number = isinstance(b, int | float | complex)
-        tolerance = max(self.rel * abs(a), 1e-12 if self.abs is None else self.abs)
-        return number and (a == b or abs(a - b) <= tolerance)
-
-    def _pair(self, a: dict, b: dict) -> Callable[[Any], bool]:
-        return lambda key: self._near(a[key], b[key])
-
-
-def _pytest() -> types.ModuleType:
-    module = types.ModuleType("pytest")
-    module.raises, module.approx = raises, approx
-    module.mark = types.SimpleNamespace(parametrize=parametrize)
-    return module
 
 
 # ---------------------------------------------------------------------------------------- the start

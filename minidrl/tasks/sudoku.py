@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from minidrl.tasks import Example, Verdict
-from minidrl.tasks.countdown import PROMPT_FORMATS, SPLITS, check_choice, tagged_answer, tokenizer
+from minidrl.tasks.text import PROMPT_FORMATS, between_tags, check_choice, tokenizer
 
 SIZE, CELLS, DIGITS, EMPTY = 4, 16, "1234", "."
 ROWS = [tuple(range(first, first + 4)) for first in (0, 4, 8, 12)]
@@ -36,6 +36,7 @@ MAX_ANSWER = 64  # characters of an answer in a chat, blanks included; a longer 
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 CUTS = ("relabelling", "symmetry")
 REWARDS = ("strict", "binary", "cells")
+SPLITS = ("pretrain", "train", "held_out")
 
 
 # -------------------------------------------------------------------------- grids and their classes
@@ -140,7 +141,7 @@ class Sudoku:
     Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says
     which grids are held out. relabelling: every third of the 12 classes under renaming of digits,
     in ascending order, which are two of either kind under all symmetries. symmetry, meant to be
-    harder, found easier (docs/results.md): the smaller of the two classes under all symmetries.
+    harder, found easier: the smaller of the two classes under all symmetries.
     Both hold out 96 of 288 grids. A puzzle is in the split that has all its completions; a puzzle
     with completions in both is in none. Pre-training and RL share a split. ``hit_share``: the share
     of demonstrations that are solutions.
@@ -167,8 +168,6 @@ class Sudoku:
             if not right:
                 raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
 
-        for name in ("min_clues", "max_clues", "max_prompt_length"):
-            check(name, type(getattr(self, name)) is int, "whole numbers")
         fewer, least = "with fewer no puzzle can be held out", self.min_clues
         check("min_clues", FEWEST <= least < CELLS, f"{FEWEST} to {CELLS - 1}; {fewer}")
         allowed = f"min_clues ({least}) to {CELLS - 1}"
@@ -266,7 +265,7 @@ class Sudoku:
     def _answer(self, response: str) -> str:
         if self.prompt_format == "plain":
             return response
-        answer = tagged_answer(response)
+        answer = (between_tags(response) or "").strip()
         return re.sub("[ \t\r\n]", "", answer) if len(answer) <= MAX_ANSWER else ""
 
     def tokenizer(self) -> Any:

@@ -9,9 +9,54 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from minidrl.run.untrusted import brief
 from minidrl.sampler import keep_mask
 from minidrl.tasks import Problem
+
+PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
+PROMPT_FORMATS = ("plain", "chat")
+OPENING, CLOSING = "<answer>", "</answer>"
+MAX_RESPONSE = 100_000  # characters of a chat's response; a longer one is refused unread
+
+
+# --------------------------------------------------------------------------------- what tasks share
+def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """ValueError for a value that is not among those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
+
+
+def between_tags(response: str) -> str | None:
+    """What stands between the one <answer> and the one </answer> of a chat's response.
+
+    None if there is not one of each, in this order, and for more than ``MAX_RESPONSE`` characters.
+    """
+    if not isinstance(response, str) or len(response) > MAX_RESPONSE:
+        return None
+    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
+        return None
+    answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
+    return answer if closing else None
+
+
+def tokenizer(characters: str) -> Any:
+    """Of single characters, [PAD], [MASK] and [EOS], in transformers' own format.
+
+    It pads on the left. A character outside the alphabet becomes [PAD].
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([PAD, MASK, EOS, *characters])}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    raw.decoder = decoders.Fuse()
+    words = {"pad_token": PAD, "mask_token": MASK, "eos_token": EOS, "padding_side": "left"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, **words, clean_up_tokenization_spaces=False
+    )
+
+
+# ---------------------------------------------------------------------------- prompts and responses
 
 
 def encode_prompts(
@@ -58,7 +103,7 @@ def _check_known(tok: Any, texts: list[str], ids: Tensor, mask: Tensor) -> None:
     for row in ((ids == unknown) & mask).any(1).nonzero().flatten().tolist():
         letters = dict.fromkeys(texts[row].replace(name, ""))
         if lost := "".join(c for c in letters if unknown in tok(c).input_ids):
-            got = f"{brief(texts[row])} with {brief(lost)}, which the model's tokenizer lacks"
+            got = f"{texts[row][:60]!r} with {lost[:60]!r}, which the model's tokenizer lacks"
             raise ValueError(f"prompt: got {got}; allowed its own characters")
 
 
