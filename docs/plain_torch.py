@@ -2,7 +2,7 @@
 
     python docs/plain_torch.py [METHOD] [UPDATES]
 
-It goes on training the shipped tiny base by a method (gdpo unless told), with so many updates on each rollout (1 unless told),
+It goes on training the shipped tiny base by a method (gdpo-sequence unless told), with so many updates on each rollout (1 unless told),
 and prints the reward. What is yours to replace: the model, the prompts, the reward, and the rollout (see `recorded`).
 """
 
@@ -139,7 +139,7 @@ class Model(nn.Module):
         return self.network.head(self.network.encode(input_ids, attention_mask))
 
 
-def main(name: str = "gdpo", updates: int = 1, steps: int = 20) -> list[float]:
+def main(name: str = "gdpo-sequence", updates: int = 1, steps: int = 20) -> list[float]:
     """Mean rewards of a short training."""
     task, method = Countdown(held_out_share=0.3), methods.METHODS[name]
     base, tok = checkpoints.load(BASE)

@@ -64,7 +64,7 @@ def countdown(count: int, task: Countdown) -> Dataset:
     return Dataset(table, fingerprint="countdown")  # named, as datasets 5.2 can't hash a table of pyarrow 24 to 26
 
 
-def main(name: str = "gdpo", steps: int = 20, out: str = "runs/trl") -> list[float]:
+def main(name: str = "gdpo-sequence", steps: int = 20, out: str = "runs/trl") -> list[float]:
     """Mean rewards of a short training."""
     task, (network, tok) = Countdown(held_out_share=0.3), checkpoints.load(BASE)
 

@@ -7,10 +7,12 @@ what is done with them (objective, extra, kl), and how it is summed (aggregation
 give these words. If a paper needs a function that algorithms.py does not have, it is one new
 function there and one new record here.
 
-A bare name follows what its ``source`` names (paper, accounts, code). ``-released`` is the official
-code, quirks included, held to its own numbers by the tests. What is not as there is in ``differs``.
-Numbers (clips, temperatures of weights, K) are the published ones where they make sense for a model
-of any size; a run's ``method_options`` replace them.
+A bare name is what its authors' own code computes, quirks included, where there is such code, and
+else the paper's formula. What follows a paper against its code, accounts of a paper, or the code of
+somebody else has a name that says so (``gdpo-sequence``, ``egspo-accounts``, ``ppo-verl``). What is
+not as in its ``source`` is in ``differs``. Numbers (clips, temperatures of weights, K) are the
+published ones where they make sense for a model of any size; a run's ``method_options`` replace
+them. ``RENAMED`` has the names that methods had before.
 
 The loop executes a method in this order: rollout (needs), plan, credit, anchor, features, loss,
 update. It reads the fields and knows no method by name.
@@ -163,7 +165,42 @@ class Method:
         return self.objective.func.reinforce_on_policy and penalty and extra
 
 
-METHODS: dict[str, Method] = {}
+# What methods were called before a bare name meant what its authors' code computes.
+RENAMED = {
+    # The code of the paper's authors has the bare name, and what had it says what it is.
+    "gdpo-released": "gdpo",
+    "gdpo": "gdpo-sequence",
+    "stabledrl-released": "stabledrl",
+    "stabledrl": "stabledrl-sequence",
+    "diffu-grpo-released": "diffu-grpo",
+    "diffu-grpo": "diffu-grpo-paper",
+    "egspo-released": "egspo",
+    "egspo": "egspo-accounts",
+    "egspo-sa-released": "egspo-sa",
+    "egspo-sa": "egspo-sa-accounts",
+    # One formula in paper and code, with a delta of this project's in the bare name.
+    "drpo-released": "drpo-published",
+    # The code of somebody else.
+    "ppo-released": "ppo-verl",
+    "cispo-released": "cispo-verl",
+    "dppo-tv-released": "dppo-tv-verl",
+    "dppo-kl-released": "dppo-kl-verl",
+    "unigrpo": "unigrpo-igpo",
+    "bgpo": "bgpo-dare",
+}
+
+
+class Table(dict[str, Method]):
+    """The methods by name. A name that is no longer there finds its method; iteration has only
+    those of today."""
+
+    def __missing__(self, name: str) -> Method:
+        if name not in RENAMED:
+            raise KeyError(name)
+        return self[RENAMED[name]]
+
+
+METHODS = Table()
 
 
 def row(name: str, family: str, *, like: str = "", **words: Any) -> None:
@@ -216,7 +253,7 @@ row("dppo-kl", "main", like="ppo", source="DPPO (arXiv 2602.04879), eq. 12 and 1
 row("drpo", "main", like="ppo", source="DRPO (arXiv 2606.09821), eq. 8 as quoted in its code",
   title="Penalises the square of a token's shift of probability, in the place of a mask.",
   differs="delta lies inside (0, 1), where its boundary exists; the authors' value is that of "
-  "drpo-released. The ratio is that of a token in the state in which it was drawn.",
+  "drpo-published. The ratio is that of a token in the state in which it was drawn.",
   objective=P(alg.drpo, delta=0.15))
 
 # Likelihoods estimated from random masks: an ELBO a sequence, or one look at the whole response
@@ -229,7 +266,7 @@ row("grpo", "main", source="GRPO (arXiv 2402.03300)",
   anchor="old", reduction="sequence", normalizer="kept_length",
   credit=P(alg.group_z_score, ddof=1, eps=0.0001),
   objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="sequence_mean")
-row("diffu-grpo-released", "main", source="code of d1 (dllm-reasoning/d1)",
+row("diffu-grpo", "main", source="code of d1 (dllm-reasoning/d1)",
   title="Clips token ratios of a one-step mean field, with part of the prompt hidden.",
   differs="The loss is the mean over all tokens, here of the global batch and there of a "
   "micro-batch.",
@@ -237,7 +274,7 @@ row("diffu-grpo-released", "main", source="code of d1 (dllm-reasoning/d1)",
   anchor="old", refresh="paired", reduction="token", kl=KL("k3", 0.04),
   credit=P(alg.group_mean),
   objective=P(alg.ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
-row("gdpo-released", "main", source="code of GDPO (KevinRojas1499/GDPO)",
+row("gdpo", "main", source="code of GDPO (KevinRojas1499/GDPO)",
   title="Clips one ratio a sequence, of a semi-deterministic Monte Carlo ELBO (SDMC).",
   differs="As the code, which hides floor(t L) tokens and weighs them by 1/t, scores the padding, "
   "raises the ratio to the power 1/L, and draws new masks for each side of a ratio.",
@@ -251,35 +288,29 @@ row("gdpo-released", "main", source="code of GDPO (KevinRojas1499/GDPO)",
 # update; ``fixed`` shares the masks, and they are equal. At 256 tokens the noise of a sequence's
 # ratio may be dozens of nats (notebook 06), and the weights then say almost nothing about the
 # ratio; ``normalizer`` kept_length takes the ratio of token means, as the code does.
-row("stabledrl-released", "main", source="code of StableDRL (JianyuanZhong/StableDRL)",
-  title="Weighs answers by clipped, self-normalised ratios of token means, from block-wise masks.",
+row("stabledrl", "main", source="code of StableDRL (JianyuanZhong/StableDRL)",
+  title="Weighs answers by clipped, self-normalised ratios of token means.",
   differs="The softmax of the weights runs over the prompt's group; there it runs over the rows of "
   "a call. No block is drawn twice while others last.",
   plan=P(alg.block_plan, num_states=2, block_length=32, p_mask=0.15),
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
   credit=P(alg.group_mean), extra=P(alg.sandwich, eubo_beta=1.5, omega=0.5),
   objective=P(alg.self_normalized_clip, cap=5.0), aggregation="group_sum")
-row("stabledrl", "variant", like="stabledrl-released",
-  source="StableDRL (arXiv 2603.06743), by accounts",
-  title="Weighs answers by clipped, self-normalised ratios of whole sequences.",
-  differs="The paper's body was not read. By accounts its eps is 5, so that a ratio is capped at "
-  "6, and its ratio is that of sequences; the ELBO by count is this project's choice, and the "
-  "score is the sandwich of SPG (arXiv 2510.09541).",
-  plan=P(alg.elbo_count_plan, num_states=2, domain="keep", strata=True),
-  normalizer="none",
-  objective=P(alg.self_normalized_clip, cap=6.0))
 # Block-wise models: the sampler's ``attention`` must be block_causal. The same choices on plans
 # whose blocks share a forward.
 row("stabledrl-block", "main", like="stabledrl",
-  title="Is stabledrl for block-wise models, with all blocks in one staircase forward.",
+  source="StableDRL (arXiv 2603.06743), by accounts",
+  title="Weighs answers of block-wise models, with all blocks in one staircase forward.",
   differs="By accounts of the paper: its code has no staircase. The clean stream attends as the "
   "sampler's cache does, and the score is the sandwich of SPG (arXiv 2510.09541).",
-  plan=P(alg.block_elbo_plan, num_states=2, domain="keep", strata=True))
+  plan=P(alg.block_elbo_plan, num_states=2, domain="keep", strata=True),
+  normalizer="none",
+  objective=P(alg.self_normalized_clip, cap=6.0))
 
 # Some steps of the trajectory, and what a state was worth before its step. The score of the
 # revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact does
 # not: (4.2), with a threshold (4.5).
-row("egspo-released", "main", source="code of EGSPO (vishnutez/egspo-dllm-rl)",
+row("egspo", "main", source="code of EGSPO (vishnutez/egspo-dllm-rl)",
   title="Clips one ratio for each of the eight steps of highest entropy.",
   differs="As the code: it scores at temperature 1, takes the mean over the ranks and the tokens "
   "of a step, and has a KL term. Steps after the last counted token do not compete, and old values "
@@ -288,64 +319,69 @@ row("egspo-released", "main", source="code of EGSPO (vishnutez/egspo-dllm-rl)",
   anchor="old", reduction="step", kl=KL("k3", 0.04),
   credit=P(alg.group_mean),
   objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.5), aggregation="sequence_mean")
-row("egspo-sa-released", "main", like="egspo-released",
-  title="Is egspo with advantages of its own for each step: reward less that of a greedy "
-  "completion.",
+row("egspo-sa", "main", like="egspo",
+  title="Is egspo with an advantage for each step: reward less that of a greedy completion.",
   step_value="greedy",
   credit=P(alg.stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"))
 
 # ------------------------------------------------ 2.2 The same papers read otherwise, and ablations
 
-row("diffu-grpo", "variant", like="diffu-grpo-released", source="d1 (arXiv 2504.12216), eq. 4",
+row("diffu-grpo-paper", "variant", like="diffu-grpo", source="d1 (arXiv 2504.12216), eq. 4",
   differs="As the paper, with the mean over a response's tokens and then over responses; the "
   "released code takes it over all tokens of a micro-batch.",
   aggregation="sequence_mean_token_mean")
-row("gdpo", "variant", like="gdpo-released", source="GDPO (arXiv 2510.08554), by accounts",
+row("gdpo-sequence", "variant", like="gdpo", source="GDPO (arXiv 2510.08554), by accounts",
   title="Clips the whole sequence's ratio of an SDMC ELBO, with masks shared by its two sides.",
   differs="The paper's body was not read. By accounts the ratio is that of ELBOs of sequences, and "
   "the loss is divided by the length. There is no KL term, as the released beta is 0.",
   plan=P(alg.quadrature_plan, num_nodes=3, masks_per_node=1, counts="bernoulli", domain="keep"),
   refresh="fixed", normalizer="none", aggregation="sequence_mean_token_mean")
-row("stabledrl-elbo", "variant", like="stabledrl",
-  title="Is stabledrl with the ELBO alone, and ratios of token means.",
+row("stabledrl-sequence", "variant", like="stabledrl-block",
+  title="Weighs answers by clipped, self-normalised ratios of whole sequences.",
+  differs="The paper's body was not read. By accounts its eps is 5, so that a ratio is capped at "
+  "6, and its ratio is that of sequences; the ELBO by count is this project's choice, and the "
+  "score is the sandwich of SPG (arXiv 2510.09541).",
+  plan=P(alg.elbo_count_plan, num_states=2, domain="keep", strata=True))
+row("stabledrl-elbo", "variant", like="stabledrl-sequence",
+  title="Is stabledrl-sequence with the ELBO alone, and ratios of token means.",
   differs="By accounts eps is 5. The score is the ELBO and not a sandwich of ELBO and EUBO, and "
   "the ratio is that of token means.",
   normalizer="kept_length", extra=None)
-row("clip-only", "variant", like="stabledrl",
-  title="Clips stabledrl's weights and does not normalise them.",
+row("clip-only", "variant", like="stabledrl-sequence",
+  title="Clips the weights of stabledrl-sequence and does not normalise them.",
   differs="An ablation. The weights are divided by N in the place of their sum over the group; the "
   "score is the sandwich of SPG (arXiv 2510.09541).",
   objective=P(alg.truncated_is, floor=0.0, cap=6.0), aggregation="sequence_mean")
-row("self-norm-only", "variant", like="stabledrl",
-  title="Normalises stabledrl's weights and does not clip them.",
+row("self-norm-only", "variant", like="stabledrl-sequence",
+  title="Normalises the weights of stabledrl-sequence and does not clip them.",
   differs="An ablation. There is no cap; the score is the sandwich of SPG (arXiv 2510.09541).",
   objective=P(alg.self_normalized_clip, cap=math.inf))
-row("egspo", "variant", like="egspo-released", source="EGSPO (arXiv 2603.12554): accounts, code",
+row("egspo-accounts", "variant", like="egspo", source="EGSPO (arXiv 2603.12554): accounts, code",
   title="Clips one ratio for each of the four steps of highest entropy.",
   differs="It is scored at the sampling temperature, against the sampler's record, as the sum over "
   "the chosen steps and without a KL term. The score is that of the tokens alone.",
   plan=P(alg.entropy_plan, num_states=4, shared=False, weight="sum"),
   anchor="behaviour", temperature="sampling", kl=None)
-row("egspo-sa", "variant", like="egspo", source="EGSPO-SA (arXiv 2603.12554): accounts, code",
-  title="Is egspo with advantages of its own for each step: reward less that of a greedy "
-  "completion.",
+row("egspo-sa-accounts", "variant", like="egspo-accounts",
+  source="EGSPO-SA (arXiv 2603.12554): accounts, code",
+  title="Is egspo-accounts with an advantage for each step, as egspo-sa.",
   step_value="greedy",
   credit=P(alg.stepwise_advantage, lam=0.5, schedule="constant", normalize=True, center="rank"))
 row("dppo-topk", "variant", like="ppo", source="DPPO (arXiv 2602.04879), eq. 12, 14 and 16",
   title="Masks a token where the likeliest tokens together have moved too far.",
   extra=P(alg.topk_divergence, form="tv"), features=("logp", "topk_logp"),
   objective=P(alg.dppo, delta=0.15, form=None))
-row("dppo-tv-released", "variant", like="dppo-tv", source="verl's dppo_tv",
+row("dppo-tv-verl", "variant", like="dppo-tv", source="verl's dppo_tv",
   differs="As verl's code: a truncated, detached weight times logp, and the mean over all tokens.",
   objective=P(alg.dppo_released, delta=0.15, form="tv", cap=20.0), aggregation="token_mean")
-row("dppo-kl-released", "variant", like="dppo-kl", source="verl's dppo_kl",
+row("dppo-kl-verl", "variant", like="dppo-kl", source="verl's dppo_kl",
   differs="As verl's code: a truncated, detached weight times logp, and the mean over all tokens.",
   objective=P(alg.dppo_released, delta=0.05, form="kl", cap=20.0), aggregation="token_mean")
-row("drpo-released", "variant", like="drpo", source="code of DRPO (Tencent-Hunyuan/UniRL)",
+row("drpo-published", "variant", like="drpo", source="code of DRPO (Tencent-Hunyuan/UniRL)",
   differs="delta is 12.5, at which no token can reach the boundary. The code clamps the log-ratio "
   "to 20, which is not done here.",
   objective=P(alg.drpo, delta=12.5))
-row("ppo-released", "variant", like="ppo", source="verl's vanilla policy loss",
+row("ppo-verl", "variant", like="ppo", source="verl's vanilla policy loss",
   title="Clips one ratio for each revealed token, and bad answers from above as well.",
   differs="As verl's code: a dual clip at 3, and the mean over all tokens.",
   objective=P(alg.dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=3.0),
@@ -370,7 +406,8 @@ row("trace-block", "kin", like="replay-grpo",
   plan=P(alg.block_replay_plan))
 row("replay-uniform", "kin", like="reinforce", source="AGRPO (arXiv 2510.04019), by accounts",
   title="Follows the policy gradient on four steps, drawn uniformly.",
-  differs="It is unbiased by a weight of T/K and has no clip, which AGRPO has; a control of egspo.",
+  differs="It is unbiased by a weight of T/K and has no clip, which AGRPO has. It is a control of "
+  "egspo-accounts.",
   plan=P(alg.replay_plan, num_states=4, min_entropy=0.0))
 
 # One ratio a revealed token, or one weight.
@@ -385,7 +422,7 @@ row("gspo", "kin", like="ppo", source="GSPO (arXiv 2507.18071)",
 row("cispo", "kin", like="ppo", source="CISPO (arXiv 2506.13585)",
   title="Clips detached importance weights, so that no token loses its gradient.",
   objective=P(alg.truncated_is, floor=0.0, cap=5.0), aggregation="token_mean")
-row("cispo-released", "kin", like="cispo", source="verl's cispo",
+row("cispo-verl", "kin", like="cispo", source="verl's cispo",
   differs="As verl's code: the weight has a floor as well.",
   objective=P(alg.truncated_is, floor=0.8, cap=1.28))
 row("tis", "kin", like="ppo", source="truncated importance sampling, with verl's cap",
@@ -430,7 +467,7 @@ row("mdpo", "kin", source="code of MDPO (arXiv 2508.13148), autonomousvision/mdp
   objective=P(alg.confident_clip, epsilon_low=0.2, epsilon_high=0.2), aggregation="fixed_length")
 
 # Likelihoods from random masks.
-row("spg", "kin", like="stabledrl-released",
+row("spg", "kin", like="stabledrl",
   source="code of SPG (arXiv 2510.09541), facebookresearch/SPG",
   title="Raises a lower bound for good answers and lowers a sandwich of bounds for bad ones.",
   differs="As released, with sequences weighted by their length, where the paper has a mean. No "
@@ -479,7 +516,7 @@ row("coupled-grpo", "kin", source="DiffuCoder (arXiv 2506.20639) and its code",
   anchor="old", refresh="paired", reduction="position", kl=KL("k3", 0.01),
   credit=P(alg.leave_one_out),
   objective=P(alg.ppo_clip, epsilon_low=0.5, epsilon_high=0.5), aggregation="token_mean")
-row("bgpo", "kin", source="BGPO (arXiv 2510.11683), by accounts and DARE's code",
+row("bgpo-dare", "kin", source="BGPO (arXiv 2510.11683), by accounts and DARE's code",
   title="Replaces the ratio by a bound that is linear for good answers, one mask at a time.",
   differs="Numbers, clips and the padded length are those of a re-implementation (DARE). The "
   "strata are of a response's own draws.",
@@ -488,7 +525,7 @@ row("bgpo", "kin", source="BGPO (arXiv 2510.11683), by accounts and DARE's code"
   credit=P(alg.group_z_score, ddof=1, eps=1e-06),
   objective=P(alg.tangent, epsilon_low=0.2, epsilon_high=0.2, bound=3.0),
   aggregation="length_weighted")
-row("unigrpo", "kin", source="UniGRPO (arXiv 2505.15809) as in facebookresearch/igpo",
+row("unigrpo-igpo", "kin", source="UniGRPO (arXiv 2505.15809) as in facebookresearch/igpo",
   title="Clips token ratios, with more tokens hidden at each update.",
   differs="It follows that code: the paper was not read, and its re-implementations disagree. "
   "Padding is scored.",
@@ -499,19 +536,20 @@ row("unigrpo", "kin", source="UniGRPO (arXiv 2505.15809) as in facebookresearch/
 
 # -------------------------------------------------------------------------- 2.4 This project's own
 
-row("gdpo-arcs", "own", like="gdpo", source="this project; GDPO (arXiv 2510.08554) by accounts",
-  title="Is gdpo with an ELBO from arcs of a circle.",
-  differs="The estimator is unbiased at any length. It takes three calls, as gdpo does, and had "
-  "less noise wherever that was measured.",
+row("gdpo-arcs", "own", like="gdpo-sequence",
+  source="this project; GDPO (arXiv 2510.08554) by accounts",
+  title="Is gdpo-sequence with an ELBO from arcs of a circle.",
+  differs="The estimator is unbiased at any length. It takes three calls, as gdpo-sequence does, "
+  "and had less noise wherever that was measured.",
   plan=P(alg.arc_plan, num_states=3, domain="keep"))
 row("stabledrl-cv", "own", like="stabledrl-elbo",
   source="this project; StableDRL (arXiv 2603.06743) by accounts",
   title="Is stabledrl-elbo with weights from a quieter ELBO.",
   differs="It takes three calls, and a control variate from the rollout's own states (2.12).",
   plan=P(alg.control_variate_plan, num_states=3, domain="keep", constants=None))
-row("egspo-exact", "own", like="egspo",
+row("egspo-exact", "own", like="egspo-accounts",
   source="this project; EGSPO (arXiv 2603.12554): accounts, code",
-  title="Is egspo with the exact kernel of the sampler, the choice of positions included.",
+  title="Is egspo-accounts with the exact kernel of the sampler: the choice of positions counts.",
   differs="The position factor (4.2) is this project's. Tokens and positions are scored against "
   "the old weights, since the sampler records the tokens alone.",
   anchor="old", features=("logp", "order_logp"))

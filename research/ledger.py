@@ -24,11 +24,12 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from minidrl.methods import RENAMED
 from minidrl.run import folders
 
 # Names of methods as the files have them, and as they are called today: both ways, so that a line
 # that is added has the names of the lines that are there.
-PRESENT: dict[str, str] = {}
+PRESENT = RENAMED
 STORED = {present: stored for stored, present in PRESENT.items()}
 
 SELF_TRAINING = "self-training"  # a control, and no row of METHODS

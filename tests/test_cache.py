@@ -313,7 +313,7 @@ def test_completions_in_chunks(cache, monkeypatch):
 def test_a_method_that_needs_the_rest_of_the_response_is_refused_with_dual():
     cut = Sampler(order="random", temperature=1.0, length=4, block_length=2, tokens_per_step=1, cache="dual")
     with pytest.raises(ValueError, match="records: got 'one_step' with cache dual"):
-        train.start(tiny.settings("no such model", method="egspo-sa", sampler=cut))
+        train.start(tiny.settings("no such model", method="egspo-sa-accounts", sampler=cut))
 
 
 def test_a_block_causal_model_that_predicts_the_token_after_a_position():
@@ -389,7 +389,7 @@ def test_what_a_step_says(family, monkeypatch):
             ("prefix", "prefix", {}),
             ("dual", "dual", {"filter_groups": True}),
             ("one step a block", "dual", {"cut": {"tokens_per_step": 4}}),
-            ("greedy", "dual", {"method": "diffu-grpo", "temperature": 0.0}),
+            ("greedy", "dual", {"method": "diffu-grpo-paper", "temperature": 0.0}),
         )
     }
     keys = {"rollout_kl", "seconds/rollout_kl", "network_calls/rollout_kl"}

@@ -181,7 +181,7 @@ RUN = {
     "gradient_checkpointing": True,
     "task": {"num_numbers": 2, "prompt_format": "chat", "max_prompt_length": 300},
     "sampler": {"order": "low_confidence", "temperature": 0.9, "length": 16, "block_length": 8, "tokens_per_step": 4},
-    "method": "diffu-grpo",
+    "method": "diffu-grpo-paper",
     "steps": 2,
     "num_prompts": 2,
     "num_generations": 3,

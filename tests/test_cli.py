@@ -101,7 +101,7 @@ MISTAKES = {
     "train run.yaml --method pppo": "method: got 'pppo'; allowed reinforce,",
     "train run.yaml --method_options.plan.states 3": "method_options.plan.states: no such option of reinforce; allowed plan.",
     "train run.yaml --method egspo --method_options.plan.num_states 5": "plan.num_states: got 5; allowed up to the 4 steps",
-    "train run.yaml --method gdpo --method_options.plan.counts odd": "plan.counts: got 'odd'",
+    "train run.yaml --method gdpo-sequence --method_options.plan.counts odd": "plan.counts: got 'odd'",
     "train run.yaml --method ppo --method_options.credit median": "method_options.credit: got 'median'; allowed group_mean,",
     "train run.yaml --method grpo --num_generations 1": "credit.ddof: got 1; allowed 0 up to num_generations - 1",
     "train run.yaml --method ppo --sampler.temperature 0": "sampler.temperature: got 0; allowed above 0",
@@ -239,7 +239,7 @@ def test_a_block_causal_checkpoint_is_trained_and_evaluated_with_its_own_sampler
 def test_a_rollout_without_a_record_that_a_method_needs_is_refused():
     rollout = tiny.rollout(tiny.tabular(), records=())
     generator = torch.Generator().manual_seed(0)
-    for name in ("egspo", "mdpo", "dppo-topk"):
+    for name in ("egspo-accounts", "mdpo", "dppo-topk"):
         method = METHODS[name]
         with pytest.raises(ValueError, match="^records: the rollout holds no record '.*; the method must ask the sampler"):
             plan = method.plan(rollout, generator)
@@ -265,13 +265,13 @@ def test_methods_in_words_and_in_json(capfd):
     assert status == 0 and [line.split()[0] for line in out.splitlines()] == list(METHODS)
     status, out, _ = run(capfd, "methods")
     assert status == 0 and "gdpo" in out and "stabledrl" in out
-    status, out, _ = run(capfd, "methods", "gdpo")
-    assert status == 0 and METHODS["gdpo"].source in out and "(2.6)" in out and "plan.num_nodes" in out
+    status, out, _ = run(capfd, "methods", "gdpo-sequence")
+    assert status == 0 and METHODS["gdpo-sequence"].source in out and "(2.6)" in out and "plan.num_nodes" in out
     status, out, _ = run(capfd, "methods", "--json")
     rows = json.loads(out)
     assert status == 0 and [row["name"] for row in rows] == list(METHODS)
     assert all(row["source"] and row["objective"] and row["plan"] for row in rows)
-    assert lookup.settings(METHODS["gdpo"])["plan.num_nodes"] == 3
+    assert lookup.settings(METHODS["gdpo-sequence"])["plan.num_nodes"] == 3
 
 
 FOUND = {

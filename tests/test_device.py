@@ -71,7 +71,7 @@ def test_every_family_answers_as_on_a_cpu(family, tmp_path):
     torch.testing.assert_close(found.cpu(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("method", ["grpo", "gdpo", "egspo"])
+@pytest.mark.parametrize("method", ["grpo", "gdpo-sequence", "egspo-accounts"])
 def test_the_gradient_is_that_of_a_cpu(method, base):
     """Of one rollout, drawn on the CPU and moved; float32, in other orders of summation."""
     found = {}

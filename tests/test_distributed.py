@@ -31,15 +31,15 @@ ADAPTERS = {"lora": config.Lora(rank=2, alpha=4.0, target_modules=["q_proj", "do
 CASES = {
     "reinforce": {},
     "grpo": {},
-    "stabledrl": {},
-    "diffu-grpo": {},
+    "stabledrl-sequence": {},
+    "diffu-grpo-paper": {},
     "trace-block": {},
     "stabledrl-block": {},
     "egspo-exact": {},
     "dppo-topk": {},
-    "adapters": {"method": "diffu-grpo", **ADAPTERS},
+    "adapters": {"method": "diffu-grpo-paper", **ADAPTERS},
 }
-RUNS = ("diffu-grpo", "stabledrl-block")
+RUNS = ("diffu-grpo-paper", "stabledrl-block")
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def in_bfloat16(folder: Path) -> dict:
     """Two processes whose arithmetic is bfloat16: weights stay float32, and a resumed run is the uninterrupted one."""
     if distributed.num_processes() == 1:
         return {}
-    settings = settings_of(folder, "stabledrl", dtype="float32", compute_dtype="bfloat16")
+    settings = settings_of(folder, "stabledrl-sequence", dtype="float32", compute_dtype="bfloat16")
     found = run_into(folder / "half", settings)
     left = shutil.ignore_patterns("checkpoint-2", "summary.json", "curve.png")
     distributed.on_main(lambda: shutil.copytree(folder / "half", folder / "half-resumed", ignore=left) and None)

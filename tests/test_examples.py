@@ -68,7 +68,7 @@ def test_the_plain_loop_has_the_gradients_of_the_loop(name, monkeypatch):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9 * float(theirs.norm()))
 
 
-@pytest.mark.parametrize("name", ["gdpo", "egspo"])
+@pytest.mark.parametrize("name", ["gdpo-sequence", "egspo-accounts"])
 def test_the_plain_loop_runs_on_a_rollout_of_another_sampler(name, monkeypatch, capsys):
     made = plain.generate
 
@@ -116,7 +116,7 @@ def test_trl_applies_the_gradient_of_the_plain_loop(tmp_path, monkeypatch):
             return loss
 
     monkeypatch.setattr(trl, "DiffusionGRPOTrainer", Seen)
-    assert len(trl.main("gdpo", steps=1, out=str(tmp_path / "out"))) == 1
+    assert len(trl.main("gdpo-sequence", steps=1, out=str(tmp_path / "out"))) == 1
     ((applied, mine),) = found
     assert applied.norm() > 0
     torch.testing.assert_close(applied, mine)

@@ -220,7 +220,7 @@ def test_every_draw_of_a_step_is_keyed_by_seed_step_and_what_it_is_for(base, mon
     for name in ("keyed_seed", "keyed_generator"):
         make = getattr(loop, name)
         monkeypatch.setattr(loop, name, lambda *key, make=make: drawn.append(key) or make(*key))
-    loop.take_step(start(base, method="gdpo-released", seed=5), 3)
+    loop.take_step(start(base, method="gdpo", seed=5), 3)
     purposes = {"puzzles", "rollout", "plan 0", "plan 1", "schedule", "plan of the old value"}
     assert {*drawn} == {(5, 3, purpose) for purpose in purposes}
 
@@ -272,7 +272,7 @@ def score_of_even_targets(task, puzzle, response) -> float:
     return tiny.varied_score(task, puzzle, response) if puzzle.target % 2 else 0.25
 
 
-@pytest.mark.parametrize("name", ["reinforce", "stabledrl", "egspo-sa"])
+@pytest.mark.parametrize("name", ["reinforce", "stabledrl-sequence", "egspo-sa-accounts"])
 def test_filtered_groups_leave_the_means_to_the_others(name, base, monkeypatch):
     """The update is that of the experience that holds the other prompts only; what was rolled out is reported whole."""
     monkeypatch.setattr(Countdown, "score", score_of_even_targets)
@@ -410,7 +410,7 @@ def test_impossible_orders_are_counted(monkeypatch):
 
 def test_step_rewards_are_those_of_the_completions(base):
     """State k of response b: what its completion in one step would earn."""
-    run, credit = start(base, method="egspo-sa"), {}
+    run, credit = start(base, method="egspo-sa-accounts"), {}
     experience = loop.collect(run, 0)
     run.method = dataclasses.replace(run.method, credit=lambda reward, n, step, *_: credit.update(step=step) or step)
     plan = run.method.plan(experience.rollout, keyed_generator(0, 0, "plan 0"))

@@ -354,7 +354,7 @@ def test_a_folder_of_adapters_is_no_base_of_a_run(base, tmp_path):
         train.start(settings(saved(base, tmp_path)))
 
 
-@pytest.mark.parametrize("method", ["diffu-grpo", "gdpo"])
+@pytest.mark.parametrize("method", ["diffu-grpo-paper", "gdpo-sequence"])
 def test_the_methods_of_the_8b_configs_run_on_a_llada_checkpoint_with_adapters(method, llada):
     run = train.start(settings(llada, method=method, dtype="bfloat16", method_options=tiny.options(method)))
     before = tiny.weights(run.model)

@@ -229,7 +229,7 @@ def test_the_head_of_llada_8b_is_applied_to_132_rows_at_a_time_however_many_ther
     """3 arrays of float32 of at most 2^24 logits; beside them the hidden states of 256 rows a sequence, and their gradient."""
     for size in (1, 64):
         rows = size * 256 * 2 * 2 * 4096
-        logits = memory.predicted_memory(run(method="gdpo", micro_batch=size, lora=lora(8)))["logits"]
+        logits = memory.predicted_memory(run(method="gdpo-sequence", micro_batch=size, lora=lora(8)))["logits"]
         assert 0.9 * 3 * 4 * 2**23 < logits <= 3 * 4 * (2**24 + 126464) + rows
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import yaml
 
 import tiny
 from laws import refuses
@@ -17,7 +18,7 @@ PENALTY = ["kl.form", "kl.beta", "kl.of", "kl.target"]
 
 
 def test_an_option_replaces_one_number_and_leaves_the_table_alone():
-    grpo, diffu = METHODS["grpo"], METHODS["diffu-grpo"]
+    grpo, diffu = METHODS["grpo"], METHODS["diffu-grpo-paper"]
     changed = with_options(grpo, {"plan.num_states": 7, "objective.epsilon_high": 0.3, "aggregation": "token_mean"})
     assert changed.plan.keywords == {"num_states": 7, "domain": "keep", "strata": True} and changed.plan.func is grpo.plan.func
     assert changed.objective.keywords == {"epsilon_low": 0.2, "epsilon_high": 0.3}
@@ -46,8 +47,8 @@ def test_a_method_given_its_own_numbers_and_words_is_the_same(name):
 
 
 def test_what_is_decided_elsewhere_is_no_option():
-    """dppo-topk's divergence has its form in extra, unigrpo's plan is told of the updates, stabledrl-cv reads a file."""
-    for name, key in {"dppo-topk": "objective.form", "unigrpo": "plan.progress", "stabledrl-cv": "plan.constants"}.items():
+    """dppo-topk's divergence has its form in extra, unigrpo-igpo's plan is told of the updates, stabledrl-cv reads a file."""
+    for name, key in {"dppo-topk": "objective.form", "unigrpo-igpo": "plan.progress", "stabledrl-cv": "plan.constants"}.items():
         refuses(lambda name=name, key=key: with_options(METHODS[name], {key: 1}), f"method_options.{key}", name)
     assert with_options(METHODS["dppo-topk"], {"extra.form": "kl"}).extra.keywords == {"form": "kl"}
 
@@ -67,8 +68,8 @@ WRONG = {
     },
     "ppo": {"anchor": "none", "credit": "median", "plan.min_entropy": float("nan")},
     "spg": {"extra.omega": 1.5, "extra.eubo_beta": 0},
-    "egspo-sa": {"step_value": "proposed", "credit.schedule": 1},
-    "diffu-grpo": {"kl.form": "k4", "kl.beta": -0.1, "kl.of": 3, "kl.target": None},
+    "egspo-sa-accounts": {"step_value": "proposed", "credit.schedule": 1},
+    "diffu-grpo-paper": {"kl.form": "k4", "kl.beta": -0.1, "kl.of": 3, "kl.target": None},
 }
 
 
@@ -87,16 +88,20 @@ def test_a_key_that_a_method_does_not_have_is_refused_with_those_that_it_has():
         refuses(
             lambda key=key: with_options(METHODS["grpo"], {key: "x"}), f"method_options.{key}: no such option of grpo", listed
         )
-    lacking = {"anchor": ("dppo-topk", "reinforce"), "step_value": ("egspo", "mdpo"), "credit": ("egspo-sa", "mdpo")}
+    lacking = {
+        "anchor": ("dppo-topk", "reinforce"),
+        "step_value": ("egspo-accounts", "mdpo"),
+        "credit": ("egspo-sa-accounts", "mdpo"),
+    }
     # No ELBO, or an upper bound of the same states.
-    lacking["plan"] = ("ppo", "diffu-grpo", "stabledrl", "spg")
+    lacking["plan"] = ("ppo", "diffu-grpo-paper", "stabledrl-sequence", "spg")
     for key, names in lacking.items():
         for name in names:
             refuses(lambda key=key, name=name: with_options(METHODS[name], {key: "x"}), f"method_options.{key}", name)
 
 
 def test_choices_by_name():
-    ppo, sa = METHODS["ppo"], METHODS["egspo-sa"]
+    ppo, sa = METHODS["ppo"], METHODS["egspo-sa-accounts"]
     assert with_options(ppo, {"anchor": "old"}) == dataclasses.replace(ppo, anchor="old")
     drawn = with_options(sa, {"step_value": "sampled"})
     assert drawn.step_value == "sampled" and drawn.needs == ("one_step_sampled",)
@@ -104,7 +109,7 @@ def test_choices_by_name():
     assert all_steps.plan.keywords == {"num_states": None, "min_entropy": 0.0}
 
 
-@pytest.mark.parametrize("name", ["gdpo", "gdpo-arcs", "gdpo-released", "grpo", "ppo"])
+@pytest.mark.parametrize("name", ["gdpo-sequence", "gdpo-arcs", "gdpo", "grpo", "ppo"])
 def test_an_estimator_of_the_elbo_or_a_credit_is_chosen_whole_and_its_numbers_in_any_order(name):
     row = METHODS[name]
     for part, words in methods.COMPONENTS.items():
@@ -117,7 +122,7 @@ def test_an_estimator_of_the_elbo_or_a_credit_is_chosen_whole_and_its_numbers_in
 
 
 def test_gdpo_with_arcs_is_the_method_of_that_name():
-    chosen, row = with_options(METHODS["gdpo"], {"plan": "arc_plan"}), METHODS["gdpo-arcs"]
+    chosen, row = with_options(METHODS["gdpo-sequence"], {"plan": "arc_plan"}), METHODS["gdpo-arcs"]
     assert (chosen.plan.func, chosen.plan.keywords) == (row.plan.func, row.plan.keywords)
     told = {name: getattr(row, name) for name in ("name", "family", "title", "source", "differs", "plan")}
     assert dataclasses.replace(chosen, **told) == row
@@ -139,7 +144,7 @@ def test_a_penalty_can_be_given_to_every_method_and_taken_off():
 
 def test_a_penalty_needs_its_form_and_its_weight():
     """What a config sets beside these for another method is left out where grpo is run instead."""
-    grpo, diffu = METHODS["grpo"], METHODS["diffu-grpo"]
+    grpo, diffu = METHODS["grpo"], METHODS["diffu-grpo-paper"]
     assert [key for key in PENALTY if methods.has_option(grpo, key)] == ["kl.form", "kl.beta"]
     assert [key for key in [*PENALTY, "kl.gamma"] if methods.has_option(diffu, key)] == PENALTY
     assert methods.has_option(grpo, "plan.num_states") and not methods.has_option(grpo, "extra.omega")
@@ -184,3 +189,45 @@ def test_the_recipes_for_a_gpu_use_its_tensor_cores_for_float32_and_the_others_d
         kind = config.Pretrain if path.stem.endswith("_base") else config.Train
         wanted = "high" if path.stem.startswith(("llada_8b", "a2d_06b", "countdown_gpu")) else "highest"
         assert config.load(kind, path).matmul_precision == wanted, path.stem
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+GONE = {old: new for old, new in methods.RENAMED.items() if old not in METHODS}
+OTHER = {old: new for old, new in methods.RENAMED.items() if old in METHODS}  # another method has the name today
+
+
+def test_an_old_name_still_finds_its_method_and_is_not_listed():
+    assert all(METHODS[old] is METHODS[new] for old, new in GONE.items())
+    assert GONE.keys().isdisjoint([*METHODS]) and set(methods.RENAMED.values()) <= set(METHODS)
+    with pytest.raises(KeyError):
+        METHODS["gdpp"]
+
+
+@pytest.mark.parametrize("old", methods.RENAMED)
+def test_a_run_from_before_goes_on_with_its_method(old, tmp_path, caplog):
+    """Its config.yaml has no mark; that of a run of today has, and says what it means."""
+    settings, run, own = tiny.settings("base"), tmp_path / "config.yaml", tmp_path / "own.yaml"
+    (tmp_path / "metrics.jsonl").touch()
+    before = config.to_dict(settings) | {"method": old, "method_options": {}}
+    for path in (run, own):
+        path.write_text(yaml.safe_dump(before))
+    assert config.of_run(config.Train, tmp_path).method == methods.RENAMED[old]
+    assert config.load(config.Train, run).method == methods.RENAMED[old]
+    assert f"what was called {old} is now {methods.RENAMED[old]}" in caplog.text
+    caplog.clear()
+    today = GONE.get(old, old)
+    assert config.load(config.Train, own).method == config.load(config.Train, own, {"method": old}).method == today
+    assert old in caplog.text and methods.RENAMED[old] in caplog.text, "a remark says which method that is, and which it was"
+    run.write_text(config.dumped(dataclasses.replace(settings, method=today, method_options={})))
+    caplog.clear()
+    assert config.load(config.Train, run).method == config.of_run(config.Train, tmp_path).method == today
+    assert not caplog.text
+
+
+def test_no_run_continues_as_another_method(tmp_path):
+    """The same file that started it, whose name has another meaning now, is refused."""
+    for old, new in OTHER.items():
+        settings = tiny.settings("base", method=old, method_options={})
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict(settings)))
+        refuses(lambda settings=settings: config.check_unchanged(settings, tmp_path), "method", repr(old), repr(new))

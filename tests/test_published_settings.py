@@ -56,17 +56,21 @@ LAMBDA = {"credit.lam": 0.5, "credit.schedule": "constant", "credit.normalize": 
 PUBLISHED = {
     "reinforce": EVERY,
     "replay-grpo": EVERY | GRPO | clip(0.2, 0.2),  # GRPO's clip; TraceRL's configuration has 0.2, too
-    "replay-uniform": {**EVERY, "plan.num_states": 4},  # ours: as many as egspo
+    "replay-uniform": {**EVERY, "plan.num_states": 4},  # ours: as many as egspo-accounts
     "grpo": masks(4) | GRPO | clip(0.2, 0.2),  # the clip of the paper; masks: ours
+    "diffu-grpo-paper": D1,
     "diffu-grpo": D1,
-    "diffu-grpo-released": D1,
     # Three nodes: gauss-3 of its sbatch file; its train.yaml: d1's clip, beta 0.
-    "gdpo": nodes("bernoulli", "keep") | clip(0.5, 0.5),
-    "gdpo-released": nodes("floor", "all") | clip(0.5, 0.5),
-    "gdpo-arcs": {"plan.num_states": 3, "plan.domain": "keep", **clip(0.5, 0.5)},  # ours: the calls and the clip of gdpo
+    "gdpo-sequence": nodes("bernoulli", "keep") | clip(0.5, 0.5),
+    "gdpo": nodes("floor", "all") | clip(0.5, 0.5),
+    "gdpo-arcs": {
+        "plan.num_states": 3,
+        "plan.domain": "keep",
+        **clip(0.5, 0.5),
+    },  # ours: the calls and the clip of gdpo-sequence
     # By accounts: eps 5, so that a ratio is capped at 1 + 5. Its code: ais_clip_iw 5. Two masks: n_t of both codes.
-    "stabledrl": masks(2) | {"objective.cap": 1 + 5.0} | SANDWICH,
-    "stabledrl-released": BLOCKS | {"objective.cap": 5.0} | SANDWICH,
+    "stabledrl-sequence": masks(2) | {"objective.cap": 1 + 5.0} | SANDWICH,
+    "stabledrl": BLOCKS | {"objective.cap": 5.0} | SANDWICH,
     "stabledrl-elbo": masks(2) | {"objective.cap": 1 + 5.0},
     "stabledrl-cv": {"plan.num_states": 3, "plan.domain": "keep", "objective.cap": 1 + 5.0},  # ours, but for the cap
     "clip-only": masks(2) | {"objective.floor": 0.0, "objective.cap": 1 + 5.0} | SANDWICH,  # 1 - 5 bounds no ratio
@@ -75,27 +79,27 @@ PUBLISHED = {
     "spg": BLOCKS | SANDWICH,
     "trace-block": GRPO | clip(0.2, 0.2),  # TraceRL's configuration
     # EGSPO's train.sh: eight steps, clip 0.2 and 0.5, beta 0.04; four of them, summed, without the KL term: ours.
-    "egspo": steps(4, "sum") | clip(0.2, 0.5),
-    "egspo-sa": steps(4, "sum") | LAMBDA | clip(0.2, 0.5),
+    "egspo-accounts": steps(4, "sum") | clip(0.2, 0.5),
+    "egspo-sa-accounts": steps(4, "sum") | LAMBDA | clip(0.2, 0.5),
     "egspo-exact": steps(4, "sum") | clip(0.2, 0.5),
-    "egspo-released": steps(8, "token_mean") | clip(0.2, 0.5) | penalty("k3", 0.04),
-    "egspo-sa-released": steps(8, "token_mean") | LAMBDA | clip(0.2, 0.5) | penalty("k3", 0.04),
+    "egspo": steps(8, "token_mean") | clip(0.2, 0.5) | penalty("k3", 0.04),
+    "egspo-sa": steps(8, "token_mean") | LAMBDA | clip(0.2, 0.5) | penalty("k3", 0.04),
     "ppo": EVERY | clip(0.2, 0.2),  # the paper
-    "ppo-released": EVERY | clip(0.2, 0.2) | {"objective.bound": 3.0},  # verl's defaults: clip_ratio 0.2, clip_ratio_c 3
+    "ppo-verl": EVERY | clip(0.2, 0.2) | {"objective.bound": 3.0},  # verl's defaults: clip_ratio 0.2, clip_ratio_c 3
     "clip-higher": EVERY | clip(0.2, 0.28),  # the paper of DAPO
     "gspo": EVERY | clip(3e-4, 4e-4),  # the paper of GSPO
     "cispo": EVERY | {"objective.floor": 0.0, "objective.cap": 5.0},  # trl's epsilon_high 5, there a bound of the weight itself
-    "cispo-released": EVERY | {"objective.floor": 1 - 0.2, "objective.cap": 1 + 0.28},  # verl: 1 -+ its two widths, here DAPO's
+    "cispo-verl": EVERY | {"objective.floor": 1 - 0.2, "objective.cap": 1 + 0.28},  # verl: 1 -+ its two widths, here DAPO's
     "tis": EVERY | {"objective.floor": 0.0, "objective.cap": 2.0},  # verl's default of its correction of rollouts
     "spo": EVERY | {"objective.epsilon": 0.2},  # the paper
     # DPPO's paper and verl's scripts: 0.15 for the shift, 0.05 for the divergence; 20 is one of verl's truncations.
     "dppo-tv": EVERY | {"objective.delta": 0.15, "objective.form": "tv"},
     "dppo-kl": EVERY | {"objective.delta": 0.05, "objective.form": "kl"},
     "dppo-topk": EVERY | {"objective.delta": 0.15, "extra.form": "tv"},
-    "dppo-tv-released": EVERY | {"objective.delta": 0.15, "objective.form": "tv", "objective.cap": 20.0},
-    "dppo-kl-released": EVERY | {"objective.delta": 0.05, "objective.form": "kl", "objective.cap": 20.0},
+    "dppo-tv-verl": EVERY | {"objective.delta": 0.15, "objective.form": "tv", "objective.cap": 20.0},
+    "dppo-kl-verl": EVERY | {"objective.delta": 0.05, "objective.form": "kl", "objective.cap": 20.0},
     "drpo": EVERY | {"objective.delta": 0.15},  # ours: DPPO's, so that the two have one boundary
-    "drpo-released": EVERY | {"objective.delta": 12.5},  # UniRL's recipe
+    "drpo-published": EVERY | {"objective.delta": 12.5},  # UniRL's recipe
     # dLLM-RL's configuration for LLaDA: clip 0.2, beta 0.01; eight steps merged there, two here.
     "tracerl": {"plan.merge": 2} | GRPO | clip(0.2, 0.2) | penalty("k3", 0.01, target="old"),
     # mdpo's scripts: clip 0.2, beta 0 to 0.02; eight to sixteen of 128 steps there, four here.
@@ -109,9 +113,9 @@ PUBLISHED = {
     "ebpo-block": masks(2) | DARE | clip(0.2, 0.2),  # DARE's credit and clip
     # ml-diffucoder's recipe: epsilon 0.5, beta 0.01; its trainer draws the share of masks in [0.2, 0.8].
     "coupled-grpo": {"plan.low": 0.2, "plan.high": 0.8, **clip(0.5, 0.5), **penalty("k3", 0.01)},
-    "bgpo": masks(16) | DARE | clip(0.2, 0.2) | {"objective.bound": 3.0},  # by accounts n_t = 16; DARE: dual clip at 3
+    "bgpo-dare": masks(16) | DARE | clip(0.2, 0.2) | {"objective.bound": 3.0},  # by accounts n_t = 16; DARE: dual clip at 3
     # igpo's trainer: t from 0.1; dLLM-RL's configuration of random masking: epsilon 0.2, beta 0.01.
-    "unigrpo": {"plan.min_t": 0.1, "plan.domain": "all"} | clip(0.2, 0.2) | penalty("k3", 0.01),
+    "unigrpo-igpo": {"plan.min_t": 0.1, "plan.domain": "all"} | clip(0.2, 0.2) | penalty("k3", 0.01),
     "mask-aware": EVERY | clip(3e-4, 4e-4),  # its draft code
 }
 

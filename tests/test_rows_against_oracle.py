@@ -84,8 +84,17 @@ def columns(plan, draw: int):
     return dataclasses.replace(plan, **{n: getattr(plan, n)[:, rows] for n in names if getattr(plan, n) is not None})
 
 
-ONE_OF_A_KIND = ["reinforce", "grpo", "diffu-grpo", "stabledrl", "stabledrl-block", "egspo-exact", "egspo-sa", "ppo"]
-ONE_OF_A_KIND += ["gspo", "unigrpo"]
+ONE_OF_A_KIND = [
+    "reinforce",
+    "grpo",
+    "diffu-grpo-paper",
+    "stabledrl-sequence",
+    "stabledrl-block",
+    "egspo-exact",
+    "egspo-sa-accounts",
+    "ppo",
+]
+ONE_OF_A_KIND += ["gspo", "unigrpo-igpo"]
 
 
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)

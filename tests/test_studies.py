@@ -105,7 +105,9 @@ def test_labels_differ_in_what_they_say_and_options_are_not_left_to_the_next(fol
 
 
 def test_equal_calls(folder):
-    made = grid.Grid("trial", study(folder, methods=["reinforce", "diffu-grpo"], equal="calls", settings=FEW | {"steps": 20}))
+    made = grid.Grid(
+        "trial", study(folder, methods=["reinforce", "diffu-grpo-paper"], equal="calls", settings=FEW | {"steps": 20})
+    )
     first, second = made.reports(dict.fromkeys(made.study.lines(), 1e-4))[:2]
     assert first.settings.steps == 20 < second.settings.steps
     each = [next(controls.steps_of(dataclasses.replace(c.settings, seed=grid.FIRST_CHOICE))[1]) for c in (first, second)]
@@ -261,14 +263,13 @@ def test_controls_are_measured_once_and_shown_side_by_side(folder, base, monkeyp
 # ------------------------------------------------------------------------------------------------------ ledger and tables
 
 
-def test_a_line_is_added_without_touching_the_others_and_old_names_are_read_as_the_present_ones(tmp_path, monkeypatch):
+def test_a_line_is_added_without_touching_the_others_and_old_names_are_read_as_the_present_ones(tmp_path):
     kept, shipped = ledger.Ledger(tmp_path / "ledger.csv"), RESULTS / "ledger.csv"
     kept.path.write_bytes(shipped.read_bytes())
     kept.curves.write_bytes((RESULTS / "curves.csv").read_bytes())
-    monkeypatch.setattr(ledger, "PRESENT", {"gdpo": "of-old"})
-    monkeypatch.setattr(ledger, "STORED", {"of-old": "gdpo"})
-    row = [row for row in kept.rows("likelihoods") if row["method"] == "of-old"][-1]
-    assert row["cell"].startswith("of-old-") and row["options"]["method"] == "of-old"
+    row = [row for row in kept.rows("likelihoods") if row["method"] == "gdpo-sequence"][-1]
+    assert row["cell"].startswith("gdpo-sequence-") and row["options"]["method"] == "gdpo-sequence"
+    assert {row["method"] for row in kept.rows("likelihoods_reuse")} >= {"gdpo", "gdpo-sequence", "stabledrl"}
     courses = ledger.read_courses(kept.curves, "likelihoods")
     blank = [{k: "" if v is None else v for k, v in line.items()} for line in ledger.records(courses[row["cell"]])]
     kept.add({k: "" if v is None else v for k, v in row.items()}, blank)

@@ -76,7 +76,7 @@ def test_a_run_leaves_its_files_and_a_config_that_is_that_run(base, tmp_path):
     assert untimed(tmp_path / "again") == untimed(tmp_path / "run")
 
 
-OFF_POLICY = {"rollout_dtype": "bfloat16", "filter_groups": True, "method": "egspo-sa"}
+OFF_POLICY = {"rollout_dtype": "bfloat16", "filter_groups": True, "method": "egspo-sa-accounts"}
 
 
 @pytest.mark.parametrize("changes", [{"method": "grpo"}, OFF_POLICY], ids=["grpo", "bfloat16, filtered"])

@@ -32,7 +32,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from minidrl.methods import METHODS, has_option
+from minidrl.methods import METHODS, RENAMED, has_option
 from minidrl.sampler import Sampler
 from minidrl.tasks import DEFAULT, TASKS, Task, task_class
 
@@ -43,6 +43,7 @@ Precision = Literal["highest", "high"]
 Norm = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_named``
 # Keys of older configs, and what took their places.
 SUCCESSORS = {key: f"task.{key}" for key in ("hit_share", "late_hit_share")}
 
@@ -224,7 +225,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     file's settings of its task those stay that say how a model is asked.
     """
     path, overrides = Path(path), overrides or {}
-    data = read(path)
+    of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
+    data, overrides = _named(read(path), of_a_run), _named(overrides | {"names": NAMES})
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
     if isinstance(task := data.get("task"), dict):
@@ -267,6 +269,26 @@ def _model(parent: Path, name: str) -> str:
     # A path relative to the config, made absolute; what can only be a name on the Hub as it is.
     known = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not (parent / name).parent.is_dir()
     return name if known else str((parent / name).resolve())
+
+
+def _named(data: dict, of_a_run: bool = False) -> dict:
+    """The same settings with the present name of their method, and without the mark ``names``.
+
+    Names were given anew (methods.RENAMED), some of them to another method. A run from before has
+    no mark in its config.yaml, and its names mean what they meant; elsewhere a name means what it
+    means today. A remark says so.
+    """
+    name, marked = data.get("method"), "names" in data
+    data = {key: value for key, value in data.items() if key != "names"}
+    if not isinstance(name, str) or name not in RENAMED:
+        return data
+    if name in METHODS and (marked or not of_a_run):
+        if not marked:
+            meant = f"follows the code of its authors; what had this name before is {RENAMED[name]}"
+            log.warning("method: %s %s", name, meant)
+        return data
+    log.warning("method: what was called %s is now %s", name, RENAMED[name])
+    return data | {"method": RENAMED[name]}
 
 
 def _leave_out_options(data: dict, name: Any) -> None:
@@ -317,6 +339,8 @@ def _set(data: dict, key: str, value: Any) -> None:
 
 def from_dict(kind: type, data: dict, where: str = "") -> Any:
     """A settings dataclass from plain data; refuses unknown keys and values of the wrong type."""
+    if kind is Train:
+        data = {key: value for key, value in data.items() if key != "names"}
     if kind in (Train, Pretrain) and "task" in data:
         task = data["task"]
         if not isinstance(task, dict):
@@ -385,13 +409,14 @@ def _beyond_defaults(settings: Any) -> dict:
 
 def dumped(settings: Any) -> str:
     """The text of a run's config.yaml."""
-    return yaml.safe_dump(to_dict(settings), sort_keys=False)
+    mark = {"names": NAMES} if hasattr(settings, "method") else {}
+    return yaml.safe_dump(to_dict(settings) | mark, sort_keys=False)
 
 
 def of_run(kind: type, folder: Path) -> Any:
     """The settings with which the run in ``folder`` was started."""
     path = folder / "config.yaml"
-    data = read(path)
+    data = _named(read(path), of_a_run=True)
     try:
         return from_dict(kind, data)
     except ValueError as error:

@@ -151,7 +151,7 @@ def _settings(
         gradient_checkpointing=True,
         sampler=sampler.Sampler(tokens_per_step=2 - blocks["block_length"] % 2, **words),
         task=task,
-        method="gdpo",
+        method="gdpo-sequence",
         num_prompts=2,
         num_generations=4,
         num_iterations=2,

@@ -64,11 +64,15 @@ def rows(scale: str) -> dict[str, methods.Method]:
     All have StableDRL's credit, which does not divide by the group's deviation as the row `grpo` does: a line would differ
     in more than its ratio. With one state the EUBO (5.2) is the ELBO plus a constant, so that the sandwich (5.3) is the
     ELBO for the gradient; it acts in StableDRL's and SPG's lines with two states alone. "reinforce" is therefore REINFORCE
-    on an ELBO of one state, and the lines of SPG are its row.
+    on an ELBO of one state, and the lines of SPG are its row. "stabledrl" is the method stabledrl-sequence, which had that
+    name when the stored runs were made.
     """
     table, one = methods.METHODS, {"plan.num_states": 1, "normalizer": SCALES[scale]}
     line = lambda name, **words: methods.with_options(table[name], one | words)  # noqa: E731
-    centred, stable = replace(line("grpo"), credit=table["stabledrl"].credit, refresh="independent"), line("stabledrl")
+    centred, stable = (
+        replace(line("grpo"), credit=table["stabledrl-sequence"].credit, refresh="independent"),
+        line("stabledrl-sequence"),
+    )
     found = {
         "grpo, fresh masks": centred,
         "stabledrl": stable,
@@ -80,7 +84,7 @@ def rows(scale: str) -> dict[str, methods.Method]:
         "stabledrl, shared masks": replace(stable, refresh="paired"),
     }
     found |= {f"stabledrl, epsilon {x}": methods.with_options(stable, {"objective.cap": 1.0 + x}) for x in EPSILONS}
-    two = methods.with_options(table["stabledrl"], {"normalizer": SCALES[scale]})
+    two = methods.with_options(table["stabledrl-sequence"], {"normalizer": SCALES[scale]})
     grpo = methods.with_options(table["grpo"], {"plan.num_states": 2, "normalizer": SCALES[scale]})
     found["stabledrl, two states"] = two
     found["stabledrl, two states, no sandwich"] = replace(two, extra=None)

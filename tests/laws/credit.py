@@ -262,7 +262,7 @@ def law_stepwise_groups_stay_apart(alg: Any) -> None:
 def law_stepwise_time(alg: Any) -> None:
     """The time of a state is step / T. With the linear schedule the first step has lam 0, and the last (T - 1)/T of lam."""
     row = dataclasses.replace(
-        alg.METHODS["egspo-sa"], credit=partial(alg.stepwise_advantage, **{**CREDIT, "schedule": "linear"})
+        alg.METHODS["egspo-sa-accounts"], credit=partial(alg.stepwise_advantage, **{**CREDIT, "schedule": "linear"})
     )
     row = methods.with_options(row, {"plan.num_states": 4})
     rollout = four_steps(alg, keep=torch.ones(4, 8, dtype=torch.bool), unmask_step=torch.tensor(STEPS[:3] + STEPS[:1]))

@@ -160,7 +160,7 @@ def grpo(f: Formula) -> Tensor:
     return total / 8
 
 
-@formula("diffu-grpo-released", clip=(0.5, 1.5))
+@formula("diffu-grpo", clip=(0.5, 1.5))
 def diffu_grpo_released(f: Formula) -> Tensor:
     """As the paper's loss, averaged over all tokens of the batch."""
     total = 0.0
@@ -172,7 +172,7 @@ def diffu_grpo_released(f: Formula) -> Tensor:
     return total / sum(f.length)
 
 
-@formula("gdpo-released", clip=(0.5, 1.5), reach={"objective.epsilon_low": 0.05, "objective.epsilon_high": 0.05})
+@formula("gdpo", clip=(0.5, 1.5), reach={"objective.epsilon_low": 0.05, "objective.epsilon_high": 0.05})
 def gdpo_released(f: Formula) -> Tensor:
     """All four positions count; two of them are hidden at t = 1/2, three at 0.887, none at 0.113; ratio to the power 1/4.
 
@@ -217,13 +217,13 @@ def self_normalised(f: Formula, cap: float, lengths: bool) -> Tensor:
     return weighted(f, [c / sum(capped[4 * (b // 4) : 4 * (b // 4) + 4]) for b, c in enumerate(capped)], score) / 2
 
 
-@formula("stabledrl-released", weights=(0.0, 5.0))
+@formula("stabledrl", weights=(0.0, 5.0))
 def stabledrl_released(f: Formula) -> Tensor:
     """Cap 5, token means over block-wise states."""
     return self_normalised(f, 5.0, lengths=True)
 
 
-@formula("stabledrl", weights=(0.0, 6.0))
+@formula("stabledrl-sequence", weights=(0.0, 6.0))
 def stabledrl(f: Formula) -> Tensor:
     """Cap 6, whole-sequence ELBOs."""
     return self_normalised(f, 6.0, lengths=False)
@@ -231,7 +231,7 @@ def stabledrl(f: Formula) -> Tensor:
 
 @formula("stabledrl-block", weights=(0.0, 6.0))
 def stabledrl_block(f: Formula) -> Tensor:
-    """stabledrl with the ELBO of every block: cap 6, each prompt's weights sum to 1, mean over the two prompts."""
+    """stabledrl-sequence with the ELBO of every block: cap 6, each prompt's weights sum to 1, mean over the two prompts."""
     score, ratio = [], []
     for b in f.rows:
         states = {model: [f.tokens(model, k, b) for k in f.states] for model in (f.new, f.old)}
@@ -265,7 +265,7 @@ def step_clip_released(f: Formula, credit: Any) -> Tensor:
     return total / 8
 
 
-@formula("egspo-released", clip=(0.8, 1.5))
+@formula("egspo", clip=(0.8, 1.5))
 def egspo_released(f: Formula) -> Tensor:
     """The released code: see step_clip_released."""
     return step_clip_released(f, lambda _, b: f.centred(b))
@@ -278,13 +278,13 @@ def stepwise(f: Formula, k: int, b: int) -> float:
     return value(b) - sum(map(value, mates)) / len(mates)
 
 
-@formula("egspo-sa-released", clip=(0.8, 1.5))
+@formula("egspo-sa", clip=(0.8, 1.5))
 def egspo_sa_released(f: Formula) -> Tensor:
     """The same with stepwise advantages."""
     return step_clip_released(f, partial(stepwise, f))
 
 
-@formula("diffu-grpo", clip=(0.5, 1.5))
+@formula("diffu-grpo-paper", clip=(0.5, 1.5))
 def diffu_grpo(f: Formula) -> Tensor:
     total = 0.0
     for b in f.rows:
@@ -296,7 +296,7 @@ def diffu_grpo(f: Formula) -> Tensor:
     return total / 8
 
 
-@formula("gdpo", clip=(0.5, 1.5))
+@formula("gdpo-sequence", clip=(0.5, 1.5))
 def gdpo(f: Formula) -> Tensor:
     """eq. 5 and 6: three nodes, weight w/t; one ratio of whole-sequence ELBOs, each response's loss over its length."""
     t, w = rule(3)
@@ -348,15 +348,15 @@ def step_clip(f: Formula, credit: Any, behaviour: bool) -> Tensor:
     return total / 8
 
 
-@formula("egspo", clip=(0.8, 1.5))
+@formula("egspo-accounts", clip=(0.8, 1.5))
 def egspo(f: Formula) -> Tensor:
     """Against the sampler's own log-probabilities, the reward centred on its group."""
     return step_clip(f, lambda _, b: f.centred(b), behaviour=True)
 
 
-@formula("egspo-sa", clip=(0.8, 1.5))
+@formula("egspo-sa-accounts", clip=(0.8, 1.5))
 def egspo_sa(f: Formula) -> Tensor:
-    """egspo with a value of its own for each state."""
+    """egspo-accounts with a value of its own for each state."""
     return step_clip(f, partial(stepwise, f), behaviour=True)
 
 
@@ -393,22 +393,22 @@ def released(outside: Callable, delta: float) -> Callable[[Tensor, float, float]
     return rule
 
 
-@formula("dppo-tv-released", weights=(0.0, 20.0))
+@formula("dppo-tv-verl", weights=(0.0, 20.0))
 def dppo_tv_released(f: Formula) -> Tensor:
     return total(f, released(tv_outside, 0.15), tokens=True)
 
 
-@formula("dppo-kl-released", weights=(0.0, 20.0))
+@formula("dppo-kl-verl", weights=(0.0, 20.0))
 def dppo_kl_released(f: Formula) -> Tensor:
     return total(f, released(kl_outside, 0.05), tokens=True)
 
 
-@formula("drpo-released")
+@formula("drpo-published")
 def drpo_released(f: Formula) -> Tensor:
     return total(f, shift_penalty(12.5), tokens=False)
 
 
-@formula("ppo-released", clip=(0.8, 1.2))
+@formula("ppo-verl", clip=(0.8, 1.2))
 def ppo_released(f: Formula) -> Tensor:
     def rule(logp: Tensor, mu: float, adv: float) -> Tensor:
         ratio = logp.exp() / mu
@@ -481,7 +481,7 @@ def cispo(f: Formula) -> Tensor:
     return total(f, clipped_weight(0.0, 5.0), tokens=True)
 
 
-@formula("cispo-released", weights=(0.8, 1.28))
+@formula("cispo-verl", weights=(0.8, 1.28))
 def cispo_released(f: Formula) -> Tensor:
     return total(f, clipped_weight(0.8, 1.28), tokens=True)
 
@@ -657,7 +657,7 @@ def coupled_grpo(f: Formula) -> Tensor:
     return total / sum(f.length)
 
 
-@formula("bgpo")
+@formula("bgpo-dare")
 def bgpo(f: Formula) -> Tensor:
     """Mask by mask: d = change of n/count sum log p over L, clipped 1 + d or exp d; mean of the masks, weighted by tokens."""
     total, count = 0.0, len(f.states)
@@ -671,7 +671,7 @@ def bgpo(f: Formula) -> Tensor:
     return total / sum(f.length)
 
 
-@formula("unigrpo", clip=(0.8, 1.2))
+@formula("unigrpo-igpo", clip=(0.8, 1.2))
 def unigrpo(f: Formula) -> Tensor:
     """A clipped ratio a hidden token, and k3, over the number of hidden tokens."""
     total, count = 0.0, 0

@@ -478,13 +478,13 @@ def law_quadrature_rows_are_their_own(alg: Any) -> None:
 
 
 @judges("2.6", "7.1", "8.2", "10.1")
-@rejects("10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo")
+@rejects("10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo-sequence")
 def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
     """At equal weights one plan has ratio 1 and the gradient -adv grad B / n. Two plans have the mean ratio E e^B E
     e^-B > 1.
     """
     model, n = tabular(3, 3), 3
-    method = methods.with_options(alg.METHODS["gdpo"], {"plan.num_nodes": 2})
+    method = methods.with_options(alg.METHODS["gdpo-sequence"], {"plan.num_nodes": 2})
     rollout, plan, chance = joint_outcomes(alg, n, 2, 1, "bernoulli")
     feature = {"logp": graph_logp(alg, model, rollout, plan)}
     ll, adv = alg.reduced(method, plan, rollout, feature), normal(len(chance), seed=68)

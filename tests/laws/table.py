@@ -67,17 +67,17 @@ def judged_gradient(alg: Any, method: Any, plan: Any, rollout: Any, reward: Tens
 @rejects("10.1", ('"how": method.aggregation', '"how": "sequence_mean"'), where="method_loss")
 @rejects("10.1", ("rollout.logp.expand", "0 * rollout.logp.expand"), where="behaviour_anchor")
 # A mistake in each kind of field that a method has.
-@rejects("10.1", ('KL("k3", 0.04)', 'KL("k2", 0.04)'), where="row.diffu-grpo-released")
+@rejects("10.1", ('KL("k3", 0.04)', 'KL("k2", 0.04)'), where="row.diffu-grpo")
 @rejects("10.1", ('normalizer="kept_length"', 'normalizer="padded_length"'), where="row.gspo")
 @rejects("10.1", ("alg.block_elbo_plan,", "alg.elbo_count_plan,"), where="row.stabledrl-block")
-@rejects("10.1", ('counts="bernoulli"', 'counts="rounded"'), where="row.gdpo")
+@rejects("10.1", ('counts="bernoulli"', 'counts="rounded"'), where="row.gdpo-sequence")
 @rejects("10.1", ('temperature="sampling"', 'temperature="one"'), where="row.reinforce")
 @rejects("10.1", ('of="per_token"', 'of="log_likelihood"'), ("leave_one_out", "group_mean"), where="row.espo")
 @rejects("10.1", ('reduction="position"', 'reduction="token"'), where="row.coupled-grpo")
-@rejects("10.1", ('aggregation="entry_mean"', 'aggregation="token_mean"'), where="row.unigrpo")
+@rejects("10.1", ('aggregation="entry_mean"', 'aggregation="token_mean"'), where="row.unigrpo-igpo")
 @rejects("10.1", ('features=("logp", "position_logp")', 'features=("logp",)'), where="row.mask-aware")
 @rejects("10.1", ("logp, feature[", "logp + feature["), where="reduced")
-@rejects("10.1", ("eubo_beta=1.5", "eubo_beta=1.0"), where="row.stabledrl-released")
+@rejects("10.1", ("eubo_beta=1.5", "eubo_beta=1.0"), where="row.stabledrl")
 @rejects("10.1", ('topk_divergence, form="tv"', 'topk_divergence, form="kl"'), where="row.dppo-topk")
 @for_each_method
 def law_methods(alg: Any, name: str, row: Any) -> None:
@@ -149,7 +149,7 @@ def law_method_loss_adds_the_penalty(alg: Any) -> None:
     """With a KL term the loss is larger by beta times the aggregated penalty, for each form, and beta = 0 removes it."""
     drawn, old, new, ref, reward = experience()
     rollout = alg.Rollout(**vars(drawn))
-    base = alg.METHODS["diffu-grpo"]
+    base = alg.METHODS["diffu-grpo-paper"]
     plan = base.plan(rollout, seeded(46))
     feature = {"logp": graph_logp(alg, new, rollout, plan)}
     anchor, target = (alg.features(model, rollout, plan, temperature=1.0)["logp"] for model in (old, ref))
@@ -301,7 +301,7 @@ def at_ratios(alg: Any, method: Any, values: list[float], adv: float) -> Tensor:
 
 
 @judges("10.1", "8.2", "8.4", "8.5", "8.6", "8.11", "8.14", "8.15")
-@rejects("10.1", ("epsilon_high=0.5", "epsilon_high=0.2"), where="row.diffu-grpo-released")
+@rejects("10.1", ("epsilon_high=0.5", "epsilon_high=0.2"), where="row.diffu-grpo")
 @rejects("8.2", ("> 1 + epsilon_high", "> 1 + epsilon_low"))
 @rejects("8.11", ("~inside | (u.exp() > cap)", "~inside"))
 @rejects("8.14", ("* loss, cut, bypass)", "* loss, bypass, cut)"))
@@ -381,11 +381,11 @@ def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None
 @rejects("10.1", ('"sampled": ("one_step_sampled",)', '"sampled": ("one_step",)'), where="RECORDS")
 def law_needs_of_the_rows(alg: Any) -> None:
     """What a method asks the sampler to record: completions for values of states, likeliest tokens for their divergence."""
-    asked = dict.fromkeys(("egspo-sa", "egspo-sa-released"), ("one_step",)) | {"dppo-topk": ("topk",)}
+    asked = dict.fromkeys(("egspo-sa-accounts", "egspo-sa"), ("one_step",)) | {"dppo-topk": ("topk",)}
     asked |= {"mdpo": ("one_step_proposed",), "stabledrl-cv": ("seen_logp",)}
     for name, method in alg.METHODS.items():
         assert method.needs == asked.get(name, ()), f"{name} needs {method.needs}: write it into `asked` of tests/laws/table.py"
-    drawn = methods.with_options(alg.METHODS["egspo-sa"], {"step_value": "sampled"})
+    drawn = methods.with_options(alg.METHODS["egspo-sa-accounts"], {"step_value": "sampled"})
     assert drawn.needs == ("one_step_sampled",), drawn.needs
 
 
@@ -400,10 +400,10 @@ def law_diagnostics(alg: Any) -> None:
     rollout, plan, _ = loose_plan(alg)
     anchor, adv = normal(3, 4, 5, seed=51), double([1.0, -1.0, 0.0, -2.0])
     ll = anchor + normal(3, 4, 5, seed=52)
-    for name in ("diffu-grpo", "stabledrl-elbo"):
+    for name in ("diffu-grpo-paper", "stabledrl-elbo"):
         method = methods.with_options(alg.METHODS[name], {"reduction": "token", "normalizer": "none"})
-        key, low, high = ("objective.epsilon_high", 0.5, 1.4) if name == "diffu-grpo" else ("objective.cap", 0.0, 1.7)
-        method = methods.with_options(method, {key: high - (name == "diffu-grpo")})
+        key, low, high = ("objective.epsilon_high", 0.5, 1.4) if name == "diffu-grpo-paper" else ("objective.cap", 0.0, 1.7)
+        method = methods.with_options(method, {key: high - (name == "diffu-grpo-paper")})
         seen = [(float((ll - anchor)[k, b, i]), float(adv[b])) for k, b, i in plan.scored.nonzero().tolist()]
         r, n = [math.exp(u) for u, _ in seen], len(seen)
         sides = [(a > 0 and x > high) or (a < 0 and x < low) for x, (_, a) in zip(r, seen, strict=True)]
@@ -413,15 +413,17 @@ def law_diagnostics(alg: Any) -> None:
             "ratio_max": max(r),
             "ratio_std": math.sqrt(sum((x - mean) ** 2 for x in r) / n),
             "log_ratio_std": math.sqrt(sum((u - mean_log) ** 2 for u, _ in seen) / n),
-            "clip_fraction": sum(sides) / n if name == "diffu-grpo" else sum(x > high for x in r) / n,
-            "bypass_fraction": sum(a < 0 and x > high for x, (_, a) in zip(r, seen, strict=True)) / n * (name == "diffu-grpo"),
+            "clip_fraction": sum(sides) / n if name == "diffu-grpo-paper" else sum(x > high for x in r) / n,
+            "bypass_fraction": sum(a < 0 and x > high for x, (_, a) in zip(r, seen, strict=True))
+            / n
+            * (name == "diffu-grpo-paper"),
             "effective_sample_size": sum(r) ** 2 / (n * sum(x * x for x in r)),
         }
         got = alg.ratio_diagnostics(method, plan, rollout, {"logp": ll}, anchor, adv)
         assert any(a < 0 and x < 0.5 for x, (_, a) in zip(r, seen, strict=True)), "no ratio below the clip"
         assert any(a == 0 and x > high for x, (_, a) in zip(r, seen, strict=True)), "no ratio above it with adv = 0"
         assert set(got) == set(expected) and 0 < expected["clip_fraction"] < 1
-        assert (0 < expected["bypass_fraction"] < 1) == (name == "diffu-grpo")
+        assert (0 < expected["bypass_fraction"] < 1) == (name == "diffu-grpo-paper")
         for key, value in expected.items():
             close(got[key], value, f"{name}: {key}")
         calm = alg.ratio_diagnostics(method, plan, rollout, {"logp": ll}, ll, adv)
@@ -458,7 +460,7 @@ def law_weights_use_the_elbo_only(alg: Any) -> None:
     drawn, old, new, _, reward = experience()
     rollout, adv = alg.Rollout(**vars(drawn)), reward.unflatten(0, (2, 4))
     adv = (adv - adv.mean(1, keepdim=True)).flatten().tolist()
-    for name in ("stabledrl", "stabledrl-released"):
+    for name in ("stabledrl-sequence", "stabledrl"):
         row = sized(alg.METHODS[name])
         plan = row.plan(rollout, seeded(44))
         feature, ours = ({"logp": alg.features(model, rollout, plan, temperature=1.0)["logp"]} for model in (old, new))
@@ -473,7 +475,7 @@ def law_weights_use_the_elbo_only(alg: Any) -> None:
             expected = 0.0
             for b in range(8):
                 states, n = states_of(new, rollout, plan, b), int(rollout.keep[b].sum())
-                upper = eubo_by_loops(states, plan.weight[:, b].tolist(), beta) / (1 if name == "stabledrl" else n)
+                upper = eubo_by_loops(states, plan.weight[:, b].tolist(), beta) / (1 if name == "stabledrl-sequence" else n)
                 score = ll[b] if adv[b] > 0 else omega * upper.item() + (1 - omega) * ll[b]
                 expected -= weight[b] * adv[b] * score / 2
             close(loss[omega, beta], expected, f"{name}, omega {omega}, beta {beta}")
@@ -514,8 +516,8 @@ def law_bypass_rate_of_noise(alg: Any) -> None:
 
 
 def released(alg: Any, **parts: Any) -> Any:
-    """egspo-released with two states a trajectory and some parts replaced."""
-    return dataclasses.replace(methods.with_options(alg.METHODS["egspo-released"], {"plan.num_states": 2}), **parts)
+    """egspo with two states a trajectory and some parts replaced."""
+    return dataclasses.replace(methods.with_options(alg.METHODS["egspo"], {"plan.num_states": 2}), **parts)
 
 
 @judges("10.1")
@@ -583,15 +585,15 @@ def law_trust_diagnostics(alg: Any) -> None:
     seen = [(pi[at].item(), mu[at].item(), adv[at[1]].item()) for at in map(tuple, plan.scored.nonzero().tolist())]
     rules = {
         "dppo-tv": lambda p, m, a: tv_outside(p, m, a, 0.15),
-        "dppo-tv-released": lambda p, m, a: tv_outside(p, m, a, 0.15) or p / m > 20,
+        "dppo-tv-verl": lambda p, m, a: tv_outside(p, m, a, 0.15) or p / m > 20,
         "dppo-kl": lambda p, m, a: kl_outside(p, m, a, 0.05),
         "drpo": lambda p, m, a: tv_outside(p, m, a, 0.15),
-        "drpo-released": lambda p, m, a: False,
-        "ppo-released": lambda p, m, a: (p / m > 1.2) if a > 0 else (p / m < 0.8 or p / m > 3.0),
+        "drpo-published": lambda p, m, a: False,
+        "ppo-verl": lambda p, m, a: (p / m > 1.2) if a > 0 else (p / m < 0.8 or p / m > 3.0),
     }
     for name, rule in rules.items():
         method = alg.METHODS[name]
         got = alg.ratio_diagnostics(method, plan, rollout, {"logp": pi.log()}, mu.log(), adv)["clip_fraction"]
         close(got, sum(rule(*point) for point in seen) / len(seen), name)
-        assert name == "drpo-released" or 0 < got < 1
+        assert name == "drpo-published" or 0 < got < 1
     assert any(a < 0 and p / m > 3.0 for p, m, a in seen), "dual clip acts"
