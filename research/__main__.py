@@ -41,7 +41,6 @@ def main(words: list[str] | None = None) -> None:
     sub.add_argument("settings", type=Path)
     sub.add_argument("--self-training", action="store_true")
     given = parser.parse_args(words)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is asked to save, as by Ctrl-C
     try:
         {"compare": compare, "study": compare, "controls": show_controls, "cell": run_cell}[given.verb](given)
     except KeyboardInterrupt:
@@ -82,4 +81,5 @@ def run_cell(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is asked to save, as by Ctrl-C
     main()

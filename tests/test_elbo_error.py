@@ -1,7 +1,6 @@
 """research/benches/elbo_error.py: its errors against enumeration, its surrogate against loops; it fits the control variate."""
 
 import dataclasses
-import inspect
 import itertools
 import json
 import math
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from minidrl import algorithms as alg
 from minidrl import oracle
 from minidrl.features import features
@@ -148,29 +146,6 @@ def test_it_is_what_enumeration_says(law, bench):
     law(bench)
 
 
-MUTANTS = [  # law, function, passage, its replacement
-    (law_of_arcs, "arcs", "total += 2 * np.einsum", "total += np.einsum"),
-    (law_of_arcs, "arcs", "start + b - n", "start + b - n - 1"),
-    (law_of_arcs, "mean_terms", "(n - l) / max(n - 1, 1)", "(n - l) / n"),
-    (law_of_strata, "strata", "(law @ mean) ** 2", "law @ mean**2"),
-    (law_of_strata, "strata_of", "* calls", "* 1"),
-    (law_of_sdmc, "sdmc", "for k in l]), l / n / t", "for k in l]), 1"),
-    (law_of_sdmc, "sdmc", "1.5 + t", "1 + t"),
-    (law_of_the_surrogate, "effects", "for side in (d, d.T)", "for side in (d, d)"),
-    (law_of_the_surrogate, "terms", "~hidden @", "hidden @"),
-]
-
-
-@pytest.mark.parametrize(("law", "name", "old", "new"), MUTANTS, ids=[f"{m[1]}: {m[2]}" for m in MUTANTS])
-def test_the_law_kills(law, name, old, new, bench, monkeypatch):
-    space = dict(vars(bench))
-    exec("from __future__ import annotations\n" + tiny.replaced(inspect.getsource(getattr(bench, name)), old, new), space)
-    wrong = space[name]
-    monkeypatch.setattr(bench, name, type(wrong)(wrong.__code__, vars(bench), name, wrong.__defaults__, wrong.__closure__))
-    with pytest.raises(AssertionError):
-        law(bench)
-
-
 # --------------------------------------------------------------------------------------------------------------- judging
 def test_constants_come_from_other_puzzles(bench):
     """What a response is has no part in its own constants, nor in those of its puzzle; it has in those of the others."""
@@ -249,13 +224,3 @@ def test_a_rehearsal_with_long_responses_goes_all_the_way(tmp_path, capsys):
     names = [r["estimator"] for r in rows[1:] if r.get("calls") == 3]
     assert len(names) == len(set(names)) and {"surrogate, law of counts", "strata (2.3)"} <= set(names)
     assert not [name for name in names if "verdict" in name or "arcs" in name]
-
-
-def test_masks_of_long_responses_are_drawn(bench):
-    """As many of each count as were asked for, but for those that come twice; every position as often."""
-    masks = bench.masks_of(20, 200, 0)
-    found = torch.bincount(masks.sum(1), minlength=21)
-    assert len(masks.unique(dim=0)) == len(masks) and found[0] == 0 and found[20] == 1 and (found[4:17] >= 180).all()
-    share = masks[masks.sum(1) == 10].double().mean(0)
-    assert (share - 0.5).abs().max() < 5 * 0.5 / 200**0.5
-    assert (bench.masks_of(20, 200, 0) == masks).all() and len(bench.masks_of(20, 200, 1)) > 0
