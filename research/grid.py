@@ -191,11 +191,24 @@ class Cell:
         """A hash of all settings that could change its numbers, without those at their defaults:
         a line of the ledger stays valid when a later version adds a setting."""
         s = self.settings
-        kept = {key: value for key, value in config.without_defaults(s).items() if key not in FREE}
+        kept = {key: value for key, value in without_defaults(s).items() if key not in FREE}
         if "method" in kept:
             kept["method"] = STORED.get(kept["method"], kept["method"])
         kept |= {"one_pass": True} if s.one_pass else {}  # not the default of a cell
         return short_hash(json.dumps([kept, self.imitates], sort_keys=True).encode())
+
+
+def without_defaults(settings: Any) -> dict:
+    """As config.to_dict, but for what has the default of its field."""
+    found = {}
+    for f in dataclasses.fields(settings):
+        value, made = getattr(settings, f.name), f.default_factory
+        if dataclasses.is_dataclass(value):
+            value = without_defaults(value) | ({"name": value.name} if f.name == "task" else {})
+        elif value == (f.default if made is dataclasses.MISSING else made()):
+            continue
+        found[f.name] = value
+    return {name: value for name, value in found.items() if value != {}}
 
 
 def short_hash(content: bytes) -> str:

@@ -389,24 +389,6 @@ def to_dict(settings: Any) -> dict:
     return data | {"task": {"name": settings.task.name} | data["task"]}
 
 
-def without_defaults(settings: Any) -> dict:
-    """As ``to_dict``, but for what has the default of its field: a key that a later version adds
-    changes nothing here until it is used."""
-    data = _beyond_defaults(settings)
-    return data | {"task": {"name": settings.task.name} | data.get("task", {})}
-
-
-def _beyond_defaults(settings: Any) -> dict:
-    found = {}
-    for f in dataclasses.fields(settings):
-        value, made = getattr(settings, f.name), f.default_factory
-        if dataclasses.is_dataclass(value):
-            found[f.name] = _beyond_defaults(value)
-        elif value != (f.default if made is dataclasses.MISSING else made()):
-            found[f.name] = value
-    return {name: value for name, value in found.items() if value != {}}
-
-
 def dumped(settings: Any) -> str:
     """The text of a run's config.yaml."""
     mark = {"names": NAMES} if hasattr(settings, "method") else {}
