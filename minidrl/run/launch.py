@@ -59,11 +59,6 @@ def launched_rank() -> int:
     return int(os.environ["RANK"]) if launched_processes() > 1 else 0
 
 
-def patience() -> int:
-    """Seconds for which a process waits until all have been started: MINIDRL_WAIT, or 5 minutes."""
-    return int(os.environ.get("MINIDRL_WAIT", 300))
-
-
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Callable[[], int]]:
     """Inside, Ctrl-C and SIGTERM only ask for a stop; the second one of a kind acts as ever.
@@ -92,27 +87,4 @@ def stop_requests() -> Iterator[Callable[[], int]]:
             signal.signal(number, how)
 
 
-# ---- until those who import these have moved off
-note = log.warning
-
-
-def tell_notes() -> None:
-    """Remarks no longer wait."""
-
-
-def is_panic(error: BaseException) -> bool:
-    """True for what a library in Rust raises when it breaks off, which is no Exception."""
-    return type(error).__name__ == "PanicException"
-
-
-@contextlib.contextmanager
-def without_stderr() -> Iterator[None]:
-    """What a library writes there past Python goes nowhere."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+note = log.warning  # until the tasks have moved off
