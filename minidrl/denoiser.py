@@ -2,7 +2,7 @@
 
 A masked diffusion language model needs no architecture of its own. It is a Llama without the causal
 mask that predicts, at every [MASK], the token that belongs there (in place: the logit at position i
-scores token i). What a published checkpoint needs to become that stands in run/checkpoints.py.
+scores token i). What a published checkpoint needs to become that stands in run/families.py.
 
 Read ``encode`` and ``head``: sampler, estimators and pre-training need no more. ``extend`` serves
 caches, ``encode_staircase`` the likelihoods that score all blocks of a response in one forward;

@@ -79,7 +79,6 @@ MUTANTS = {
     "all blanks taken out": ('or "").strip(),', 'or "").replace(" ", ""),'),
     "no blanks taken out": ('"".join(part.strip(" ") for', '"".join(part for'),
     "tags in the plain format": ('if self.prompt_format == "chat" else response', "if True else response"),
-    "no tags in a chat": ('if self.prompt_format == "chat" else response', "if False else response"),
 }
 
 
@@ -93,10 +92,10 @@ def test_a_mutant_is_killed(name, monkeypatch):
         law_answers(module)
 
 
-@pytest.mark.parametrize("text", ["<answer>" + " " * 300_000 + "</answer>", "<answer>" * 50_000, "<answer>" + "(" * 300_000])
-def test_a_long_response_is_read_in_linear_time(text):
+def test_a_long_response_is_read_in_linear_time():
     started = time.perf_counter()
-    assert Countdown(prompt_format="chat").score(PUZZLE, text) == 0
+    for text in ("<answer>" + " " * 300_000 + "</answer>", "<answer>" * 50_000, "<answer>" + "(" * 300_000):
+        assert Countdown(prompt_format="chat").score(PUZZLE, text) == 0
     assert time.perf_counter() - started < 5
 
 
@@ -161,17 +160,14 @@ def test_a_prompt_that_is_too_long_is_refused(llada):
         texts.encode_prompts(tok, [PUZZLE], longest - 1, prompt_format="chat")
 
 
-def test_a_tokenizer_without_a_template_is_refused(llada, tmp_path):
+def test_a_template_that_fails_or_is_missing_is_one_line(llada, tmp_path):
     shutil.copytree(llada, tmp_path, dirs_exist_ok=True)
+    letters(tmp_path, template="{{ raise_exception('no such role') }}")
+    with pytest.raises(ValueError, match="^chat_template: that of .* fails: no such role$"):
+        texts.encode_prompts(checkpoints.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
     letters(tmp_path, template=None)
     with pytest.raises(ValueError, match="task.prompt_format: got 'chat'; allowed plain, .* no chat template"):
         texts.encode_prompts(checkpoints.load(tmp_path)[1], [PUZZLE], 400, prompt_format="chat")
-
-
-@pytest.mark.parametrize(("key", "value"), [("prompt_format", "poem"), ("max_prompt_length", 0)])
-def test_a_wrong_key_of_the_task_is_refused(key, value):
-    with pytest.raises(ValueError, match=f"^task.{key}: got {value!r}; allowed"):
-        Countdown(**{key: value})
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -226,9 +222,3 @@ def test_an_8b_config_is_the_published_recipe_and_fits_its_gpu(path):
     gigabytes, gpus = {"llada_8b_lora_24gb": (24, 1), "llada_8b_lora": (48, 1), "llada_8b_full": (80, 8)}[path.stem]
     room = 0.9 * gigabytes * 1e9  # a tenth for what is not predicted: context, workspaces, fragments
     assert 0.25 * room < memory.peak(memory.predicted_memory(settings, gpus)) < room
-
-
-def test_the_longest_puzzle_fits_the_prompts_of_the_8b_configs():
-    """A token is at least a byte; LLaDA's are several, but its tokenizer is not at hand."""
-    longest = Puzzle((99, 98, 97), 100).instruction
-    assert len(longest) / 2 < config.load(config.Train, CONFIGS[0]).task.max_prompt_length

@@ -326,14 +326,6 @@ def test_sdar_writes_after_prompts_of_any_length(folders, cache):
     assert (out.unmask_step >= 0).all() and out.logp.min() < -1
 
 
-def test_sdar_with_tied_embeddings_comes_back(tmp_path):
-    sdar(tmp_path, tie_word_embeddings=True)
-    checkpoints.save(*checkpoints.load(tmp_path), tmp_path / "again")
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "again"))
-    assert "lm_head.weight" not in before and before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_a2d_sees_everything_but_padding(folders, padded):
     """Released code: a mask of padding only, no shift. There positions count padding, too, which turns no distance."""
@@ -400,16 +392,6 @@ def test_padding_on_either_side_changes_nothing(folders, family):
 
 
 @each_family
-def test_no_embedding_row_is_frozen(folders, family):
-    """A pad_token_id in the network's configuration would be padding_idx, and in LLaDA padding is the end token."""
-    model, tokenizer = checkpoints.load(folders[family])
-    table = model.model.model.embed_tokens
-    assert table.padding_idx is None and tokenizer.pad_token_id is not None
-    model.encode(torch.full((1, 4), tokenizer.pad_token_id), None).square().sum().backward()
-    assert table.weight.grad[tokenizer.pad_token_id].abs().sum() > 0
-
-
-@each_family
 def test_ids_and_template_are_the_files(folders, family):
     model, tokenizer = checkpoints.load(folders[family])
     ids = {"llada": (198, 197, 197), "Dream": (261, 258, 258), "sdar": (261, 258, 258), "a2d-qwen3": (261, 260, 258)}[family]
@@ -456,13 +438,6 @@ def test_the_body_compiles_in_one_piece(folders, family, monkeypatch):
     whole = torch.compile(model._encode, backend="eager", fullgraph=True)
     for attention_mask in (mask, None):
         close(whole(tokens, attention_mask), model.encode(tokens, attention_mask))
-
-
-def test_the_padding_of_the_last_call_is_not_saved(tmp_path):
-    tok = tokenizer()
-    tok(["1"], padding="max_length", max_length=9)
-    checkpoints.save(tiny.network(), tok, tmp_path)
-    assert json.loads((tmp_path / "tokenizer.json").read_text())["padding"] is None
 
 
 @each_family

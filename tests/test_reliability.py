@@ -140,17 +140,6 @@ def test_of_an_interrupted_replacement_the_whole_folder_stays(left, kept, folder
 # --------------------------------------------------------------------------------------------------------- going on
 
 
-@pytest.mark.parametrize("updates", ["1", "2"])
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(updates, folder, capfd):
-    more = ("--save_every", "2", "--num_iterations", updates)
-    assert train(capfd, "whole", *more)[0] == 0
-    shutil.copytree("whole", "parts")
-    shutil.rmtree("parts/checkpoint-4")
-    Path("parts/summary.json").unlink()
-    assert train(capfd, "parts", *more, *RESUMED)[0] == 0
-    assert_equal_runs(folder / "whole", folder / "parts")
-
-
 def test_a_checkpoint_of_an_older_version_is_gone_on_from(folder, capfd):
     """Which wrote the sums of the files, and nothing else that is different."""
     assert train(capfd, "whole", "--save_every", "2")[0] == 0

@@ -1,4 +1,7 @@
-"""Checkpoints: families, loading, saving. No code of a checkpoint is ever downloaded or run."""
+"""Checkpoints: loading and saving. No code of a checkpoint is ever downloaded or run.
+
+What tells one family from another stands in families.py.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,21 +19,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.utils import logging
 
-from minidrl.denoiser import SIZES, Denoiser, has_adapters, inject_adapters, peft
+from minidrl.denoiser import Denoiser, has_adapters, inject_adapters, peft
+from minidrl.run.families import FAMILIES, OWN, PUBLISHED, Family, own_name, stored_name
 from minidrl.run.launch import one_line
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -52,209 +47,6 @@ FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
     "chat_template.jinja",
     "chat_template.json",
 )
-
-
-# ----------------------------------------------------------------------------------------- families
-@dataclass(frozen=True)
-class Family:
-    """How the checkpoints of one ``model_type`` become one of transformers' own classes.
-
-    config, network   these classes
-    tokenizer         the class that reads vocab.json and merges.txt, where there is no
-                      tokenizer.json
-    fields            fields of ``config`` -> keys of config.json, the first that has a value;
-                      empty: the file is ``config``'s
-    must              settings that ``network`` has no word for -> the only value that it computes
-    keys              parts of weight names, the checkpoint's -> transformers'; every one that
-                      occurs is replaced, in order
-    shift             True: the network's output at position i - 1 predicts token i
-    block_key         key of config.json that holds the block length of block-causal attention;
-                      None: bidirectional
-    mask_token        the mask token's text, for a checkpoint whose files mark no token as the mask
-    template_words    names that the chat template is given beside the special tokens
-    """
-
-    config: type[PreTrainedConfig]
-    network: type[PreTrainedModel]
-    tokenizer: type[PreTrainedTokenizerBase] = PreTrainedTokenizerFast
-    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    must: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    shift: bool = False
-    block_key: str | None = None
-    mask_token: str | None = None
-    template_words: Mapping[str, Any] = field(default_factory=dict)
-
-
-LLADA_FIELDS = {
-    "vocab_size": ("embedding_size", "vocab_size"),
-    "hidden_size": ("d_model",),
-    "num_hidden_layers": ("n_layers",),
-    "num_attention_heads": ("n_heads",),
-    "num_key_value_heads": ("n_kv_heads", "n_heads"),
-    "intermediate_size": ("mlp_hidden_size",),
-    "hidden_act": ("activation_type",),
-    "rms_norm_eps": ("rms_norm_eps",),
-    "max_position_embeddings": ("max_sequence_length",),
-    "tie_word_embeddings": ("weight_tying",),
-}
-LLADA_MUST = {
-    "architectures": ["LLaDAModelLM"],
-    "block_type": "llama",
-    "block_group_size": 1,
-    "activation_type": "silu",
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "rope": True,
-    **dict.fromkeys(("alibi", "scale_logits", "attention_layer_norm", "input_emb_norm"), False),
-    **dict.fromkeys(("include_bias", "include_qkv_bias", "bias_for_layer_norm"), False),
-    **dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0),
-}
-LLADA_KEYS = {
-    # The vocabulary head comes first: the blocks have an ff_out of their own.
-    "model.transformer.ff_out.": "lm_head.",
-    "model.transformer.wte.": "model.embed_tokens.",
-    "model.transformer.ln_f.": "model.norm.",
-    "model.transformer.blocks.": "model.layers.",
-    ".attn_norm.": ".input_layernorm.",
-    ".ff_norm.": ".post_attention_layernorm.",
-    ".q_proj.": ".self_attn.q_proj.",
-    ".k_proj.": ".self_attn.k_proj.",
-    ".v_proj.": ".self_attn.v_proj.",
-    ".attn_out.": ".self_attn.o_proj.",
-    ".ff_proj.": ".mlp.gate_proj.",  # the one that goes through SiLU
-    ".up_proj.": ".mlp.up_proj.",
-    ".ff_out.": ".mlp.down_proj.",
-}
-_SAME = ("vocab_size", *SIZES, "hidden_act", "rms_norm_eps", "max_position_embeddings")
-QWEN_FIELDS = {
-    **{key: (key,) for key in _SAME},
-    "num_key_value_heads": ("num_key_value_heads", "num_attention_heads"),
-    "tie_word_embeddings": ("tie_word_embeddings",),
-}
-QWEN_MUST = {"rope_scaling": None, "use_sliding_window": False, "attention_dropout": 0.0}
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        # minidrl's own checkpoints, in transformers' own format; is_causal false is the
-        # bidirectional switch, and a block_length makes attention block-causal.
-        "llama": Family(
-            LlamaConfig, LlamaForCausalLM, must={"is_causal": False}, block_key="block_length"
-        ),
-        # LLaDA-8B-Base, -Instruct and LLaDA-1.5. Source: modeling_llada.py of ML-GSAI/LLaDA, commit
-        # 5975047, run on the checkpoint of tests/golden/llada_tiny. Under bfloat16 the released
-        # code rotates queries and keys in float32 and transformers in bfloat16, which moves logits
-        # by no more than bfloat16 itself does.
-        "llada": Family(
-            LlamaConfig,
-            LlamaForCausalLM,
-            fields=LLADA_FIELDS,
-            must=LLADA_MUST,
-            keys=LLADA_KEYS,
-            mask_token="<|mdm_mask|>",
-        ),
-        # Dream-7B, Dream-Coder, DiffuCoder. Source: generation_utils.py of DreamLM/Dream, which
-        # shifts the logits by torch.cat([logits[:, :1], logits[:, :-1]], 1).
-        "Dream": Family(
-            Qwen2Config,
-            Qwen2ForCausalLM,
-            Qwen2Tokenizer,
-            fields=QWEN_FIELDS,
-            must={"architectures": ["DreamModel"], **QWEN_MUST},
-            shift=True,
-            mask_token="<|mask|>",
-        ),
-        # SDAR, TraDo. Source: generate.py of JetAstra/SDAR, whose texts are whole blocks. There the
-        # end of a prompt that is not stands in one block with the first tokens of the response.
-        # Here the response begins a block and the prompt's first block is the shorter one, as in
-        # the code that trained TraDo (train/rl_sdar.py of Gen-Verse/dLLM-RL, commit 10b4fd1).
-        "sdar": Family(
-            Qwen3Config,
-            Qwen3ForCausalLM,
-            Qwen2Tokenizer,
-            fields={**QWEN_FIELDS, "head_dim": ("head_dim",)},
-            must={"architectures": ["SDARForCausalLM"], "attention_bias": False, **QWEN_MUST},
-            block_key="block_size",
-            mask_token="<|MASK|>",
-        ),
-        # Qwen3 made bidirectional, as dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1. Source: the folder
-        # dllm/pipelines/a2d of ZHZisZZ/dllm, commit ca17675: transformers' Qwen3 under a mask of
-        # padding only, position i predicts token i. Its tokenizer adds <|mask|>, and its chats are
-        # opened with enable_thinking false. The block-causal sibling (-bd3lm-) has the same
-        # config.json: nothing in its files tells it apart, and it is not meant here.
-        "a2d-qwen3": Family(
-            Qwen3Config,
-            Qwen3ForCausalLM,
-            Qwen2Tokenizer,
-            fields={**QWEN_FIELDS, "head_dim": ("head_dim",)},
-            must={"attention_bias": False, **QWEN_MUST},
-            mask_token="<|mask|>",
-            template_words={"enable_thinking": False},
-        ),
-    }
-)
-
-
-# What minidrl's own config.json may say; what is not named here has no effect.
-OWN = ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
-OWN += ("max_position_embeddings", "tie_word_embeddings", "rope_scaling", "rope_theta", "dtype")
-OWN += ("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "is_causal")
-OWN += ("use_cache", "block_length", "eos_token_id")
-
-
-def own_name(name: str, family: Family) -> str:
-    """The name that transformers has for a weight of a checkpoint."""
-    for theirs, ours in family.keys.items():
-        name = name.replace(theirs, ours)
-    return name
-
-
-def stored_name(name: str, family: Family) -> str:
-    """The name that a checkpoint has for a weight of transformers'."""
-    for theirs, ours in family.keys.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-# Sizes that are known without a file. First the keys of config.json that say how large LLaDA-8B is.
-# Source: the folders of -Base, -Instruct and LLaDA-1.5 on the Hub.
-_SIZES = {
-    "d_model": 4096,
-    "n_layers": 32,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "mlp_hidden_size": 12288,
-}
-_SIZES |= {"embedding_size": 126464, "vocab_size": 126464, "max_sequence_length": 4096}
-_WORDS = {
-    "model_type": "llada",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "weight_tying": False,
-}
-_WORDS |= {"mask_token_id": 126336, "eos_token_id": 126081, "torch_dtype": "bfloat16"}
-_NAMES = ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5")
-PUBLISHED = dict.fromkeys(_NAMES, LLADA_MUST | _SIZES | _WORDS)
-# Sizes of Qwen/Qwen3-0.6B (its config.json), and the id of the token that is added to its 151,669.
-A2D_06B = "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"
-PUBLISHED[A2D_06B] = {
-    "model_type": "a2d-qwen3",
-    "attention_bias": False,
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "mask_token_id": 151669,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
 
 
 # ------------------------------------------------------------------------------------------ loading

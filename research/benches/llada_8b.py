@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import resource
 import shutil
 import statistics
 import tempfile
@@ -99,7 +100,7 @@ SHAPES: dict[str, tuple[dict, int]] = {
         {**SDAR, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
         151669,
     ),
-    "a2d-0.6b": (checkpoints.PUBLISHED[checkpoints.A2D_06B], 151669),
+    "a2d-0.6b": (checkpoints.PUBLISHED["dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"], 151669),
 }
 SHARDS = 6  # files of published LLaDA-8B
 TINY = {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 192, "embedding_size": 500}
@@ -358,7 +359,7 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     gpu = torch.device(device).type == "cuda"
 
     # What stands before the network, on either device, is not the network's.
-    resident = memory.Resident()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     run = train.start(settings)
     wait(device)
@@ -368,13 +369,14 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
         row = loop.take_step(run, 0)
     wait(device)
     took = time.perf_counter() - started
-    found = memory.measured(torch.device(device)) if gpu else resident.peak()
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident)  # KiB on Linux
+    found = memory.measured(torch.device(device)) if gpu else grown
 
     if not np.isfinite([row["loss"], row["grad_norm"], row["entropy"]]).all():
         raise SystemExit(f"not finite: loss {row['loss']}, gradient norm {row['grad_norm']}, entropy {row['entropy']}")
     peak = memory.peak(memory.predicted_memory(settings))
     counted = "not measured" if found is None else f"measured {found / 1e9:.3g} GB"
-    what = "allocated on the GPU" if gpu else "resident (VmHWM since before loading, less VmRSS then)"
+    what = "allocated on the GPU" if gpu else "resident (by how much the peak of the process grew)"
     told = "; no bfloat16 instructions, backward through the frozen weights in float32" if slow else ""
     phases = [name for name in ("rollout", "scoring", "update") if f"seconds/{name}" in row]
     rows = [{"phase": p, "sequences": row[f"network_calls/{p}"], "seconds": row[f"seconds/{p}"]} for p in phases]
