@@ -44,7 +44,6 @@ lessons: $(STAMP)
 
 slow: $(STAMP)
 	$(TESTS) -m slow tests
-	$(PY) tests/chaos.py
 
 # From here, so that links to docs/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)

@@ -314,11 +314,11 @@ def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(tmp_path)
     write_config(tmp_path, tiny.pretraining(steps=10**6, workers=2), "base.yaml")
     words = [sys.executable, "-m", "minidrl", "pretrain", "base.yaml", "--out", "run"]
     quiet = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "PYTHONUNBUFFERED": "1"}
-    told = {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen(words, cwd=tmp_path, env=quiet, **told)
-    for line in run.stderr:  # tqdm ends its lines by a carriage return
-        if "loss=" in line:
-            break
+    log, told = tmp_path / "run/metrics.jsonl", {"start_new_session": True, "stdout": subprocess.DEVNULL, "text": True}
+    run = subprocess.Popen(words, cwd=tmp_path, env=quiet, stderr=subprocess.PIPE, **told)
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") > 1) and time.monotonic() < deadline:
+        time.sleep(0.05)  # until both workers have made something
     os.killpg(run.pid, signal.SIGINT)
     said = run.communicate(timeout=60)[1].splitlines()[-1]
     assert run.returncode == 130 and "is saved; the same command with --resume goes on" in said

@@ -202,7 +202,7 @@ def step_of(checkpoint: Path) -> int:
 
 def has_checkpoint(out: Path) -> bool:
     """True when a run in ``out`` has a checkpoint, be it one whose replacement was interrupted."""
-    return any(re.fullmatch(rf"checkpoint-\d+({OLD})?", path.name) for path in out.glob("*"))
+    return any(re.fullmatch(r"checkpoint-\d+(\.old)?", path.name) for path in out.glob("*"))
 
 
 def damage(checkpoint: Path) -> str:
@@ -317,17 +317,12 @@ def write_summary(out: Path, summary: dict) -> dict:
     return summary
 
 
-def read_object(path: Path) -> dict:
-    """The JSON object of a file; empty if there is no file, or none that can be read."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 def read_summary(out: Path) -> dict:
     """summary.json of a finished run; empty if there is none, or none that can be read."""
-    return read_object(out / SUMMARY)
+    try:
+        return dict(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 # ---------------------------------------------------------------------------------------------- log
