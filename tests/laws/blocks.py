@@ -68,10 +68,7 @@ def own_positions(inside: Any, size: int) -> list[list[int]]:
 
 
 def block_elbo_on(model: oracle.TabularDenoiser, response: tuple, keep: tuple, size: int) -> float:
-    """The ELBO of every block, summed: over blocks and l the mean over |M| = l of S(M)/l.
-
-    Hidden are M, what is not kept, and all later blocks.
-    """
+    """The ELBO of every block, summed. Hidden are the block's mask, what is not kept, and all later blocks."""
     total = 0.0
     for m, own in enumerate(own_positions(keep, size)):
         rest = frozenset(i for i in range(len(keep)) if not keep[i] or i >= (m + 1) * size)
@@ -87,10 +84,7 @@ def block_elbo_on(model: oracle.TabularDenoiser, response: tuple, keep: tuple, s
 @rejects("2.8", ("block > number", "block >= number"))
 @rejects("", ("return place // rollout", "return place % rollout"), where="block_numbers")
 def law_block_elbo_states(alg: Any) -> None:
-    """State jM + m hides 1 .. n_m of block m's n_m positions, all later blocks, and what is not kept.
-
-    Its weight is n_m / (K count).
-    """
+    """State jM + m hides 1 .. n_m positions of block m, all later blocks and what is not kept; weight n_m / (K count)."""
     for size, states, (domain, strata) in itertools.product((1, 2, 3, 6), (1, 3), (("keep", True), ("all", False))):
         rollout, blocks = blocked(alg, [[0] * 6] * 10, KEPT * 2, size), 6 // size
         plan = plan_of(alg, rollout, num_states=states, domain=domain, strata=strata)
@@ -130,10 +124,7 @@ def law_block_elbo_noise(alg: Any) -> None:
 @judges("2.8", "5.1")
 @rejects("", ("part + u) / len(u)", "part + u) / (len(u) + 1)"), where="_in_strata")
 def law_block_elbo_expectation(alg: Any) -> None:
-    """The mean is the sum of the blocks' ELBOs for every K, with and without strata.
-
-    That of a whole response is oracle.block_elbo.
-    """
+    """The mean is the sum of the blocks' ELBOs for every K and domain, with and without strata."""
     model = tabular(*MODEL)
     for keep, size, states, strata in itertools.product(KEEPS, (1, 2, 4), (1, 2), (False, True)):
         truth, counts = block_elbo_on(model, RESPONSE, keep, size), [len(own) for own in own_positions(keep, size) if own]
@@ -152,10 +143,7 @@ def law_block_elbo_expectation(alg: Any) -> None:
 @judges("2.8")
 @rejects("2.8", ("device)\n    if strata:", "device)\n    if False:"))
 def law_block_elbo_frequencies(alg: Any) -> None:
-    """Counts and subsets are uniform, and independent between blocks and between states, or each in its stratum.
-
-    The mean is right.
-    """
+    """Counts and subsets are uniform, and independent between blocks and states, or each in its stratum."""
     model, rollout = tabular(*MODEL), blocked(alg, [RESPONSE] * 4000, [KEEPS[0]] * 4000, 2)
     one, two, either = (torch.tensor(p).double() for p in ([0, 0.5, 0.5, 0], [0, 0, 0, 1.0], [0, 0.25, 0.25, 0.5]))
     for strata, chance in ((False, (either, either)), (True, (one, two))):
@@ -208,9 +196,7 @@ def mean_over_noise(alg: Any, model: oracle.TabularDenoiser, response: tuple, si
 @judges("2.8")
 @rejects("2.8", ("weight = n.double(", "weight = inside.sum(-1).double("))
 def law_block_elbo_is_a_bound(alg: Any) -> None:
-    """The mean is below the block sampler's exact log-likelihood, and equal to it for the conditionals of one joint
-    distribution.
-    """
+    """The mean is below the block sampler's log-likelihood, and equal to it for conditionals of one joint distribution."""
     for seed, size in itertools.product(range(8), (2, 4)):
         model = tabular(4, 3, seed)
         bound = mean_over_noise(alg, model, RESPONSE, size)
@@ -279,9 +265,7 @@ def law_block_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
 @judges("3.5", "4.2")
 @rejects("4.2", ("return hidden &", "return scored &"), where="_candidates")
 def law_exact_kernel_of_a_block(alg: Any) -> None:
-    """By confidence, E[reward grad ll] is the policy gradient with order_logp, read off the same forward, and is not without
-    it.
-    """
+    """By confidence, E[reward grad ll] is the policy gradient with order_logp, read off the same forward; not without."""
     case = BLOCK_WALKS[-1]
     (model, _, chance, reward), (rollout, _) = walk(case), walked(alg, case)
     plan = alg.block_replay_plan(rollout, seeded())
@@ -296,10 +280,7 @@ def law_exact_kernel_of_a_block(alg: Any) -> None:
 @judges("3.5")
 @rejects("", ("int(self.needed.", "int((self.valid & self.scored.any(-1))."), where="Plan.network_calls")
 def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
-    """One forward is made for each j at which some block decides something, so never more than a block has steps.
-
-    (3.1) makes M times as many.
-    """
+    """It makes a forward for each j at which some block decides something; (3.1) makes up to M times as many."""
     for case in BLOCK_WALKS:
         rollout, paths = walked(alg, case)
         blocks, of_block = case.length // case.block, case.block // case.tokens
@@ -342,9 +323,8 @@ BLOCK_KEEPS = ((1, 1, 1, 1, 1), (1, 1, 1, 0, 0), (1, 0, 0, 0, 0), (1, 1, 1, 1, 0
 @rejects("2.7", ("prompt & rollout.prompt_mask", "prompt"))
 @rejects("2.7", ("(rollout.lengths - 1)", "rollout.lengths"), (".masked_fill(unused, torch.inf)", ""), where="_distinct_blocks")
 def law_block_states(alg: Any) -> None:
-    """By loops from the noise: which block is chosen, how much of it is hidden, all after it, and p_mask of what lies before.
-
-    The weight is n/(K hidden).
+    """By loops: the chosen block, what of it is hidden, all after it, p_mask of what lies before, and the weight n/(K
+    hidden).
     """
     length, prompt = 5, 3
     rollout = rollout_of(alg, [(1, 0, 2, 1, 0)] * 40, BLOCK_KEEPS * 10)
@@ -407,9 +387,7 @@ def block_law(n: int, size: int, chosen: int, p: float, length: int) -> Tensor:
 @judges("2.7")
 @rejects("2.7", (", block > chosen", ", block >= chosen"))
 def law_block_frequencies(alg: Any) -> None:
-    """The real noise takes blocks without replacement while they last, then again in the same order. All else is
-    independent.
-    """
+    """The real noise takes blocks without replacement while they last, then again in that order; all else is independent."""
     length, size, p = 4, 2, 0.3
     for n, rows in ((4, 8000), (3, 8000), (2, 3000)):
         rollout = repeated(alg, RESPONSE, (1,) * n + (0,) * (4 - n), rows)

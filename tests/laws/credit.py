@@ -64,10 +64,7 @@ def credit_rules(alg: Any) -> dict[str, tuple[Callable, Callable]]:
 @rejects("6.2", (".std(1, keepdim", ".std(0, keepdim"), ("(std + eps)", "std.clamp(min=eps)"))
 @rejects("6.3", ("num_generations / (num_generations - 1)", "(num_generations - 1) / num_generations"))
 def law_advantages(alg: Any) -> None:
-    """Each prompt has the advantages that loops give it.
-
-    They sum to 0, are 0 for equal rewards, and do not see a constant added to a group.
-    """
+    """Advantages are those of loops over each prompt's group. They sum to 0 and do not see a constant added to a group."""
     flat = double(REWARDS).flatten()
     for name, (credit, by_hand) in credit_rules(alg).items():
         got = credit(flat, 4)
@@ -123,9 +120,7 @@ def law_z_score_scale(alg: Any) -> None:
 @judges("6.1", "6.3")
 @rejects("6.1", ("group - _average(group)", "_average(group) - group"))
 def law_leave_one_out_is_unbiased(alg: Any) -> None:
-    """Over all groups of three draws of a categorical policy the mean of adv grad log pi is grad J, and 2/3 of it with
-    group_mean.
-    """
+    """Over all groups of three draws the mean of adv grad log pi is grad J, and 2/3 of it with group_mean."""
     z = normal(3, seed=18).requires_grad_()
     reward, n = double([1.0, -0.5, 2.0]), 3
     groups = torch.tensor(list(itertools.product(range(3), repeat=n)))
@@ -143,9 +138,7 @@ def law_leave_one_out_is_unbiased(alg: Any) -> None:
 @rejects("6.2", ("< num_generations", "<= num_generations"))
 @rejects("6.3", ("if num_generations < 2:", "if num_generations < 1:"))
 def law_credit_refusals(alg: Any) -> None:
-    """Credit refuses rewards with a gradient, groups that do not divide, too few degrees of freedom, no others, and unknown
-    words.
-    """
+    """Refused are rewards with a gradient, groups that do not divide, too few degrees of freedom, and unknown words."""
     reward = double([1.0, 0.0, 2.0, 1.0])
     for _, (credit, _) in credit_rules(alg).items():
         refuses(lambda credit=credit: credit(reward.clone().requires_grad_(), 2), "reward", "gradient")
@@ -168,8 +161,8 @@ CREDIT = {"lam": 0.5, "schedule": "constant", "normalize": True, "center": "rank
 
 
 def credit_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reward, step rewards, valid states and times of two groups of four at three ranks; at the last rank the second group has
-    no member.
+    """Reward, step rewards, valid states and times of two groups of four at three ranks; the last rank lacks the
+    second group.
     """
     reward = double([1.0, 0.0, 0.25, 2.0, 0.5, -0.5, 1.5, 1.0])
     valid = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 0, 0, 0, 0]]).bool()
@@ -212,10 +205,7 @@ def law_stepwise_advantage(alg: Any) -> None:
 @judges("6.4", "6.1")
 @rejects("6.4", ("return R_k - _average", "return base - _average"))
 def law_stepwise_advantage_algebra(alg: Any) -> None:
-    """Advantages sum to 0 in each rank and group and do not see a constant in all rewards.
-
-    At lam = 0 they are group_mean, and three identities hold.
-    """
+    """Advantages sum to 0 in each rank and group, do not see a constant in all rewards, and obey four identities."""
     reward, value, _, time = credit_case()
     valid = torch.ones(K, 8, dtype=torch.bool)
     credit = lambda r, v, **changed: alg.stepwise_advantage(r, N, v, valid, time, **{**CREDIT, **changed})  # noqa: E731
@@ -405,9 +395,7 @@ def progress(reward: list, steps: list, valid: list, n: int, keep: int, eps: flo
 )
 @rejects("6.5", ("x.flip(0).cumsum(0).flip(0)", "x.cumsum(0)"), where="_from_here_on")
 def law_progress_advantage(alg: Any) -> None:
-    """Loops give the same: a step's gain, the mean of what came later, a z-score per state and group, and the K strongest
-    states kept.
-    """
+    """By loops: a step's gain, the mean of what came later, a z-score per state and group, and the K strongest states."""
     reward, steps = normal(6, seed=62).tolist(), normal(4, 6, seed=63).tolist()
     valid = [[1] * 6, [1] * 6, [1, 1, 1, 1, 0, 1], [1, 0, 0, 1, 0, 1]]
     for keep in (1, 2, 4):

@@ -64,8 +64,8 @@ def mixed_batch(alg: Any) -> tuple[oracle.TabularDenoiser, Any, Any]:
     "4.1", ("torch.ones_like(rollout.keep)", "rollout.keep"), ("masked_fill(plan", "masked_fill(~plan"), where="plan_inputs"
 )
 def law_network_inputs(alg: Any) -> None:
-    """[MASK] stands exactly where a position is hidden, the prompt's included, and only the padding of the prompt gets no
-    attention.
+    """[MASK] stands exactly where a position is hidden, the prompt's included, and only padding of the prompt is not
+    attended.
     """
     _, rollout, plan = mixed_batch(alg)
     states = torch.tensor([5, 0, 11, 7])
@@ -157,9 +157,7 @@ def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: An
 @rejects("", ("if not torch.isfinite(loss):", "if torch.isnan(loss):"), where="_check_finite")
 @rejects("", ("if module.training and p:", "if p:"), where="refuse_random_modules")
 def law_two_pass_backward(alg: Any) -> None:
-    """The gradient is that of one graph, at the features of pass 1 or at those given in its place, and what is
-    reported is so.
-    """
+    """The gradient is that of one graph, at the features of pass 1 or at those given in its place; the report is true."""
     _, rollout, plan = mixed_batch(alg)
     model, reference = (oracle.TabularDenoiser.random(4, 3, seeded(seed)) for seed in (91, 92))
     names = ("logp", "entropy", "kl_ref")
@@ -267,9 +265,7 @@ def law_targets_override_the_response(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ('"topk_ids")[row][scored]', '"topk_ids")[row * 0][scored]'), where="state_features")
 def law_topk_logp(alg: Any) -> None:
-    """It is the new log-probability of the sampler's M likeliest tokens where a position is scored, and the recorded one at
-    equal weights.
-    """
+    """It is the new log-probability of the sampler's M likeliest tokens where scored, and the recorded one at equal weights."""
     drawn, old, new, _, _ = experience()
     for count in (1, 2, 3):
         rollout = alg.Rollout(**{**vars(drawn), "records": likeliest(old, drawn, count)})
@@ -302,10 +298,7 @@ def kl_by_hand(model: Any, ref: Any, rollout: Any, plan: Any, k: int, b: int, te
 @judges("4.1")
 @rejects("4.1", ("else reference.head(their_h)", "else model.head(their_h)"), where="_read")
 def law_exact_kl(alg: Any) -> None:
-    """kl_ref is KL(policy || reference) over the vocabulary in value and gradient.
-
-    The reference has no gradient, and at it the KL is 0.
-    """
+    """kl_ref is KL(policy || reference) over the vocabulary in value and gradient. The reference is data; at it the KL is 0."""
     drawn, _, new, ref, _ = experience()
     rollout = alg.Rollout(**vars(drawn))
     plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)

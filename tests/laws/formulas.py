@@ -189,8 +189,8 @@ def gdpo_released(f: Formula) -> Tensor:
 
 
 def scores(f: Formula, lengths: bool) -> tuple[list[Tensor], list[float]]:
-    """SPG's score of each response (the ELBO where adv > 0, elsewhere half EUBO and half ELBO), and its ELBO ratio to the old
-    model.
+    """SPG's score of each response (the ELBO, or half EUBO and half ELBO where adv <= 0), and its ELBO ratio to the
+    old model.
     """
     score, ratio = [], []
     for b in f.rows:
@@ -253,9 +253,7 @@ def scored_steps(f: Formula) -> list[tuple[int, int]]:
 
 
 def step_clip_released(f: Formula, credit: Any) -> Tensor:
-    """Scored at temperature 1 against the old weights, with k3 of weight 0.04 on the step's sum, and divided by K and by the
-    step's tokens.
-    """
+    """Scored at temperature 1 against the old weights, with k3 of weight 0.04, divided by K and by the step's tokens."""
     total = 0.0
     for k, b in scored_steps(f):
         new, old, ref = (sum(f.tokens(model, k, b).values()) for model in (f.new, f.old, f.ref))
@@ -336,9 +334,7 @@ def self_norm_only(f: Formula) -> Tensor:
 
 
 def step_clip(f: Formula, credit: Any, behaviour: bool) -> Tensor:
-    """One clipped ratio for each chosen step, 0.2 below and 0.5 above, summed over the steps and averaged over the
-    responses.
-    """
+    """One clipped ratio for each chosen step, 0.2 below and 0.5 above; a sum over the steps, a mean over the responses."""
     total = 0.0
     for k, b in scored_steps(f):
         logp = f.tokens(f.new, k, b, 0.8)

@@ -73,9 +73,7 @@ def weights_of(alg: Any, log_ratios: Tensor, group: int, cap: float) -> Tensor:
 @judges("8.3")
 @rejects("8.3", ("capped.softmax(2)", "capped.exp().div(capped.exp().sum(2, keepdim=True))"))
 def law_self_normalized_weights(alg: Any) -> None:
-    """A weight is min(ratio, cap) over the group's sum of these: it has the published values, sums to 1, and is equal where all
-    are capped.
-    """
+    """A weight is min(ratio, cap) over the group's sum of these. It has the published values and no extremes break it."""
     golden = double([1.0, 2.0, 10.0, 0.25]).log()
     close(weights_of(alg, golden, 4, 5.0), [1 / 8.25, 2 / 8.25, 5 / 8.25, 0.25 / 8.25], "cap 5")
     close(weights_of(alg, golden, 4, 6.0), [1 / 9.25, 2 / 9.25, 6 / 9.25, 0.25 / 9.25], "cap 6")
@@ -224,9 +222,7 @@ def objectives(alg: Any) -> dict[str, Callable]:
 )
 @rejects("8.16", ("((adv < 0) & below) | beyond", "((adv < 0) & below)"))
 def law_cut_is_what_the_clip_does(alg: Any) -> None:
-    """cut names the entries whose gradient is 0, no longer grows with the ratio, or is turned back. bypass names bad answers
-    above the clip that are not cut.
-    """
+    """cut: the gradient is 0, no longer the ratio's, or turned back. bypass: a bad answer above the clip is not cut."""
     anchor, adv = normal(1, 60, 1, seed=90, scale=0.7) - 1.2, normal(1, 60, 1, seed=91)
     anchor = anchor.clamp(max=-0.6)
     ll = (anchor + normal(1, 60, 1, seed=92, scale=0.5)).clamp(max=-1e-3)
@@ -275,10 +271,7 @@ def law_objectives_are_what_they_declare(alg: Any) -> None:
 @judges("8.16")
 @rejects("8.16", ("torch.where(adv > 0, 1 + d, d.exp())", "d.exp()"), ("torch.minimum(loss, -bound * adv)", "loss"))
 def law_tangent(alg: Any) -> None:
-    """Its mean over masks lies below adv exp(mean d), with equality of value and gradient at d = 0.
-
-    The dual clip is as by hand.
-    """
+    """Its mean over masks lies below adv exp(mean d), with equality at d = 0 in value and gradient; it has (8.6)'s clip."""
     wide = {"epsilon_low": 1e9, "epsilon_high": 1e9, "bound": 1e9}
     d = normal(6, 5, seed=110, scale=0.7)
     for a in (1.5, -2.0):
@@ -300,9 +293,7 @@ def law_tangent(alg: Any) -> None:
 @judges("8.5")
 @rejects("8.5", ("-ratio.clamp(floor, cap)", "-ratio.clamp(max=cap)"))
 def law_truncated_weights(alg: Any) -> None:
-    """The coefficient is -clip(ratio, floor, cap) adv for either sign of adv. The weight is data, and is 0 only where
-    adv is.
-    """
+    """The coefficient is -clip(ratio, floor, cap) adv for either sign of adv; the weight is data, and 0 only where adv is."""
     ratios, cases = [1e-4, 0.1, 0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 4.9, 5.1, 1e6], [1.0, -2.0, 0.0]
     adv = double([a for _ in ratios for a in cases])
     anchor = normal(len(adv), seed=65)
@@ -384,9 +375,7 @@ def law_concentration_needs_a_floor(alg: Any) -> None:
 @judges("8.4", "8.2", "8.5")
 @rejects("8.2", ("minimum(ratio *", "minimum(ratio.clamp(max=1e3) *"))
 def law_one_large_ratio(alg: Any) -> None:
-    """Where adv < 0 and the ratio grows, GRPO's gradient grows with it, clipped ones stop at the cap, and normalised ones at
-    adv g.
-    """
+    """Where adv < 0 GRPO's gradient grows with the ratio, a clipped one stops at the cap, and a normalised one at adv g."""
     g, adv = normal(4, 3, seed=71), double([1.0, -1.5, 0.5, -1.0])
     zero, limit = torch.zeros(4, dtype=torch.float64), (adv[:, None] * g).norm(dim=1).max().item()
     norms = {"grpo": [], "clip": [], "stable": [], "normalised": []}
@@ -436,9 +425,7 @@ def law_confident_clip(alg: Any) -> None:
 @judges("8.15")
 @rejects("8.15", ("/ length - psi", "/ length + psi"))
 def law_regression(alg: Any) -> None:
-    """The gradient of (clip(u)/L - psi adv)^2 is 2 (u/L - psi adv)/L inside the clip and 0 outside; the least loss is at u = L
-    psi adv.
-    """
+    """The gradient is 2 (u/L - psi adv)/L inside the clip and 0 outside, so that the least loss is at u = L psi adv."""
     anchor, adv, psi, length = normal(9, seed=67), normal(9, seed=68), 0.7, 5
     u = double([-0.5, -0.21, -0.1, 0.0, 0.05, 0.1, 0.2, 0.4, 3.0])
     options = {"psi": psi, "epsilon_low": 0.2, "epsilon_high": 0.3, "length": length}

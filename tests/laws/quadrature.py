@@ -168,10 +168,7 @@ def quadrature_mean(alg: Any, model: Any, response: tuple, nodes: int) -> float:
 @judges("2.5")
 @rejects("2.5", ("torch.from_numpy(w / 2)", "torch.from_numpy(w)"), ("from_numpy((x + 1)", "from_numpy((1 - x)"))
 def law_gauss_legendre(alg: Any) -> None:
-    """Nodes ascend in (0, 1) and are symmetric, weights are positive and sum to 1.
-
-    Two and three nodes have the published numbers.
-    """
+    """Nodes ascend in (0, 1), are symmetric, and have positive weights that sum to 1, with the published numbers."""
     for nodes in range(1, 9):
         t, w = alg.gauss_legendre(nodes)
         assert t.dtype == w.dtype == torch.float64 and t.shape == w.shape == (nodes,)
@@ -203,9 +200,7 @@ def law_gauss_legendre_moments(alg: Any) -> None:
 @judges("2.6", "5.1")
 @rejects("2.6", ("(1 + t * (n - 1) + up).floor()", "(t * n + up).floor()"), where="_count_at")
 def law_quadrature_expectation(alg: Any) -> None:
-    """The mean is the sum of w times the mean at t, for every kind of count, every n, and one mask or two; for bernoulli the
-    sum of w g(t).
-    """
+    """The mean is the sum of w times the mean at t, for every kind of count, every n, and one mask or two."""
     model = tabular(4, 3)
     for how, keep, nodes, masks in itertools.product(COUNTS, KEEPS, (1, 2, 3), (1, 2)):
         rollout, plan, chance = outcomes(alg, keep, nodes, masks, how)
@@ -222,10 +217,7 @@ def law_quadrature_expectation(alg: Any) -> None:
     ("numpy.polynomial.legendre.leggauss(", "(numpy.arange(num_nodes) + 0.5) * 2 / num_nodes - 1, numpy.full(num_nodes, 2 / "),
 )
 def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
-    """With bernoulli counts the mean is the ELBO itself once N >= n/2, because g has degree n - 1.
-
-    With fewer nodes it misses by more than 1e-4.
-    """
+    """With bernoulli counts the mean is the ELBO itself once N >= n/2, because g has degree n - 1."""
     for length, seed in ((3, 0), (4, 0), (6, 1)):
         model = tabular(length, 2, seed)
         response = ((1, 0) * 3)[:length]
@@ -241,9 +233,7 @@ def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
 @judges("2.6", "2.5")
 @rejects("2.6", ("(1 / t).expand(", "t.expand("))
 def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
-    """With bernoulli counts it is exact where the mean logp is a polynomial of degree 2N - 1 in the count, and is not at degree
-    2N.
-    """
+    """With bernoulli counts it is exact where the mean logp has degree 2N - 1 in the count, not at degree 2N."""
     for nodes, length in ((1, 5), (2, 6)):
         for degree in (2 * nodes - 1, 2 * nodes):
             a = [-0.2 - 1.5 * (count / length) ** degree for count in range(1, length + 1)]
@@ -257,9 +247,7 @@ def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
 @judges("2.6", "2.5")
 @rejects("2.6", ("noise < t[..., None]", "noise < 1.1 * t[..., None]"))
 def law_quadrature_error_bound_and_sign(alg: Any) -> None:
-    """The bias is at most C_N n (n-1)!/(n-1-2N)! max |2N-th difference of a|. With one node it is positive where a is
-    concave.
-    """
+    """The bias is at most C_N n (n-1)!/(n-1-2N)! max |2N-th difference of a|, positive for one node and concave a."""
     length = 6
     shapes = {
         "concave": [-0.2 - 1.8 * (count / length) ** 2 for count in range(1, length + 1)],
@@ -279,9 +267,7 @@ def law_quadrature_error_bound_and_sign(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ('if counts == "stochastic":', "if False:"), where="_count_at")
 def law_stochastic_counts_are_exact_for_linear_models(alg: Any) -> None:
-    """Stochastic counts give the ELBO for a mean logp that is linear in the count; rounded ones do not, which is what the
-    chance repairs.
-    """
+    """Stochastic counts give the ELBO where the mean logp is linear in the count; rounded ones do not."""
     length = 4
     a = [-0.3 - 0.4 * count for count in range(1, length + 1)]
     model, found = count_model(a), {}
@@ -313,9 +299,7 @@ def law_rounded_counts_are_the_nearest(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("(1 / t).expand(-1, len(n)", "n / (t * n).floor("), where="_count_at")
 def law_constant_models_show_the_scale(alg: Any) -> None:
-    """Where logp is c everywhere, fixed counts give n c in every draw, and floor gives sum of w floor(t n)/(t n) of it, 0.72 at
-    n = 8.
-    """
+    """Where logp is c everywhere, fixed counts give n c, and floor gives sum of w floor(t n)/(t n) of it."""
     published = {(4, 2): 0.475, (4, 3): 0.679, (8, 2): 0.771, (8, 3): 0.718, (16, 3): 0.872, (64, 2): 0.976, (256, 3): 0.9916}
     for (length, nodes), scale in published.items():
         rollout = rollout_of(alg, torch.ones(2, length, dtype=torch.long))
@@ -336,9 +320,7 @@ def law_constant_models_show_the_scale(alg: Any) -> None:
 @rejects("2.6", ("None]) & inside", "None]).all(-1, keepdim=True) & inside"))
 @rejects("2.6", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"), where="gauss_legendre")
 def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
-    """For two equal texts it gives -n ln2 sum w t^(n-1) where -ln2 is right, and for a parity -n ln2 sum w (1-(1-t)^(n-1))
-    where -(n-1) ln2 is.
-    """
+    """Two equal texts, and a parity, have their doubt at one end: the sum is wrong by formula."""
     length, ln2 = 6, math.log(2)
     copy, parity = torch.zeros((2,) * length), torch.zeros((2,) * length)
     copy[(0,) * length] = copy[(1,) * length] = 1.0
@@ -417,10 +399,7 @@ def law_two_models_with_known_variances(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("up = 0.5", "up = 0.0"), where="_count_at")
 def law_quadrature_states(alg: Any) -> None:
-    """States are node-major with weights w/t or w n/k over the masks.
-
-    The prompt is visible; the rest of the response is hidden and not scored.
-    """
+    """States are node-major with weights w/t or w n/k over the masks, and hide and score the domain only."""
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
     for how, domain in itertools.product(COUNTS, ("keep", "all")):
         inside = rollout.keep if domain == "keep" else torch.ones_like(rollout.keep)
@@ -442,9 +421,7 @@ def law_quadrature_states(alg: Any) -> None:
 @judges("2.6")
 @rejects("2.6", ("_uniform((len(t),", "_uniform((1,"))
 def law_quadrature_frequencies(alg: Any) -> None:
-    """With real noise the hidden sets of a state have their probabilities, and states are independent, also those of
-    one node.
-    """
+    """With real noise the hidden sets have their probabilities, and states are independent, also those of one node."""
     for how, keep in itertools.product(COUNTS, KEEPS[:2]):
         rollout, n = repeated(alg, RESPONSE, keep, 4000), sum(keep)
         options = {"num_nodes": 2, "masks_per_node": 2, "counts": how, "domain": "keep"}
@@ -480,9 +457,7 @@ def law_quadrature_rows_are_their_own(alg: Any) -> None:
 @judges("2.6", "7.1", "8.2", "10.1")
 @rejects("10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo-sequence")
 def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
-    """At equal weights one plan has ratio 1 and the gradient -adv grad B / n. Two plans have the mean ratio E e^B E
-    e^-B > 1.
-    """
+    """At equal weights one plan has ratio 1, and two plans have the mean ratio E e^B E e^-B > 1."""
     model, n = tabular(3, 3), 3
     method = methods.with_options(alg.METHODS["gdpo-sequence"], {"plan.num_nodes": 2})
     rollout, plan, chance = joint_outcomes(alg, n, 2, 1, "bernoulli")

@@ -44,9 +44,8 @@ from minidrl import oracle
 @judges("2.1")
 @rejects("2.1", ("& rollout.prompt_mask", ""), ("torch.ones_like(rollout.keep)", "rollout.keep"))
 def law_mean_field_states(alg: Any) -> None:
-    """There is one state of weight 1.
-
-    It hides the response and prompt tokens whose noise is below p, never padding, and scores kept tokens.
+    """One state of weight 1 hides the response and prompt tokens whose noise is below p, never padding; kept tokens
+    are scored.
     """
     rollout = rollout_of(alg, [RESPONSE] * 3, KEEPS)
     p, below, above = 0.3, 0.3 - 1e-9, 0.3 + 1e-9
@@ -83,9 +82,7 @@ def law_mean_field_is_integrand_at_one(alg: Any) -> None:
 
 
 def gauss(nodes: int, low: float) -> tuple[list[float], list[float]]:
-    """Gauss-Legendre nodes in (0, 1) for a uniform variable, and weights that sum to 1. They are exact to degree 2
-    nodes - 1.
-    """
+    """Gauss-Legendre nodes for a uniform variable on (low, 1), and weights that sum to 1, exact to degree 2 nodes - 1."""
     x, w = numpy.polynomial.legendre.leggauss(nodes)
     return [low + (1 - low) * (v + 1) / 2 for v in x.tolist()], [v / 2 for v in w.tolist()]
 
@@ -163,10 +160,7 @@ def law_time_plan_frequencies(alg: Any) -> None:
 @rejects("2.2", ("masked.any(-1))", "masked.any(-1) | True)"), where="_response_plan")
 @rejects("2.4", ('domain == "keep"', 'domain == "all"'), where="_domain")
 def law_response_plan_states(alg: Any) -> None:
-    """The prompt is visible.
-
-    What lies outside the domain is hidden in every state and never scored, and domain all ignores keep.
-    """
+    """The prompt is visible, and what lies outside the domain is hidden and never scored; domain all ignores keep."""
     rollout = rollout_of(alg, [RESPONSE] * 60, KEEPS * 20)
     plans = {
         "time": functools.partial(alg.elbo_time_plan, num_states=4, min_t=0.1),
@@ -220,9 +214,7 @@ def law_count_plan_at_the_edge(alg: Any) -> None:
     ),
 )
 def law_count_plan_expectation(alg: Any) -> None:
-    """The mean is the ELBO of the domain for every K, with and without strata, also where K and n share no factor (n = 3, K =
-    2).
-    """
+    """The mean is the ELBO of the domain for every K, with and without strata, also where K does not divide n."""
     model = tabular(*MODEL)
     close(elbo_on(model, RESPONSE, frozenset(range(4))), oracle.elbo(model, RESPONSE).item(), "two forms of the ELBO")
     for keep, states, strata in itertools.product(KEEPS, (1, 2, 3), (False, True)):
@@ -237,9 +229,7 @@ def law_count_plan_expectation(alg: Any) -> None:
 @judges("2.3")
 @rejects("2.3", ("masked_fill(~domain, torch.inf).", ""), where="_random_subset")
 def law_count_plan_frequencies(alg: Any) -> None:
-    """Counts are uniform, and subsets of a count too. States are independent, or each in its stratum, and the mean is
-    the ELBO.
-    """
+    """Counts are uniform, and the subsets of a count too; states are independent, or each in its stratum."""
     model, states = tabular(*MODEL), 2
     for keep, strata in itertools.product(KEEPS[:2], (False, True)):
         rollout, n = repeated(alg, RESPONSE, keep, 4000), sum(keep)
@@ -366,10 +356,7 @@ def law_complementary_frequencies(alg: Any) -> None:
 @judges("2.4", "2.3")
 @rejects("2.4", ("[masked, inside & ~masked]", "[masked, masked]"))
 def law_complementary_variance(alg: Any) -> None:
-    """One mask on {0..n} has the variance (1 + 1/n) Var{1..n} + B^2/n.
-
-    A pair has, per token, half of that variance minus v^2/2.
-    """
+    """One mask on {0..n} has the variance (1 + 1/n) Var{1..n} + B^2/n; a pair, per token, half of it minus v^2/2."""
     model, response, n = tabular(3, 3), RESPONSE[:3], 3
     u, order = count_noise(n + 1, n, 1)
     rollout = repeated(alg, response, (1, 1, 1), u.shape[1])
@@ -491,10 +478,7 @@ def law_total_variance_and_its_allocation(alg: Any) -> None:
     ("(high - low) * float(", "high * float("),
 )
 def law_coupled_plan(alg: Any) -> None:
-    """Its states hide everything, S, and the complement of S, padding too, with weights 1/2, 1/2r and 1/2(1-r).
-
-    A kept token is scored in two of them.
-    """
+    """Its states hide everything, S, and the complement of S, padding too, with weights 1/2, 1/2r and 1/2(1-r)."""
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
     u, r = double([[0.1, 0.9, 0.34, 0.36], [0.36, 0.34, 0.1, 0.9]]), 0.2 + 0.6 * 0.25
     with noise(alg, double([0.25]), u):
@@ -520,9 +504,7 @@ def law_coupled_plan(alg: Any) -> None:
     ("inside.device) < t)", "inside.device) > t)"),
 )
 def law_scheduled_plan(alg: Any) -> None:
-    """A position is hidden and scored where its noise is below t_0 + progress (1 - t_0), so that at the last update everything
-    is.
-    """
+    """A position is hidden and scored where its noise is below t_0 + progress (1 - t_0): in the end everything is."""
     rollout = rollout_of(alg, [[1, 0, 2, 1]] * 2, [[1, 1, 1, 1], [1, 1, 1, 0]])
     u, start = double([[0.1, 0.69, 0.71, 0.9], [0.9, 0.71, 0.69, 0.1]]), 0.2 + 0.8 * 0.25
     for progress, domain in itertools.product((0.0, 0.5, 1.0), ("all", "keep")):

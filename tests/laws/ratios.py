@@ -67,10 +67,7 @@ def law_fresh_masks_inflate_the_ratio(alg: Any) -> None:
     (":\n        return u", ":\n        return u.abs()"),
 )
 def law_kl_by_enumeration(alg: Any) -> None:
-    """Over a categorical policy k1 and k3 have the mean KL(pi || ref).
-
-    The gradients of k1, k2, k3 are 0, that of KL(pi || ref), and of KL(ref || pi).
-    """
+    """k1 and k3 have the mean KL(pi || ref). The gradients of k1, k2, k3 are 0, that of it, and of KL(ref || pi)."""
     z, q = normal(4, seed=21).requires_grad_(), normal(4, seed=22).log_softmax(-1)
     logp = z.log_softmax(-1)
     p = logp.exp()
@@ -106,9 +103,7 @@ def law_kl_sign(alg: Any) -> None:
 @judges("7.1")
 @rejects("7.1", ("    return ll - anchor\n", "    return ll - anchor.mean()\n"))
 def law_noise_makes_log_normal_ratios(alg: Any) -> None:
-    """At equal weights noise of deviation s in each ELBO gives ratios of mean exp(s^2) and variance exp(2 s^2) (exp(2 s^2) -
-    1).
-    """
+    """At equal weights noise of deviation s gives ratios of mean exp(s^2) and variance exp(2 s^2) (exp(2 s^2) - 1)."""
     x, w = (double(v) for v in numpy.polynomial.hermite_e.hermegauss(60))
     chance = (w / w.sum())[:, None] * (w / w.sum())
     for s in (0.1, 0.5, 1.0):
@@ -166,10 +161,7 @@ def law_token_ratios_have_mean_one(alg: Any) -> None:
 @judges("7.1", "4.1")
 @rejects("4.1", ("logits / temperature", "logits * temperature"))
 def law_token_ratios_at_the_wrong_temperature(alg: Any) -> None:
-    """With anchor and policy at 1.3 and tokens drawn at 0.7 the mean ratio is not 1.
-
-    With the policy alone at 1.3 it is not 1 at equal weights.
-    """
+    """Scored at 1.3 and drawn at 0.7, the mean ratio is not 1, and with the policy alone not at equal weights."""
     chance, r, paths = token_ratios(alg, "random", scored=1.3, drawn=1.3)
     model = walk(Walk(3, 2, "random", 1, 3))[0]
     truth = chance @ (sampled(changed(model), paths, 1.3) - sampled(model, paths, 1.3)).exp()

@@ -204,9 +204,7 @@ def law_eubo(alg: Any) -> None:
 @judges("5.2")
 @rejects("5.2", ("sum(-1).clamp(min=1)", "shape[-1]"))
 def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
-    """Its gradient in logp_ik is n/h times a softmax over the states of log weight + beta logp: each token's shares
-    sum to 1.
-    """
+    """Its gradient in logp_ik is n/h times a softmax over the states of log weight + beta logp."""
     rollout, plans = sampled_plans(alg)
     for plan, beta in itertools.product(plans, (1e-6, 1.5, 60.0)):
         logp = (-normal(*plan.scored.shape, seed=62).abs() - 0.1).requires_grad_()
@@ -224,9 +222,7 @@ def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
 @judges("5.2")
 @rejects("5.2", ("terms.logsumexp(0)", "terms.detach().logsumexp(0)"))
 def law_eubo_of_one_state(alg: Any) -> None:
-    """With one state it is that state's ELBO plus n/beta log(n/hidden), a constant, so that every beta has the same
-    gradient.
-    """
+    """With one state it is that state's ELBO plus a constant, n/beta log(n/hidden): every beta has one gradient."""
     model = tabular(*MODEL)
     rollout, plans = sampled_plans(alg)
     for plan in (plan for plan in plans if len(plan.scored) == 1):

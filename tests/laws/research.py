@@ -246,9 +246,7 @@ def cells(q: list[float], states: int) -> list[list[tuple[float, float]]]:
 @rejects("2.13", ("x**power for s", "x ** (power + 1) for s"), ("(~masked)", "masked"), ("n * x, n * x**2]", "x, x**2]"))
 @rejects("", ("(place + 1)", "place"), ("& inside[..., None] & inside[:, None]", ""), where="visited")
 def law_control_variate_by_hand(alg: Any) -> None:
-    """Weight and shift of every draw are as by hand, with the constants of its verdict, and only the sequence's ll has the
-    shift.
-    """
+    """Weight and shift are as by hand, with the constants of the verdict, and only the sequence's ll has the shift."""
     for keep, step, (states, solved) in itertools.product(KEEPS, STEPS, ((1, False), (3, True))):
         rollout, by_hand = remembered(alg, keep, step, 8, solved), ByHand(keep, step, CONSTANTS[int(solved)])
         words = {"num_states": states, "domain": "keep", "constants": CONSTANTS}
@@ -308,9 +306,7 @@ def law_of_the_law_of_counts(alg: Any) -> None:
 @judges("2.12", "5.1")
 @rejects("2.12", (".sum(-1) + 1, n)", ".sum(-1).clamp(min=1), n)"))
 def law_control_variate_expectation(alg: Any) -> None:
-    """The mean is the ELBO of the domain, whatever the constants are, by enumeration of counts with their chances, and of
-    orders.
-    """
+    """The mean is the ELBO of the domain, whatever the constants, by enumeration of counts and orders."""
     model = tabular(*MODEL)
     for keep, step, states in itertools.product(KEEPS, STEPS, (1, 2)):
         q = ByHand(keep, step, CONSTANTS[1]).law
@@ -344,10 +340,7 @@ def law_control_variate_frequencies(alg: Any) -> None:
 @judges("2.12")
 @rejects("2.12", ("domain=domain", "domain='keep'"))
 def law_without_constants_it_is_arcs(alg: Any) -> None:
-    """Without constants it has the states and weights of arcs and no shift, and reads no record.
-
-    What is missing or wrong is named.
-    """
+    """Without constants it has the states and weights of arcs, no shift, and reads no record; errors are named."""
     rollout = rollout_of(alg, [RESPONSE] * 30, KEEPS * 10)
     for states, domain in itertools.product((1, 3), ("keep", "all")):
         words = {"num_states": states, "domain": domain}

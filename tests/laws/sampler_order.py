@@ -142,10 +142,7 @@ def law_order_kernel(alg: Any) -> None:
 @rejects("4.5", ("limit.masked_fill(reached, floor)", "limit"), where="threshold_to_beat")
 @rejects("4.5", ("else -math.inf", "else 0.0"), where="log_threshold")
 def law_threshold_kernel(alg: Any) -> None:
-    """exp(logp + order_logp) is the transition of threshold decoding.
-
-    It sums to 1 over all sets, and the tokens alone sum to more.
-    """
+    """exp(logp + order_logp) is the transition of threshold decoding and sums to 1; the tokens alone sum to more."""
     for case, temperature in THRESHOLDS:
         most = check_kernel(alg, tabular(case.length, case.vocab, 17), case, temperature)
         assert (most > 1.2) == (case.threshold > 0), f"{case}: the tokens of the possible sets alone sum to {most} at most"
@@ -306,9 +303,7 @@ def law_objective_jumps_where_confidences_cross(alg: Any) -> None:
 @judges("4.2")
 @rejects("4.2", ("clamp(min=torch.finfo(probability.dtype).tiny).", ""), where="log_passed_over")
 def law_impossible_orders(alg: Any) -> None:
-    """A choice that the present weights never make has the log of the smallest number, gradient 0 and probability 0, and
-    nothing is nan.
-    """
+    """A choice that is never made has the log of the smallest number, gradient 0 and probability 0; nothing is nan."""
     table = torch.zeros(16, 2, 3, dtype=torch.float64)
     table[15] = double([[6.0, 5.9, 5.8], [6.0, -9.0, -9.0]])  # every token of position 1 but the first is below position 0
     for dtype in (torch.float64, torch.float32):
@@ -326,10 +321,7 @@ def law_impossible_orders(alg: Any) -> None:
 @judges("4.5")
 @rejects("4.5", ("* scored / count.clamp(min=1)", "* scored"))
 def law_threshold_impossible_sets(alg: Any) -> None:
-    """Several tokens of which one is below tau have the log of the smallest number in equal shares, and gradient 0.
-
-    Alone it may be.
-    """
+    """Tokens of which one is below tau share the log of the smallest number, with gradient 0; alone it may be."""
     tau, tokens = math.log(0.6), torch.tensor([[True, True, False], [True, True, False], [False, True, False]])
     for dtype in (torch.float64, torch.float32):
         order = (-normal(3, 3, seed=5).abs().to(dtype) * tokens).requires_grad_()
@@ -453,10 +445,7 @@ def share(own: Tensor, best: list[Tensor]) -> Tensor:
     ("torch.finfo(own.dtype).min", "0.0"),
 )
 def law_position_logp(alg: Any) -> None:
-    """On made-up logits it is as by loops.
-
-    Each of several scored tokens competes with those passed over alone; without any it is 0.
-    """
+    """On made-up logits it is as by loops: each scored token competes with those passed over; without any it is 0."""
     own, best = normal(4, 5, seed=70).requires_grad_(), normal(5, seed=71, scale=2.0).requires_grad_()
     scored = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 1, 0], [1, 1, 0, 0, 0], [0] * 5]).bool()
     passed = torch.tensor([[0, 1, 0, 0, 1], [1, 0, 1, 0, 0], [0] * 5, [0, 0, 0, 0, 1]]).bool()
@@ -471,10 +460,7 @@ def law_position_logp(alg: Any) -> None:
 
 
 def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_length: int) -> dict[int, Tensor]:
-    """The position part of the scored positions of one state, from the table.
-
-    Rivals are hidden, in the same block, and not scored.
-    """
+    """The position part of one state's scored positions, from the table; rivals are hidden, in the same block, not scored."""
     hidden, scored = positions(plan.hidden[k, b, 3:]), positions(plan.scored[k, b])
     response = rollout.response[b].tolist()
     logits = model.logits_at(tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response)))
@@ -492,10 +478,7 @@ def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_le
     where="token_features",
 )
 def law_position_feature(alg: Any) -> None:
-    """By confidence it is as by loops, at temperature 1 whatever the sampler's, and 0 in another order.
-
-    Two passes are one graph.
-    """
+    """By confidence it is as by loops, at temperature 1, and 0 in another order; two passes are one graph."""
     for case in (Walk(4, 2, "low_confidence", 1, 4), Walk(4, 2, "low_confidence", 1, 2), Walk(3, 2, "random", 1, 3)):
         order, block, (model, paths, _, _) = case.order, case.block, walk(case)
         model = oracle.TabularDenoiser(model.table.detach())

@@ -69,9 +69,7 @@ ALL = ("logp", "entropy", "order_logp", "position_logp", "kl_ref")
 @rejects("2.8", ("| _after_visible_prompt(rollout, later)", ""))
 @rejects("4.1", ("rollout.prompt.shape[1] :", ": rollout.response.shape[1]"), where="_staircase")
 def law_one_forward_is_all_forwards(alg: Any) -> None:
-    """Every feature of a staircase plan is that of the same states in a forward each, for any split, and 0 where nothing is
-    scored.
-    """
+    """Every feature of a staircase plan is that of its states in a forward each, for any split; 0 where not scored."""
     for name, model, reference, rollout, plan in staircases(alg):
         names = (*ALL, "topk_logp") if rollout.records else ALL
         ask = functools.partial(alg.features, model, rollout, temperature=0.7, names=names, reference=reference)
@@ -132,9 +130,7 @@ def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
     where="block_causal",
 )
 def law_staircase_mask(alg: Any) -> None:
-    """Who sees whom in [prompt; clean; noisy] is as said token by token. No one sees padding, and positions count real
-    tokens.
-    """
+    """Who sees whom in [prompt; clean; noisy] is as said, no one sees padding, and positions count real tokens."""
     prompt_mask = torch.tensor([[False, True, True], [True, True, True]])
     for length, size, clean in itertools.product((4, 6), (1, 2), ("block", "causal")):
         kind = ["prompt"] * 3 + ["clean"] * length + ["noisy"] * length
@@ -165,9 +161,7 @@ def law_staircase_mask(alg: Any) -> None:
 @judges("4.1", "4.2", "2.8", "3.5")
 @rejects("", (":, None]).split(", ":, None] * 0).split("), where="state_chunks")
 def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
-    """The gradient in all weights, of a loss of all features, is that of one graph with a forward for each state, for any
-    split.
-    """
+    """The gradient of a loss of all features is that of one graph with a forward for each state."""
     for name, model, reference, rollout, plan in staircases(alg):
         loss, more = joint_loss(plan), {"temperature": 0.7, "names": ALL, "reference": reference}
         feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ALL, 0.7, reference=reference)
@@ -334,9 +328,8 @@ def law_state_chunks_are_whole_forwards(alg: Any) -> None:
 @judges("4.2")
 @rejects("4.2", ("scored).amax(-", "scored).amin(-"), where="_candidates")
 def law_candidates(alg: Any) -> None:
-    """Candidates are the hidden positions of the block that a state reads.
-
-    There are none where it reads nothing, or the order asks no confidence.
+    """Candidates are the hidden positions of the block that a state reads; none where it reads nothing or asks no
+    confidence.
     """
     for _, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
         states = torch.arange(plan.valid.numel())

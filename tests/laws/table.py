@@ -45,9 +45,7 @@ def sized(method: Any) -> Any:
 
 
 def judged_gradient(alg: Any, method: Any, plan: Any, rollout: Any, reward: Tensor, rows: Any = slice(None)) -> tuple:
-    """The gradient of the loss in the table of the new model, and the new ll. ``rows`` says which of the eight responses these
-    are.
-    """
+    """The gradient of the loss in the new model's table, and the new ll; ``rows`` says which of the eight responses."""
     old, new, ref = models()
     settle = lambda model: alg.reduced(method, plan, rollout, features_of(alg, method, model, rollout, plan))  # noqa: E731
     behaviour = method.anchor == "behaviour"
@@ -523,10 +521,7 @@ def released(alg: Any, **parts: Any) -> Any:
 @judges("10.1")
 @rejects("10.1", ("reduced(method,", 'reduced(dataclasses.replace(method, normalizer="none"),'), where="penalty")
 def law_exact_kl_in_the_loss(alg: Any) -> None:
-    """The exact KL adds beta times kl_ref summed over the step, divided by the length where ll is.
-
-    The target old is the anchor.
-    """
+    """The exact KL adds beta times kl_ref summed over the step, divided as ll is. The target old is the anchor."""
     drawn, old, new, ref, reward = experience()
     rollout = alg.Rollout(**vars(drawn))
     for normalizer in ("none", "kept_length"):

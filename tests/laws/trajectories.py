@@ -189,9 +189,7 @@ def law_replay_entropy_threshold(alg: Any) -> None:
 @judges("3.1")
 @rejects("3.1", (">= min_entropy)", "< min_entropy)"))
 def law_replay_entropy_loss_is_bounded(alg: Any) -> None:
-    """Without near-certain steps the mean score stays 0, and the gradient moves by at most 2 max|A| times the sum of their
-    entropies.
-    """
+    """Without near-certain steps the mean score stays 0, and the gradient moves by a bounded amount."""
     for case in (WALKS[0], WALKS[3]):
         model, paths, chance, reward = walk(case, 0.4)
         entropy = double([walk_entropy(model, path, 0.4) for path in paths])
@@ -363,9 +361,7 @@ def law_entropy_bounds_what_a_fixed_selection_loses(alg: Any) -> None:
 @judges("4.1")
 @rejects("4.1", ("(log_p, log_p)", "(log_p, log_p) / 2"))
 def law_entropy_bounds_the_score(alg: Any) -> None:
-    """The entropy H bounds the score: 1 - |p|^2 <= H, E|e_a - p|_1 = 2 (1 - |p|^2) <= 2 H, and E|e_a - p|_2 <= 2 (1 -
-    |p|^2).
-    """
+    """The entropy H bounds the score: E|e_a - p|_1 = 2 (1 - |p|^2) <= 2 H, and E|e_a - p|_2 <= 2 (1 - |p|^2)."""
     model, rollout = tabular(4, 3, 21), rollout_of(alg, [[1, 0, 2, 1]])
     plan = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0)
     for temperature in (2.0, 1.0, 0.3, 0.05):
@@ -384,9 +380,7 @@ def law_entropy_bounds_the_score(alg: Any) -> None:
 @judges("4.1", "3.1")
 @rejects("4.1", ("(logits / temperature)", "logits"))
 def law_score_at_another_temperature(alg: Any) -> None:
-    """Of tokens sampled at 0.8 the score at 0.8 gives the policy gradient, and the score at 1 misses it by more than 5 per
-    cent.
-    """
+    """Tokens sampled at 0.8 need the score at 0.8: that at 1 misses the policy gradient by over 5 per cent."""
     for case in WALKS[:3]:
         model, paths, chance, reward = walk(case, 0.8)
         rollout = recorded(alg, paths, case.eos)
@@ -420,9 +414,7 @@ def law_merged_states(alg: Any) -> None:
 @judges("3.3", "3.1", "2.1")
 @rejects("3.3", ("return replace(plan, step=None)", "return plan"))
 def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
-    """merge = 1 scores as the replay does, without its behaviour anchor. merge = T scores as the mean field, at one
-    call a row.
-    """
+    """merge = 1 scores as the replay does, without its anchor; merge = T as the mean field, at one call."""
     for case in WALKS:
         model, paths, _, _ = walk(case)
         rollout = recorded(alg, paths, case.eos)
@@ -443,9 +435,7 @@ def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
 @judges("3.4")
 @rejects("3.4", ("transpose(0, 1)", "transpose(0, 1).flip(0)"), ("scored.shape[-1]", "1"), ("& plan.valid[..., None]", ""))
 def law_prediction_plan(alg: Any) -> None:
-    """Every state scores all its hidden positions against its own completion, with weight L / hidden, and none after the
-    decision.
-    """
+    """Every state scores its hidden positions against its own completion, with weight L / hidden, none after the decision."""
     steps = torch.tensor([[0, 2, 1, 3], [1, 0, -1, -1]])
     completions = torch.randint(0, 3, (2, 4, 4), generator=seeded(60))
     rollout = rollout_of(alg, [[1, 2, 0, 1], [2, 1, 0, 0]], [[1] * 4, [1, 1, 0, 0]], unmask_step=steps, records={})

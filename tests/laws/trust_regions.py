@@ -78,10 +78,7 @@ def law_dual_clip_gradient(alg: Any) -> None:
     ("(), -torch.expm1(anchor)", "(), 0 * (anchor)"),
 )
 def law_binary_divergence(alg: Any) -> None:
-    """It is |pi - mu|, or the KL of two-point distributions:
-
-    0 only on policy, data, finite for certain tokens, and obeys Pinsker.
-    """
+    """It is |pi - mu|, or the KL of two-point distributions: 0 only on policy, data, and finite for certain tokens."""
     pi, mu, _ = points()
     ll = pi.log().requires_grad_()
     tv, kl = (alg.binary_divergence(ll, mu.log(), form=form) for form in ("tv", "kl"))
@@ -160,10 +157,7 @@ def law_divergence_chain(alg: Any) -> None:
     ("None]).any(-1)", "None]).all(-1)"),
 )
 def law_topk_divergence(alg: Any) -> None:
-    """Each decision of a plan has its own divergence, the drawn token inside and outside the M.
-
-    It is data, finite, and needs its records.
-    """
+    """Each decision of a plan has its own divergence, whether the drawn token is among the M or not. It is data."""
     new, old = normal(2, 3, 4, 7, seed=66, scale=1.5).log_softmax(-1), normal(3, 4, 7, seed=67, scale=1.5).log_softmax(-1)
     best = old.topk(3)
     response = torch.randint(7, (3, 4), generator=seeded(68))
@@ -197,9 +191,7 @@ def law_topk_divergence(alg: Any) -> None:
     ("(outside & (torch.sign(adv) * log_ratios > 0))", "outside"),
 )
 def law_trust_mask(alg: Any) -> None:
-    """It is False only outside and on the way out; the way back passes for every divergence. PPO's clip is |r - 1| >
-    epsilon.
-    """
+    """It is False only outside and on the way out, whatever the divergence. PPO's clip is the one with |r - 1| > epsilon."""
     table = {(a, u, out): not (out and a * u > 0) for a in (2.0, -2.0, 0.0) for u in (0.3, -0.3, 0.0) for out in (True, False)}
     adv, u, outside = (torch.tensor(column) for column in zip(*table, strict=True))
     got = alg.trust_mask(u.double(), adv.double(), outside)
@@ -214,10 +206,7 @@ def law_trust_mask(alg: Any) -> None:
 @judges("8.10", "8.9", "8.7")
 @rejects("8.10", ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence < delta)\n    return _surrogate"))
 def law_dppo_gradient(alg: Any) -> None:
-    """The coefficient is -adv r where the mask lets it through and 0 elsewhere, in either form and at any delta.
-
-    The value is -adv r M.
-    """
+    """The coefficient is -adv r where the mask lets it through and 0 elsewhere, in either form and at any delta."""
     pi, mu, adv = points()
     for form, outside in (("tv", tv_outside), ("kl", kl_outside)):
         for delta in DELTAS:
@@ -240,10 +229,7 @@ def law_dppo_gradient(alg: Any) -> None:
     ),
 )
 def law_dppo_examples(alg: Any) -> None:
-    """The paper's two tokens, where DPPO and PPO disagree, come out so.
-
-    The boundary itself is inside, and the way back is never barred.
-    """
+    """The paper's two tokens come out as there, the boundary itself is inside, and the way back is never barred."""
     tv, kl = of(alg.dppo, delta=0.15, form="tv"), of(alg.dppo, delta=0.05, form="kl")
     for objective in (tv, kl):
         close(weight(objective, [1e-2, 0.8], [1e-4, 0.99], [1.0, -1.0]), [1.0, 0.0], "rare and likely token")
@@ -275,10 +261,7 @@ def law_dppo_is_ppo_with_its_own_clip(alg: Any) -> None:
 @judges("8.11", "8.9")
 @rejects("8.11", (".clamp(max=cap)", ""))
 def law_dppo_released(alg: Any) -> None:
-    """The coefficient is -min(r, cap) M adv, with nothing through the weight.
-
-    The value is that times ll; below the cap it is (8.10).
-    """
+    """The coefficient is -min(r, cap) M adv, with nothing through the weight; below the cap it is that of (8.10)."""
     pi, mu, adv = points()
     for form, delta, outside in (("tv", 0.15, tv_outside), ("kl", 0.05, kl_outside)):
         for cap in (1.5, 20.0):
@@ -332,10 +315,7 @@ def law_drpo_gradient(alg: Any) -> None:
 @judges("8.13", "8.10")
 @rejects("8.10", ("return _surrogate", "inside = trust_mask(u.detach(), adv, divergence > delta / 2)\n    return _surrogate"))
 def law_drpo_turns_back_where_dppo_stops(alg: Any) -> None:
-    """w is 0 at mu + s delta and of the other sign beyond.
-
-    It is positive exactly where DPPO's mask is 1, which jumps where w does not.
-    """
+    """w is 0 at mu + s delta, of the other sign beyond, and positive exactly where DPPO's mask is 1."""
     for delta, a, eta in itertools.product((0.05, 0.15, 0.5), (1.7, -0.6), (1e-9, 1e-3)):
         mu, s = 0.5 - 0.2 * math.copysign(1, a), math.copysign(1, a)
         at = [mu + s * (delta - eta), mu + s * delta, mu + s * (delta + eta)]
@@ -366,7 +346,7 @@ def law_drpo_is_spo_with_its_own_epsilon(alg: Any) -> None:
 @judges("8.13", "8.12")
 @rejects("8.13", ("() * mu * (ratio -", "() * (ratio -"))
 def law_drpo_bounds_the_weight_not_the_coefficient(alg: Any) -> None:
-    """|w - 1| <= max(mu, 1 - mu)/delta <= 1/delta. But r w peaks at (delta + mu)^2/(4 delta mu), which has no bound in mu."""
+    """|w - 1| <= max(mu, 1 - mu)/delta, but r w peaks at (delta + mu)^2/(4 delta mu): no bound in mu."""
     pi, mu, adv = points(2000)
     for delta in DELTAS:
         gap = (weight(of(alg.drpo, delta=delta), pi, mu, adv) - 1).abs()
@@ -454,9 +434,7 @@ def law_advantage_is_a_scale(alg: Any) -> None:
 @judges("8.12", "8.13")
 @rejects("8.12", ("abs() * (ratio -", "abs() * anchor.exp() * (ratio -"))
 def law_penalties_in_expectation(alg: Any) -> None:
-    """Over the sampler's tokens the mean is <A, pi> minus the |A|-weighted squared distance/(2 delta) (DRPO) or chi-square/(2
-    epsilon) (SPO).
-    """
+    """In the mean they are |A|-weighted: the squared distance/(2 delta) for DRPO, chi-square/(2 epsilon) for SPO."""
     mu, pi = categoricals()
     adv = normal(6, seed=70)
     gain, share = float(adv @ pi), (pi - mu).square()
