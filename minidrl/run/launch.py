@@ -85,6 +85,3 @@ def stop_requests() -> Iterator[Callable[[], int]]:
     finally:
         for number, how in before.items():
             signal.signal(number, how)
-
-
-note = log.warning  # until the tasks have moved off
