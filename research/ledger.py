@@ -54,7 +54,7 @@ Courses = dict[str, pd.DataFrame]  # by cell
 def read_ledger(path: str | Path) -> pd.DataFrame:
     """Every run, with the present names of the methods; ``options`` are dicts."""
     frame = _read(path, LEDGER)
-    frame["method"] = frame["method"].replace(PRESENT)
+    frame["method"] = [PRESENT.get(method, method) for method in frame["method"]]
     frame["options"] = frame["options"].map(json.loads)
     for options in frame["options"]:
         options["method"] = PRESENT.get(options["method"], options["method"])
