@@ -37,7 +37,6 @@ from minidrl.algorithms import Rollout
 from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
-TEMPERATURES = "0 (greedy) or a positive number"
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
 OF_REST = (*COMPLETIONS, "seen_logp")  # records that look at every hidden position
@@ -99,9 +98,11 @@ class Sampler:
         if self.cache not in CACHES[self.attention]:
             got = f"{self.cache!r} with attention {self.attention}"
             raise ValueError(f"cache: got {got}; allowed {', '.join(CACHES[self.attention])}")
-        _check("temperature", self.temperature, is_temperature(self.temperature), TEMPERATURES)
+        number = isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf
+        _check("temperature", self.temperature, number, "0 (greedy) or a positive number")
         for key in ("length", "block_length", "tokens_per_step"):
-            _check(key, getattr(self, key), _is_count(getattr(self, key)), "an integer >= 1")
+            count = getattr(self, key)
+            _check(key, count, isinstance(count, int) and count >= 1, "an integer >= 1")
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
             fits = getattr(self, whole) % getattr(self, key) == 0
             _check(key, getattr(self, key), fits, f"a divisor of {whole} = {getattr(self, whole)}")
@@ -128,16 +129,6 @@ class Sampler:
 def _check(key: str, value: Any, right: bool, allowed: str) -> None:
     if not right:
         raise ValueError(f"{key}: got {value!r}; allowed {allowed}")
-
-
-def is_temperature(value: Any) -> bool:
-    """True for one of ``TEMPERATURES``."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # --------------------------------------------------------------------------------------- generation

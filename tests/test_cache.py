@@ -207,18 +207,6 @@ def test_the_cost_changes_nothing(family, cache):
         law_the_cost_changes_nothing(network(None, family=family), settings_of(cache, 2, 1, order, 1.5))
 
 
-@pytest.mark.parametrize("cache", APPROXIMATE)
-def test_topk_is_that_of_the_distribution_drawn_from(cache):
-    """Against entropy and logp, which the network written out has confirmed."""
-    out = run(network(None), settings_of(cache, 4, 1), records=("entropy", "topk"))
-    rest = out.records["topk_logp"].exp().masked_fill((out.unmask_step < 0)[..., None], 0)
-    assert rest.shape[-1] == 6  # all but [MASK]
-    torch.testing.assert_close(rest.sum(-1), (out.unmask_step >= 0).double())
-    torch.testing.assert_close(torch.special.entr(rest).sum(-1), out.records["entropy"])
-    own = (out.records["topk_ids"] == out.response[..., None]) & (out.unmask_step >= 0)[..., None]
-    torch.testing.assert_close((out.records["topk_logp"] * own).sum(-1), out.logp)
-
-
 @pytest.mark.parametrize("temperature", [0.0, T])
 def test_completions(temperature):
     """Of stale keys as well; and those of "none" where nothing is out of date."""
