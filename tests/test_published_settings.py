@@ -1,8 +1,8 @@
-"""The numbers and words of every row, against those of its source, each with where it stands.
+"""The numbers and words of every method, against those of its source, each with where it stands.
 
 A code, a script or a configuration is named where it has the number; a paper where it gives it. "by accounts": as summaries by
-others quote it; docs/papers.md says which papers were not read. "ours": no source gives it, or the row departs from it. Whoever
-changes a number here on purpose changes results under the same name, and says so in CHANGELOG.md.
+others quote it; docs/papers.md says which papers were not read. "ours": no source gives it, or the method departs from it. A
+number that is changed on purpose changes results under the same name.
 """
 
 import math
@@ -120,10 +120,7 @@ PUBLISHED = {
 }
 
 
-def test_every_row_is_in_the_table():
-    assert PUBLISHED.keys() == METHODS.keys()
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_numbers_and_words_of_a_row_are_those_of_its_source(name):
+@pytest.mark.parametrize("name", [*METHODS, *(PUBLISHED.keys() - METHODS.keys())])
+def test_the_numbers_and_words_of_a_method_are_those_of_its_source(name):
+    assert name in PUBLISHED, f"{name}: write its numbers into PUBLISHED, each with the place where it stands"
     assert lookup.settings(METHODS[name]) == PUBLISHED[name]

@@ -119,9 +119,9 @@ def method_list(everything: bool = False) -> str:
 
 def method_named(name: str) -> Method:
     """A method of the table; ValueError, with the nearest names, where there is none."""
-    from minidrl.methods import METHODS
+    from minidrl.methods import METHODS, RENAMED
 
-    if name not in METHODS:
+    if name not in {*METHODS, *RENAMED}:
         near = difflib.get_close_matches(name, METHODS, 5, 0.3) or list(METHODS)
         raise ValueError(f"methods: got {name!r}; allowed {', '.join(near)}, ..")
     return METHODS[name]
