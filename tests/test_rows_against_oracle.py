@@ -154,7 +154,7 @@ def test_bias_of_known_numbers():
 def test_the_rehearsal_finds_numbers_for_every_row_and_judges_them():
     found = bench.rehearsal()
     assert bench.complaints(found) == []
-    expected = {f"{name}, {order}" for name in methods.METHODS for order in bench.orders_of(name)}
+    expected = {bench.key_of(name, order) for name in methods.METHODS for order in bench.orders_of(name)}
     assert set(found) == expected | {f"control, {order}" for order in bench.orders_of("control")}
     wrong = found["control, random"]["first"]["cosine"]
     off = {**found, "reinforce, random": found["control, random"]}
