@@ -40,6 +40,7 @@ from minidrl import methods, oracle
 COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
 
+@functools.cache
 def rule(nodes: int) -> tuple[list[float], list[float]]:
     """Gauss-Legendre on (0, 1) from scratch: the roots of the Legendre polynomial P_N, and 1 / ((1 - x^2) P_N'(x)^2)."""
     legendre = numpy.polynomial.legendre.Legendre.basis(nodes)
