@@ -1,8 +1,6 @@
 """Adapters: exact when off, the only thing that is trained, saved for peft; checkpointed layers; 4 bits; runs with them."""
 
-import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import test_loading
 import tiny
 from minidrl import denoiser, loop
 from minidrl.run import checkpoints, config, report, train
-from minidrl.run.evaluate import evaluate
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules
@@ -135,25 +132,6 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # what torch.compile imports
-@pytest.mark.slow
-def test_a_compiled_network_with_adapters_is_the_network():
-    """Logits and gradients, before and after an update, and with the reference computed in between."""
-    model = adapted()
-    network, reference, base = denoiser.compiled(model), denoiser.without_adapters(model), logits(tiny.network())
-    for _ in range(2):
-        wanted = gradients(model, lambda: finite(model).square().mean())
-        found = gradients(model, lambda: finite(network).square().mean())
-        assert torch.allclose(finite(network), finite(model), atol=1e-5, rtol=0)
-        assert found.keys() == wanted.keys() == {name for name, _ in denoiser.trained(model)}
-        for name in wanted:
-            torch.testing.assert_close(found[name], wanted[name], atol=1e-5 * float(wanted[name].abs().max()), rtol=0)
-        assert torch.equal(logits(reference), base) and (finite(network) - finite(reference)).abs().max() > 0.1
-        for _, p in denoiser.trained(model):
-            p.data.mul_(-1.5).add_(0.1)
-
-
 # ------------------------------------------------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("targets", [["q_proj", "attn_out"], ["proj"]])
 def test_a_target_that_matches_no_module_is_refused(targets):
@@ -167,12 +145,6 @@ def test_without_peft_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"lora: .* pip install 'minidrl\[lora\]'"):
         adapted()
-
-
-def test_without_bitsandbytes_one_line_says_what_to_install(base, monkeypatch):
-    monkeypatch.setattr(checkpoints.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"quantize: .* pip install 'minidrl\[quantized\]'"):
-        checkpoints.load(base, quantize=True)
 
 
 # -------------------------------------------------------------------------------------------------------- saving, peft
@@ -324,14 +296,6 @@ def test_the_reference_of_a_run_with_adapters_equals_a_second_copy(options, base
     assert_same(tiny.weights(run.model), tiny.weights(copied.model))
 
 
-def test_a_run_moves_its_adapters_and_leaves_its_base(base):
-    run = train.start(settings(base))
-    before = tiny.weights(run.model)
-    loop.take_step(run, 0)
-    changed = {name for name, value in tiny.weights(run.model).items() if not torch.equal(value, before[name])}
-    assert changed == {name for name, _ in denoiser.trained(run.model)}
-
-
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path):
     changes = {"dtype": "bfloat16", "steps": 4, "save_every": 2, "method": "replay-grpo"}
     train.train(settings(base, **changes), tmp_path / "whole")
@@ -340,13 +304,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path):
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         whole, parts = ((tmp_path / out / "checkpoint-4" / name).read_bytes() for out in ("whole", "parts"))
         assert whole == parts
-
-
-def test_the_checkpoint_of_a_run_is_evaluated_with_its_base(base, tmp_path):
-    summary = train.train(settings(base, steps=1), tmp_path / "run")
-    model, tok = checkpoints.load(tmp_path / "run/checkpoint-1")
-    fewer = dataclasses.replace(tiny.SAMPLER, temperature=summary["temperature"])
-    assert evaluate(model, tok, tiny.TASK, fewer, n=4)["solved"] == summary["solved_after"]
 
 
 def test_a_folder_of_adapters_is_no_base_of_a_run(base, tmp_path):

@@ -151,17 +151,6 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from(folder, capfd):
     assert_equal_runs(folder / "whole", folder / "parts")
 
 
-def test_a_run_is_longer_the_second_time_and_nothing_else_may_change(folder, capfd):
-    assert train(capfd, "whole", "--steps", "6")[0] == 0
-    assert train(capfd, "parts")[0] == 0
-    status, line = train(capfd, "parts", *RESUMED, "--optimizer.learning_rate", "0.5")
-    assert status == 2 and line.startswith("minidrl: optimizer: got ") and "the run in parts/checkpoint-4 was started" in line
-    assert train(capfd, "parts", *RESUMED) == (2, "minidrl: steps: got 4; allowed above 4, where the run in parts stands")
-    assert train(capfd, "parts", *RESUMED, "--steps", "6")[0] == 0
-    newest = [load_file(folder / run / "checkpoint-6/model.safetensors") for run in ("whole", "parts")]
-    assert all(torch.equal(newest[0][key], newest[1][key]) for key in newest[0])
-
-
 def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_not_resumed(folder, capfd):
     assert train(capfd, "run")[0] == 0
     allowed = "allowed another --out, or --resume to continue it"
