@@ -12,7 +12,7 @@ set of choices, written down in the table ``METHODS`` of methods.py:
 
 How to read. Sections 1 to 10 follow these arrows. In each of them comes first what d1,
 GDPO, StableDRL, EGSPO, DPPO and DRPO use, then what related methods use; section 11
-holds this project's own research. A docstring opens with the equation, in the names of
+holds this project's own research, to which (2.11) to (2.14), (4.2) and (4.5) belong. A docstring opens with the equation, in the names of
 the code. ``Source`` says where it comes from, ``Shapes`` what goes in and comes out,
 ``Special cases`` how an estimator is biased, what gradient an objective has, when two
 functions agree, and what is refused. The comments inside the functions are the steps of
@@ -48,10 +48,11 @@ Conventions. Losses are minimised. All randomness of an estimator lives in its `
 and comes from an explicit ``torch.Generator`` on the CPU, drawn for the whole global
 batch. Given the plan, an estimator is a pure function, so its expectation is a finite
 sum that a test can write down. What papers disagree on (standard deviation or not,
-length normaliser, side of a clip, form of a KL) is a required keyword. Data arguments
-that carry a gradient are refused: there are no stop-gradient flags. Numbers such as
-(2.3) tag the equations; notebooks and tests use the same tags, and ``python -m minidrl
-where 2.3`` finds one. "Accounts" of a paper are descriptions by others: they are named
+length normaliser, side of a clip, form of a KL) is a required keyword. Rewards, anchors
+and references that carry a gradient are refused: there are no stop-gradient flags.
+Numbers such as (2.3) tag the equations; notebooks and tests use the same tags, and
+``python -m minidrl where 2.3`` finds one. "Accounts" of a paper are descriptions by
+others: they are named
 as the source where the paper's own text could not be read.
 """
 
@@ -1064,7 +1065,7 @@ def block_replay_plan(rollout: Rollout, generator: torch.Generator) -> Plan:
 # ========================================================================== 4. Features
 #
 # A loss touches the network only through small per-token tensors, its features.
-# Everything after this section is algebra on them, and the trainer's two-pass backward
+# Everything after this section is algebra on them, and the two-pass backward
 # needs to know nothing but them. That is why memory does not grow with the number of
 # states: the features of all states fit anywhere, the network's activations exist for
 # one micro-batch at a time.

@@ -1,17 +1,23 @@
-"""Reinforcement learning for a masked diffusion language model: the whole of it, in one file.
+"""Reinforcement learning for a masked diffusion language model: the whole loop, in one file.
 
     problems -> rollout -> rewards -> plans -> advantages -> anchors
              -> [ features -> loss -> two-pass backward -> optimiser step ] x num_iterations
+
+What differs from PPO on an autoregressive model: such a model predicts hidden tokens, in any order,
+and the likelihood of an answer cannot be computed. It is estimated from the model's predictions in
+K masked states of the answer, some of its tokens hidden in each. A *plan* says which states; the
+estimate, in nats, is called *ll*; a policy ratio is exp(ll - anchor), where the *anchor* is the ll
+of an older policy.
 
 ``train(run)`` yields the metrics of one step after the other. It knows no folder, no checkpoint and
 no command line: minidrl/run/train.py drives it. It knows no method by name either. What tells one
 paper from another is a field of ``run.method``, a row of the table in methods.py; every equation is
 in algorithms.py, and numbers such as (2.3) are its tags.
 
-Read it from top to bottom. ``Run`` and ``Experience``, which it works on, and the metrics are in
-bookkeeping.py; lines that end with ``# bookkeeping`` count seconds and network calls, and can be
-skipped. Shapes: B = G x N responses (G prompts, N generations of each), L positions of a response,
-K masked states of each response.
+Read it from top to bottom. The two passes of the gradient are in gradient.py; ``Run`` and
+``Experience``, which the loop works on, and the metrics in bookkeeping.py. Lines that end with
+``# bookkeeping`` count seconds and network calls, and can be skipped. Shapes: B = G x N responses
+(G prompts, N generations of each), L positions of a response, K masked states of each response.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from minidrl.keyed import keyed_generator, keyed_seed
 from minidrl.tasks import Problem, verdicts
 from minidrl.tasks.text import decode, encode_prompts
 
-__all__ = ["Experience", "Run", "score", "take_step", "train"]
+__all__ = ["Experience", "Run", "collect", "score", "take_step", "train"]
 
 
 def train(run: Run, first: int = 0) -> Iterator[dict]:
@@ -48,14 +54,14 @@ def take_step(run: Run, step: int) -> dict:
 
     # Every prompt is answered N times, and a verifier pays each answer: there is no value network.
     collected = experience = collect(run, step)
-    # DAPO's filter: where all N answers earned the same, the advantages are 0 and teach nothing.
+    # DAPO's filter, if asked for: prompts whose N answers all earned the same are left out.
     if s.filter_groups:
         experience = collected.select((collected.groups != collected.groups[:, :1]).any(1))
     if not len(experience.reward):
         rows = [skip(run) for _ in range(s.num_iterations)]
         return bookkeeping.of_step(run, step, collected, rows)
 
-    # Where the likelihood of an answer is looked at, and what each answer (or state) was worth.
+    # A plan for each update, and what each answer was worth against the others of its prompt.
     credited = plans(run, step, experience)
     # What each update's ratio is taken against, as far as it must be known before the weights move.
     old = anchors(run, step, [plan for plan, _ in credited], experience.rollout)
@@ -79,7 +85,7 @@ def collect(run: Run, step: int) -> Experience:
 
     # The rollout: every answer, the step at which each of its tokens was revealed, the log-
     # probability with which it was drawn, and what else the method wants recorded.
-    if run.actor is not run.network:  # the sampler has weights of its own dtype
+    if run.actor is not run.network:  # rollouts by a copy, rounded to bfloat16 for example
         run.actor.load_state_dict(run.model.state_dict())
     with run.clock.phase("rollout"):  # bookkeeping
         prompt, mask = encode_prompts(
@@ -106,13 +112,13 @@ def collect(run: Run, step: int) -> Experience:
     experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved)
     if s.sampler.cache in sampler.APPROXIMATE:
         experience.kl = bookkeeping.rollout_kl(run, step, rollout)  # bookkeeping
-    elif run.actor is run.network:
+    elif run.actor is run.network:  # sampled by exactly these weights: their logp is on record
         experience.updates = run.updates
     return experience
 
 
 def judge(run: Run, problems: Sequence[Problem], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """(rewards, solved), both (B,), of the same number of answers to each problem."""
+    """(rewards, solved), both (B,). ``texts`` are answers to the problems, as many to each."""
     found = run.processes.on_main(lambda: verdicts(run.task, problems, texts))
     reward = torch.tensor([verdict.reward for verdict in found], dtype=torch.float64)
     return reward, torch.tensor([verdict.solved for verdict in found])
@@ -166,10 +172,11 @@ def speaking(plan: Plan, adv: Tensor, num_generations: int) -> Plan:
 def anchors(run: Run, step: int, drawn: list[Plan], rollout: Rollout) -> list[Tensor | None]:
     """For each update the ll that its ratio is taken against, section 7: pi_old or the sampler's.
 
-    None: the method takes no ratio, or the old ll is that of the weights just before the update on
-    the update's own plan, which pass 1 of the update computes anyway. ``refresh`` says with which
-    masks the old ll is seen: those of the update (fixed, paired: both sides of a ratio share them),
-    or masks of its own (independent), which makes the ratio noise even before the first update.
+    None where nothing has to be computed beforehand: the method takes no ratio, or the old policy
+    is the present one on the update's own plan, whose ll pass 1 of the update finds anyway.
+    ``refresh`` says in which states the old ll is estimated: in those of the update (fixed, paired:
+    both sides of a ratio share their masks), or in states of its own (independent), which makes the
+    ratio noise even before the first update.
     """
     method = run.method
 
@@ -227,7 +234,8 @@ def update(
 
 
 def skip(run: Run) -> dict:
-    """An update with nothing to learn from: weights and optimiser stay, the schedule goes on."""
+    """An update with nothing to learn from. The schedule of the learning rate goes on all the same,
+    as a resumed run counts updates by steps."""
     s = run.settings
     rate = learning_rate(s.optimizer, run.updates, s.steps * s.num_iterations)
     run.clock.count("update", 0)  # bookkeeping
