@@ -208,19 +208,19 @@ def test_an_old_name_still_finds_its_method_and_is_not_listed():
 def test_a_run_from_before_goes_on_with_its_method(old, tmp_path, caplog):
     """Its config.yaml has no mark; that of a run of today has, and says what it means."""
     settings, run, own = tiny.settings("base"), tmp_path / "config.yaml", tmp_path / "own.yaml"
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").touch(), config._remark.cache_clear()
     before = config.to_dict(settings) | {"method": old, "method_options": {}}
     for path in (run, own):
         path.write_text(yaml.safe_dump(before))
     assert config.of_run(config.Train, tmp_path).method == methods.RENAMED[old]
     assert config.load(config.Train, run).method == methods.RENAMED[old]
     assert f"what was called {old} is now {methods.RENAMED[old]}" in caplog.text
-    caplog.clear()
+    caplog.clear(), config._remark.cache_clear()
     today = GONE.get(old, old)
     assert config.load(config.Train, own).method == config.load(config.Train, own, {"method": old}).method == today
     assert old in caplog.text and methods.RENAMED[old] in caplog.text, "a remark says which method that is, and which it was"
     run.write_text(config.dumped(dataclasses.replace(settings, method=today, method_options={})))
-    caplog.clear()
+    caplog.clear(), config._remark.cache_clear()
     assert config.load(config.Train, run).method == config.of_run(config.Train, tmp_path).method == today
     assert not caplog.text
 

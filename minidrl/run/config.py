@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import logging
 import re
 import typing
@@ -285,10 +286,15 @@ def _named(data: dict, of_a_run: bool = False) -> dict:
     if name in METHODS and (marked or not of_a_run):
         if not marked:
             meant = f"follows the code of its authors; what had this name before is {RENAMED[name]}"
-            log.warning("method: %s %s", name, meant)
+            _remark(f"method: {name} {meant}")
         return data
-    log.warning("method: what was called %s is now %s", name, RENAMED[name])
+    _remark(f"method: what was called {name} is now {RENAMED[name]}")
     return data | {"method": RENAMED[name]}
+
+
+@functools.cache  # once a process
+def _remark(text: str) -> None:
+    log.warning(text)
 
 
 def _leave_out_options(data: dict, name: Any) -> None:
