@@ -12,11 +12,11 @@ set of choices, written down in the table ``METHODS`` of methods.py:
 
 How to read. Sections 1 to 10 follow these arrows. In each of them comes first what d1,
 GDPO, StableDRL, EGSPO, DPPO and DRPO use, then what related methods use; section 11
-holds this project's own research, to which (2.11) to (2.14), (4.2) and (4.5) belong. A docstring opens with the equation, in the names of
-the code. ``Source`` says where it comes from, ``Shapes`` what goes in and comes out,
-``Special cases`` how an estimator is biased, what gradient an objective has, when two
-functions agree, and what is refused. The comments inside the functions are the steps of
-the derivation.
+holds this project's own research, to which (2.11) to (2.14), (4.2) and (4.5) belong. A
+docstring opens with the equation, in the names of the code. ``Source`` says where it
+comes from, ``Shapes`` what goes in and comes out, ``Special cases`` how an estimator is
+biased, what gradient an objective has, when two functions agree, and what is refused.
+The comments inside the functions are the steps of the derivation.
 
 Notation
 
