@@ -178,7 +178,7 @@ RENAMED = {
     "egspo": "egspo-accounts",
     "egspo-sa-released": "egspo-sa",
     "egspo-sa": "egspo-sa-accounts",
-    # One formula in paper and code, with a delta of this project's in the bare name.
+    # Paper and code have one formula; the bare name has a delta at which its boundary can be reached.
     "drpo-released": "drpo-published",
     # The code of somebody else.
     "ppo-released": "ppo-verl",
