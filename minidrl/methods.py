@@ -178,7 +178,7 @@ RENAMED = {
     "egspo": "egspo-accounts",
     "egspo-sa-released": "egspo-sa",
     "egspo-sa": "egspo-sa-accounts",
-    # Paper and code have one formula; the bare name has a delta at which its boundary can be reached.
+    # Paper and code have one formula; the bare name has a delta whose boundary can be reached.
     "drpo-released": "drpo-published",
     # The code of somebody else.
     "ppo-released": "ppo-verl",
