@@ -33,10 +33,10 @@ def script(name: str):
 
 
 def replaced(source: str, old: str, new: str) -> str:
-    """A source with another text in the place of one passage, which stands there once; where its lines end is no matter."""
-    pieces = re.findall(r"\w+|[^\w\s]", old)
-    closing = [rf",?\s*{re.escape(piece)}" if piece in ")]}" else re.escape(piece) for piece in pieces[1:]]
-    found = re.findall(pattern := r"\s*".join([re.escape(pieces[0]), *closing]), source)
+    """A source with another text in the place of one passage, which stands there once; line ends and comments are no matter."""
+    pieces, gap = re.findall(r"\w+|[^\w\s]", old), r"(?:\s|#[^\n]*\n)*"
+    closing = [rf",?{gap}{re.escape(piece)}" if piece in ")]}" else re.escape(piece) for piece in pieces[1:]]
+    found = re.findall(pattern := gap.join([re.escape(pieces[0]), *closing]), source)
     assert len(found) == 1, f"{len(found)} times in the source: {old}"
     return re.sub(pattern, lambda _: new, source)
 
