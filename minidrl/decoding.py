@@ -111,20 +111,6 @@ def stale_states(
 
 
 # ---------------------------------------------------------------------------------------- threshold
-def check_threshold(settings: Sampler) -> None:
-    """ValueError for a threshold that is no probability or does not fit the other settings."""
-    tau = settings.threshold
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0 <= tau <= 1:
-        raise ValueError(f"threshold: got {tau!r}; allowed None or a number from 0 to 1")
-    if settings.order != "low_confidence":
-        allowed = "low_confidence, the order that has a confidence"
-        raise ValueError(f"order: got {settings.order!r} with threshold {tau}; allowed {allowed}")
-    if settings.tokens_per_step != 1:
-        got = f"{settings.tokens_per_step} with threshold {tau}"
-        allowed = "1, the fewest tokens that a step reveals"
-        raise ValueError(f"tokens_per_step: got {got}; allowed {allowed}")
-
-
 def confident(
     conf: Float[Tensor, "R C"],
     first: Int[Tensor, "R 1"],
@@ -136,12 +122,6 @@ def confident(
     Fast-dLLM's code drops those below tau: one that is equal stays.
     """
     return (conf >= log_threshold(threshold)).scatter(1, first, True) & hidden
-
-
-def own_step(trace: Trace, rows: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-    """Steps that each row has taken: in one batch, rows stand at different steps, and a row whose
-    block is full waits without counting."""
-    return trace.unmask_step[rows].amax(1) + 1
 
 
 def still_going(
@@ -161,7 +141,8 @@ def still_going(
     """
     if (within + 1) % LOOK_EVERY or within + 1 == trace.settings.steps_per_block:
         return rows
-    left = agree(rows, still_open(trace, rows, block))
+    step = trace.unmask_step[rows].unflatten(1, (trace.settings.num_blocks, -1))[:, block]
+    left = agree(rows, rows[(step < 0).any(1)])
     if len(left) == 0:
         return left
     if trace.settings.cache == "exact":
@@ -171,18 +152,10 @@ def still_going(
     return left
 
 
-def still_open(trace: Trace, rows: Int[Tensor, " R"], block: int) -> Int[Tensor, " S"]:
-    """The rows in which a position of the block is hidden."""
-    step = trace.unmask_step[rows].unflatten(1, (trace.settings.num_blocks, -1))[:, block]
-    return rows[(step < 0).any(1)]
-
-
 # -------------------------------------------------------------------- log p in every state of a run
 def add_seen(trace: Trace, vocab_size: int) -> None:
-    """Room for the log-probability of every token at every position in every state.
-
-    Until the response is known, all are kept. Raises ValueError for more than CHUNK of them.
-    """
+    """Room for log p of every token at every position in every state: until the response is known,
+    all are kept."""
     rows, length = trace.unmask_step.shape
     shape = (rows, trace.settings.num_steps, length, vocab_size)
     if (numbers := math.prod(shape)) > CHUNK:
@@ -200,14 +173,9 @@ def record_seen(
 
 
 def seen_of(
-    seen: Float[Tensor, "B T L V"],
-    response: Int[Tensor, "B L"],
-    unmask_step: Int[Tensor, "B L"],
-    over: Bool[Tensor, "B L"],
+    seen: Float[Tensor, "B T L V"], response: Int[Tensor, "B L"], unmask_step: Int[Tensor, "B L"]
 ) -> Float[Tensor, "B T L"]:
-    """Of the tokens of the response, where they were hidden; 0 elsewhere, and after the end."""
+    """Of the tokens of the response, in the states in which they were hidden; 0 elsewhere."""
     token = response[:, None, :, None].expand(*seen.shape[:3], 1)
-    step, own = torch.arange(seen.shape[1], device=seen.device)[:, None], unmask_step[:, None]
-    hidden = ((own >= step) | (own < 0)) & ~over[:, None]  # (B, T, L)
-    ran = step < (unmask_step.amax(1) + 1)[:, None, None]
-    return seen.gather(-1, token)[..., 0].masked_fill(~(hidden & ran), 0.0)
+    step = torch.arange(seen.shape[1], device=seen.device)[:, None]
+    return seen.gather(-1, token)[..., 0].masked_fill(unmask_step[:, None] < step, 0.0)

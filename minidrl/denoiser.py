@@ -28,7 +28,6 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -75,7 +74,6 @@ class Denoiser(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.model.device
 
     def encode(
@@ -101,7 +99,6 @@ class Denoiser(nn.Module):
         return self._encode(distinct.clamp(min=0), real).index_select(0, place)
 
     def _encode(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-        _refuse_attention(self.model.config)
         # Positions count real tokens only. Attention depends on their differences, so this changes
         # nothing in exact arithmetic; but the rotary tables are float32, and a shift by the padding
         # would be visible in the digits of a ratio.
@@ -112,7 +109,7 @@ class Denoiser(nn.Module):
             column = torch.arange(tokens.shape[1], device=self.device)[None]
             place = column if position is None else position
             visible = block_causal(self._blocks(place), attention_mask)
-        h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
+        h = self._body(tokens, visible, position)
         return shifted(h, attention_mask) if self.shift else h  # Dream: i - 1 predicts i
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
@@ -140,13 +137,8 @@ class Denoiser(nn.Module):
         Exact for block-causal attention over whole blocks: no token sees a later block, so the past
         never changes. Under bidirectional attention it is exact where all T are computed (W = T);
         otherwise the cache holds keys and values of the texts from which it was computed, not of
-        this one. In a family that shifts its predictions, token i is predicted at position i - 1,
-        which must be among the W. Block-causal models of that kind are refused.
+        this one. Where predictions are shifted, i - 1 must be among the W for token i.
         """
-        _refuse_attention(self.model.config)
-        if self.shift and self.block_length is not None:
-            got = "a block-causal model whose predictions are shifted by one position"
-            raise ValueError(f"cache: got {got}; allowed none")
         length = attention_mask.shape[1]
         position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         # What each of the T tokens would see; then the rows of the W, and the columns as cached.
@@ -156,9 +148,8 @@ class Denoiser(nn.Module):
             visible = block_causal(self._blocks(position), attention_mask)
         order = torch.arange(length, device=self.device) if order is None else order
         now = order[-tokens.shape[1] :]
-        where = {"attention_mask": visible[:, :, now][..., order], "position_ids": position[:, now]}
-        kept = {"past_key_values": cache, "use_cache": True}
-        h = self.model.model(input_ids=tokens, **where, **kept).last_hidden_state
+        visible = visible[:, :, now][..., order]
+        h = self._body(tokens, visible, position[:, now], cache)
         return shifted(h, attention_mask, now) if self.shift else h
 
     def encode_staircase(
@@ -178,50 +169,43 @@ class Denoiser(nn.Module):
         of them under clean = ``clean_stream``. Position i of the result predicts token i.
 
         A block-causal model takes its own block length and clean_stream "block"; its prompt stays
-        block-causal, and each of the forwards is then ``encode``. ValueError for anything else, and
-        for a family that shifts its predictions.
+        block-causal, and each of the forwards is then ``encode``. No family whose predictions are
+        shifted has a staircase.
         """
-        _refuse_attention(self.model.config)
-        start, length, own = prompt.shape[1], clean.shape[1], self.block_length
+        start, length = prompt.shape[1], clean.shape[1]
         visible = staircase_mask(prompt_mask, length, block_length, clean=clean_stream)
         position = staircase_positions(prompt_mask, length)
-        if self.shift:
-            allowed = "False, the row before a noisy block belongs to the clean stream"
-            raise ValueError(f"shift: got True; allowed {allowed}")
-        if own is not None:
-            if block_length != own:
-                allowed = f"{own}, that of the model's attention"
-                raise ValueError(f"block_length: got {block_length}; allowed {allowed}")
-            if clean_stream != "block":
-                allowed = "'block', as the model's attention"
-                raise ValueError(f"clean stream: got {clean_stream!r}; allowed {allowed}")
+        if self.block_length is not None:
             blocks = self._blocks(position[:, :start])
             visible[..., :start, :start] &= block_causal(blocks, prompt_mask)
         tokens = torch.cat([prompt, clean, noisy], 1)  # (N, P + 2 L)
-        h = self._body(input_ids=tokens, attention_mask=visible, position_ids=position)
-        return h[:, start + length :]
+        return self._body(tokens, visible, position)[:, start + length :]
 
-    def _body(self, **inputs: Tensor) -> Float[Tensor, "N T D"]:
+    def _body(
+        self,
+        tokens: Tensor,
+        visible: Tensor | None,
+        position: Tensor | None,
+        cache: DynamicCache | None = None,
+    ) -> Float[Tensor, "N T D"]:
+        config = self.model.config
+        if config._attn_implementation != "sdpa":  # eager adds a boolean mask as 0 and 1
+            got = f"{config._attn_implementation!r}; allowed 'sdpa', which honours every mask"
+            raise ValueError(f"attn_implementation: got {got}")
+        if getattr(config, "is_causal", True):
+            allowed = "False, a denoiser sees both sides of a [MASK]"
+            raise ValueError(f"is_causal: got True; allowed {allowed}")
+        where = {"attention_mask": visible, "position_ids": position}
+        kept = {"past_key_values": cache, "use_cache": cache is not None}
         with _recomputing(self.model.model):
-            return self.model.model(**inputs, use_cache=False).last_hidden_state
+            return self.model.model(input_ids=tokens, **where, **kept).last_hidden_state
 
     def _blocks(self, position: Int[Tensor, "#N T"]) -> Int[Tensor, "#N T"]:
         """The number of each token's block: -1 for the last W real tokens, -2 for those before."""
         return (position - position[:, -1:] - 1).div(self.block_length, rounding_mode="floor")
 
     def num_parameters(self) -> int:
-        """The number of weights."""
         return sum(p.numel() for p in self.parameters())
-
-
-def _refuse_attention(config: PreTrainedConfig) -> None:
-    # Eager attention adds a boolean mask as 0 and 1, without a word.
-    if config._attn_implementation != "sdpa":
-        got = f"{config._attn_implementation!r}; allowed 'sdpa', which honours every mask"
-        raise ValueError(f"attn_implementation: got {got}")
-    if getattr(config, "is_causal", True):
-        allowed = "False, a denoiser sees both sides of a [MASK]"
-        raise ValueError(f"is_causal: got True; allowed {allowed}")
 
 
 def shifted(
@@ -229,13 +213,12 @@ def shifted(
     attention_mask: Bool[Tensor, "N T"] | None,
     column: Int[Tensor, " W"] | None = None,
 ) -> Float[Tensor, "N W D"]:
-    """Logit shift by one: the state of i - 1 at position i; the first token keeps its own, as in
-    Dream.
+    """Logit shift by one, as in Dream: the state of i - 1 at position i; the first token keeps its
+    own.
 
-    That code takes the first column for the first token. Here it is the first real token, so that a
-    padded row equals the row alone; on rows without padding both are the same, and elsewhere they
-    differ in this one position of the prompt. ``column`` says which W of the T columns ``h`` holds,
-    in any order; None: all, in theirs. Where i - 1 is not among them, i keeps its own.
+    Dream's code takes the first column for the first token. Here it is the first real token, so
+    that a padded row equals the row alone. ``column`` says which W of the T columns ``h`` holds, in
+    any order; None: all, in theirs. Where i - 1 is not among them, i keeps its own.
     """
     if column is None:
         before = torch.cat([h[:, :1], h[:, :-1]], 1)
@@ -267,12 +250,8 @@ def rounded(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
 def build(
     sizes: dict, tokenizer: PreTrainedTokenizerBase, seed: int, block_length: int | None = None
 ) -> Denoiser:
-    """A freshly initialised network of ``sizes``, which has the keys ``SIZES``.
-
-    ``block_length``: tokens of a block, for block-causal attention; None: bidirectional.
-
-    The caller's global random state is untouched.
-    """
+    """A freshly initialised network of ``sizes``, which has the keys ``SIZES``; with a
+    ``block_length``, block-causal. The caller's global random state is untouched."""
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if hidden % (2 * heads):
         allowed = f"multiples of 2 x num_attention_heads ({heads})"
@@ -304,9 +283,8 @@ def probe_loss(
     """Mean -log p (nats) of the tokens of ``text``, every fourth hidden: were the weights read?
 
     A network that was silently left at its initialisation scores about ln V whatever it is asked;
-    one that was trained on text like ``text`` is far below. ``prompt`` stands before it and is
-    never hidden, for a network that never had to write its prompts. Raises ValueError from half of
-    ln V on, and for less than 8 tokens.
+    one that was trained on text like ``text`` is far below. ValueError from half of ln V on.
+    ``prompt`` stands before the text and is never hidden: not every network learnt to write it.
     """
     before, after = (tokenizer(part, add_special_tokens=False).input_ids for part in (prompt, text))
     if len(after) < 8:
@@ -331,9 +309,8 @@ def add_adapters(
 
     A is drawn from a generator of its own, B is 0: nothing has changed yet. Both are float32
     whatever the base is stored in: in bfloat16 an update of 1e-6 would vanish. No dropout: the
-    passes of the gradient must see one network. target_modules are names of linear layers; ``base``
-    is written down for whoever opens the saved adapters. Source: arXiv 2106.09685, as peft computes
-    it. Raises ValueError for a target that matches no layer.
+    passes of the gradient must see one network. ``target_modules`` are names of linear layers;
+    ``base`` is written down for whoever opens the saved adapters. Source: arXiv 2106.09685.
     """
     refuse_targets(denoiser.model, target_modules)
     config = peft().LoraConfig(
@@ -401,8 +378,7 @@ def _switched_off(denoiser: Denoiser, name: str, *args: Any, **words: Any) -> Te
 def checkpoint_activations(denoiser: Denoiser) -> None:
     """Keep a hidden state a layer, and compute the rest again on the way back: the same gradient.
 
-    Gradient checkpointing by transformers' own switch. It costs one more forward; ``Denoiser`` sees
-    to it that only a forward with a graph pays.
+    Gradient checkpointing by transformers' own switch, at the cost of one more forward.
     """
     model = denoiser.model
     if hasattr(model, "activation_checkpointing_enable"):

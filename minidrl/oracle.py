@@ -60,19 +60,12 @@ class TabularDenoiser(torch.nn.Module):
 
     Attributes: `table`; `length` = L; `mask_token_id` = V; `vocab_size` = V+1; `base`, the number
     of values of a digit.
-
-    Raises:
-        ValueError: wrong shape or a dtype that is not floating; a tensor that requires grad and is
-            not a parameter, because the copy would cut its graph.
     """
 
     def __init__(self, table: Tensor, hidden_only: bool = False):
         super().__init__()
         kept = isinstance(table, torch.nn.Parameter)
-        if table.dim() != 3 or not table.is_floating_point():
-            got = f"{table.dtype} of shape {tuple(table.shape)}"
-            raise ValueError(f"table: got {got}; allowed floating (rows, L, V)")
-        if table.requires_grad and not kept:
+        if table.requires_grad and not kept:  # the copy would cut its graph
             allowed = "an nn.Parameter or a tensor without grad"
             raise ValueError(f"table: got a tensor that requires grad; allowed {allowed}")
         rows, self.length, self.mask_token_id = table.shape
@@ -102,44 +95,23 @@ class TabularDenoiser(torch.nn.Module):
         return cls(table, hidden_only=True)
 
     def logits_at(self, state: State) -> Tensor:
-        """Logits (L, V) of one state, float64, by look-up: the only access of the judge itself.
-
-        Raises:
-            ValueError: the state has another length, or a token outside 0 .. V.
-        """
-        mask = self.mask_token_id
-        if len(state) != self.length or not all(0 <= token <= mask for token in state):
-            raise ValueError(f"state: got {state}; allowed {self.length} tokens in 0..{mask}")
+        """Logits (L, V) of one state, float64, by look-up: the only access of the judge itself."""
         full = self.base == self.vocab_size
-        digits = state if full else [token == mask for token in state]
+        digits = state if full else [token == self.mask_token_id for token in state]
         return self.table[state_index(digits, self.base)].double()
 
     def encode(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """The logits of many states as "hidden states" of the network interface, without a loop.
 
-        Args:
-            tokens: (N, T) integers; the last L columns are the state, the first T - L are a prompt
-                and are ignored.
-            attention_mask: (N, T), ignored: the prompt plays no role.
-
-        Returns:
-            (N, T, V) features in the dtype of the table: zeros at prompt positions, logits at
-            response positions.
-
-        Raises:
-            ValueError: fewer than L columns, or a response token outside 0 .. V.
+        The last L of the T columns of `tokens` (N, T) are the state. What stands before it, a
+        prompt, and the attention mask play no role. Returns (N, T, V), zeros at the prompt.
         """
-        columns, mask = tokens.shape[1], self.mask_token_id
-        if columns < self.length:
-            raise ValueError(f"tokens: got {columns} columns; allowed at least {self.length}")
-        state = tokens[:, columns - self.length :].long()
-        if ((state < 0) | (state > mask)).any():
-            got = "a response token outside the table"
-            raise ValueError(f"tokens: got {got}; allowed 0..{mask}")
+        mask, start = self.mask_token_id, tokens.shape[1] - self.length
+        state = tokens[:, start:].long()
         digits = state if self.base == self.vocab_size else (state == mask).long()
         places = self.base ** torch.arange(self.length, device=state.device)
         response = self.table[(digits * places).sum(-1)]
-        prompt = response.new_zeros(len(tokens), columns - self.length, mask)
+        prompt = response.new_zeros(len(tokens), start, mask)
         return torch.cat([prompt, response], dim=1)
 
     def encode_staircase(
@@ -187,17 +159,8 @@ def consistent_denoiser(joint: Tensor) -> TabularDenoiser:
 
     Returns:
         A float64 model. The joint is data: no gradient reaches it. Cost (V+1)^L marginals.
-
-    Raises:
-        ValueError: unequal axes, negative or non-finite entries, zero total mass, or a joint that
-        requires grad.
     """
-    size, length = joint.shape[0] if joint.dim() else 0, joint.dim()
-    if size == 0 or joint.shape != (size,) * length:
-        raise ValueError(f"joint: got shape {tuple(joint.shape)}; allowed (V,) * L")
-    if joint.requires_grad or not joint.isfinite().all() or (joint < 0).any() or joint.sum() <= 0:
-        allowed = "finite, >= 0, positive total, without grad"
-        raise ValueError(f"joint: got invalid weights; allowed {allowed}")
+    size, length = joint.shape[0], joint.dim()
     table = torch.zeros((size + 1) ** length, length, size, dtype=torch.float64)
     for state in itertools.product(range(size + 1), repeat=length):
         evidence = joint.double()[tuple(slice(None) if token == size else token for token in state)]
@@ -240,18 +203,8 @@ def token_logp(
 
     Returns:
         {position: scalar}, nats, positions in ascending order; empty when nothing is hidden.
-
-    Raises:
-        ValueError: temperature <= 0; a hidden position outside 0 .. L-1; a response with another
-            length or with a token that is not ordinary.
     """
-    length, mask = model.length, model.mask_token_id
-    if not temperature > 0:
-        raise ValueError(f"temperature: got {temperature}; allowed > 0 for a log-probability")
-    if not hidden <= set(range(length)):
-        raise ValueError(f"hidden: got {sorted(hidden)}; allowed positions 0..{length - 1}")
-    if len(response) != length or not all(0 <= token < mask for token in response):
-        raise ValueError(f"response: got {response}; allowed {length} tokens in 0..{mask - 1}")
+    mask = model.mask_token_id
     state = tuple(mask if i in hidden else token for i, token in enumerate(response))
     logp = log_softmax(model.logits_at(state) / temperature)
     return {i: logp[i, response[i]] for i in sorted(hidden)}
@@ -299,19 +252,8 @@ def elbo_integrand(model: TabularDenoiser, response: State, t: float) -> Tensor:
 
         g(t) = L sum_j C(L-1, j) t^j (1-t)^(L-1-j) a(j+1)
 
-    hence g(0) = L a(1) and g(1) = L a(L), the one-step mean-field score.
-
-    Args:
-        t: probability that a token is hidden, in [0, 1].
-
-    Returns:
-        Scalar, nats. Cost 2^L L.
-
-    Raises:
-        ValueError: t outside [0, 1].
+    hence g(0) = L a(1) and g(1) = L a(L), the one-step mean-field score. Nats. Cost 2^L L.
     """
-    if not 0 <= t <= 1:
-        raise ValueError(f"t: got {t}; allowed 0 <= t <= 1")
     total = torch.zeros((), dtype=torch.float64)
     for hidden in all_subsets(model.length)[1:]:
         weight = t ** (len(hidden) - 1) * (1 - t) ** (model.length - len(hidden))
@@ -429,7 +371,6 @@ def _blocks_and_rest(
     model: TabularDenoiser, block_length: int
 ) -> list[tuple[range, frozenset[int]]]:
     """The positions of each block, and all positions after it."""
-    _check_blocks(model, block_length, 1, None)
     stops = range(block_length, model.length + 1, block_length)
     return [(range(i - block_length, i), frozenset(range(i, model.length))) for i in stops]
 
@@ -439,14 +380,11 @@ def _blocks_and_rest(
 class Trajectory:
     """One outcome of the sampler.
 
-    Attributes:
-        prob: its probability, a float64 scalar that is differentiable in the table.
-        response: the L tokens.
-        unmask_step: the step, counted from 0 through all blocks, at which each token was revealed;
-            -1 = never revealed.
+    unmask_step: the step, counted from 0 through all blocks, at which each token was revealed; -1 =
+    never revealed.
     """
 
-    prob: Tensor
+    prob: Tensor  # a float64 scalar that is differentiable in the table
     response: State
     unmask_step: State
 
@@ -481,9 +419,7 @@ def most_confident(logits: Tensor, proposed: dict[int, int], n: int) -> list[int
     temperature, rounded to float32 so that models of either precision decide alike. Equal
     confidences go to the lower position.
 
-    Args:
-        logits: (L, V), not divided by any temperature.
-        proposed: {position: proposed token}.
+    `logits` (L, V) are not divided by any temperature; `proposed` is {position: token}.
     """
     logp = log_softmax(logits.detach()).float()
     ranked = sorted(sorted(proposed), key=lambda i: -logp[i, proposed[i]].item())  # stable
@@ -543,13 +479,10 @@ def transition(
     Returns:
         {next state: probability}, probabilities sum to 1. Cost V^m (low_confidence), C(m, n) V^n
         (random), V^n.
-
-    Raises:
-        ValueError: an order that is not in ORDERS, a negative temperature, n outside 1 .. m, or a
-            threshold with another order, another n, or outside 0 .. 1.
     """
+    if order not in ORDERS:
+        raise ValueError(f"order: got {order!r}; allowed {', '.join(ORDERS)}")
     hidden = [i for i in block if state[i] == model.mask_token_id]
-    _check_step(order, temperature, tokens_per_step, len(hidden), threshold)
     kernel: dict[State, Tensor] = {}
 
     def add(chosen: Iterable[int], proposed: dict[int, int], prob: Tensor) -> None:
@@ -575,40 +508,6 @@ def transition(
     return kernel
 
 
-def _check_step(
-    order: str, temperature: float, tokens_per_step: int, hidden_count: int, threshold: float | None
-) -> None:
-    """Raise a one-line ValueError for settings that define no step."""
-    if order not in ORDERS:
-        raise ValueError(f"order: got {order!r}; allowed {', '.join(ORDERS)}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature: got {temperature}; allowed finite and >= 0")
-    if not 1 <= tokens_per_step <= hidden_count:
-        allowed = f"1..{hidden_count} hidden positions"
-        raise ValueError(f"tokens_per_step: got {tokens_per_step}; allowed {allowed}")
-    if threshold is None:
-        return
-    if not 0 <= threshold <= 1 or (order, tokens_per_step) != ("low_confidence", 1):
-        got = f"{threshold} with order {order} and tokens_per_step {tokens_per_step}"
-        allowed = "None, or 0..1 with order low_confidence and tokens_per_step 1"
-        raise ValueError(f"threshold: got {got}; allowed {allowed}")
-
-
-def _check_blocks(
-    model: TabularDenoiser, block_length: int, tokens_per_step: int, eos_token_id: int | None
-) -> None:
-    """Raise a one-line ValueError unless the response is cut into equal blocks and steps."""
-    if block_length < 1 or model.length % block_length:
-        allowed = f"divisors of the length {model.length}"
-        raise ValueError(f"block_length: got {block_length}; allowed {allowed}")
-    if tokens_per_step < 1 or block_length % tokens_per_step:
-        allowed = f"divisors of block_length = {block_length}"
-        raise ValueError(f"tokens_per_step: got {tokens_per_step}; allowed {allowed}")
-    if eos_token_id is not None and not 0 <= eos_token_id < model.mask_token_id:
-        allowed = f"None or 0..{model.mask_token_id - 1}"
-        raise ValueError(f"eos_token_id: got {eos_token_id}; allowed {allowed}")
-
-
 def trajectories(
     model: TabularDenoiser,
     order: str,
@@ -627,7 +526,7 @@ def trajectories(
     the positions whose unmask_step is -1 or >= s.
 
     Args:
-        order: "random", "low_confidence", "left_to_right" or "right_to_left".
+        order: one of ORDERS.
         temperature: sampling temperature; 0 = greedy tokens.
         block_length: a divisor of L; None = L, a single block.
         eos_token_id: None = no stopping rule. Otherwise, once a completed block holds this token,
@@ -638,14 +537,14 @@ def trajectories(
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
         trajectories: at most L! V^L for "random" with one token a step.
-
-    Raises:
-        ValueError: unknown order, negative temperature, sizes that do not divide, or an EOS that is
-            not ordinary.
     """
     block_length = model.length if block_length is None else block_length
-    _check_blocks(model, block_length, tokens_per_step, eos_token_id)
-    _check_step(order, temperature, tokens_per_step, block_length, threshold)
+    for key, size, whole in (
+        ("block_length", block_length, model.length),
+        ("tokens_per_step", tokens_per_step, block_length),
+    ):
+        if whole % size:
+            raise ValueError(f"{key}: got {size}; allowed divisors of {whole}")
     mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step, threshold)
     one = torch.ones((), dtype=torch.float64)
     paths = [((mask,) * model.length, (-1,) * model.length, one)]
@@ -664,12 +563,11 @@ def trajectories(
                 steps = tuple(own if a != b else s for a, b, s in changes)
                 longer.append((shown, steps, prob * factor))
         paths = longer
-    return [Trajectory(p, _fill(state, mask, eos_token_id), steps) for state, steps, p in paths]
 
+    def filled(state: State) -> State:  # what was never revealed is EOS
+        return tuple(eos_token_id if token == mask else token for token in state)
 
-def _fill(state: State, mask_token_id: int, eos_token_id: int | None) -> State:
-    """Replace what was never revealed by EOS."""
-    return tuple(eos_token_id if token == mask_token_id else token for token in state)
+    return [Trajectory(prob, filled(state), steps) for state, steps, prob in paths]
 
 
 def response_distribution(trajectories: Iterable[Trajectory]) -> dict[State, Tensor]:
@@ -711,8 +609,7 @@ def policy_gradient(
     threshold; between the crossings this is its derivative. Greedy decoding has a constant J and
     therefore zero gradient.
 
-    Returns:
-        The gradient, shape of the table. Arguments, cost and errors as `trajectories`.
+    Arguments and cost as `trajectories`.
     """
     words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold)
     outcomes = trajectories(model, *words)
@@ -769,15 +666,9 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
 
         mean = sum p value,      variance = sum p (value - mean)^2
 
-    Args:
-        draws: (probability, value) of every outcome. Values may be tensors of one shape, such as
-            gradients.
-
-    Returns:
-        (mean, variance), elementwise, float64, the variance being that of one draw. Differentiable.
-
-    Raises:
-        ValueError: the probabilities do not sum to 1 within 1e-6: the enumeration is not complete.
+    `draws` are (probability, value) of every outcome; ValueError where they are not all, and the
+    probabilities do not sum to 1. Values may be tensors of one shape, such as gradients. Mean and
+    variance are elementwise, float64 and differentiable, the variance being that of one draw.
     """
     pairs = list(draws)
     prob, value = (_stacked([pair[i] for pair in pairs]) for i in range(2))

