@@ -1,7 +1,6 @@
 """Countdown in words: the prompt through a chat template, the answer between tags, and a whole run on a LLaDA checkpoint."""
 
 import json
-import re
 import shutil
 import time
 from pathlib import Path
@@ -36,16 +35,19 @@ ANSWERS = {  # response -> strict reward
     "<answer>\n 5 * 8 = 40 + 6 = 46 \n</answer>": 1.0,
     "<answer>5*8-6</answer>": 0.1,
     "5*8+6": 0.0,
-    "<answer>5*8+6": 0.0,
+    "<answer>5*8+6": 1.0,
+    "<answer>\\boxed{5 \\times 8 + 6}<|eot_id|>": 1.0,
     "5*8+6</answer>": 0.0,
     "</answer>5*8+6<answer>": 0.0,
-    "<answer>5*8+6</answer><answer>5*8+6</answer>": 0.0,
+    "<answer>5*8+6</answer><answer>5*8+6</answer>": 1.0,
     "<answer>5*8-6</answer> no: <answer>5*8+6</answer>": 0.0,
-    "<answer><answer>5*8+6</answer></answer>": 0.0,
-    "<answer>5*8+6</answer></answer>": 0.0,
-    "</answer><answer>5*8+6": 0.0,
+    "<answer><answer>5*8+6</answer></answer>": 1.0,
+    "<answer>5*8+6</answer></answer>": 1.0,
+    "</answer><answer>5*8+6": 1.0,
     "<Answer>5*8+6</Answer>": 0.0,
-    "<answer>5*8+6=46</answer>": 0.0,
+    "<answer>5*8+6=46</answer>": 1.0,
+    "<answer>5*8+6=47</answer>": 0.0,
+    "<answer>5*8+6</answer><|im_end|><answer>5*8-6</answer>": 1.0,
     "<answer>the answer is 5*8+6</answer>": 0.0,
     "<answer>5*8+6+0</answer>": 0.0,
     "<answer></answer>": 0.0,
@@ -59,8 +61,11 @@ def law_answers(module) -> None:
         assert module.Countdown(prompt_format="chat").score(puzzle, response) == expected, response
         assert module.Countdown().score(puzzle, response) == (1.0 if response == "5*8+6" else 0.0), response
     paid = {r: module.Countdown(prompt_format="chat", reward="any_answer").score(puzzle, r) for r in ANSWERS}
-    assert all((value > 0) == bool(re.fullmatch(r"[^<]*<answer>[^<]+</answer>[^<]*", r)) for r, value in paid.items())
+    unread = {"5*8+6", "5*8+6</answer>", "</answer>5*8+6<answer>", "<Answer>5*8+6</Answer>", "<answer></answer>", ""}
+    unread |= {"<answer>5*8-6</answer> no: <answer>5*8+6</answer>", "<answer>5*8+6=47</answer>"}
+    assert {r for r, value in paid.items() if value == 0} == unread
     blanks = module.Countdown(num_numbers=2, prompt_format="chat")
+    assert blanks.score(module.Puzzle((44,), 44), "<answer>4 4</answer>") == 0
     assert blanks.score(module.Puzzle((4, 4), 44), "<answer>4 4</answer>") == 0
     assert blanks.score(module.Puzzle((1, 2), 12), "<answer>1\u00a02</answer>") == 0
 
@@ -70,15 +75,15 @@ def test_the_answer_is_what_stands_between_the_tags():
 
 
 TAGS = {  # of between_tags
-    "the first of several answers": ("response.count(OPENING) != 1 or response.count(CLOSING) != 1", "OPENING not in response"),
-    "several closing tags": ("or response.count(CLOSING) != 1", ""),
-    "an answer without its end": ("answer if closing else None", "answer"),
-    "the whole response": ("response.partition(OPENING)[2]", "response"),
+    "the first of several answers": ("len(different) == 1", "different"),
+    "the whole turn": ("if tag == OPENING and", "if"),
+    "answers after the turn": ("_TAG.split(turn(response))", "_TAG.split(response)"),
 }
 MUTANTS = {
-    "all blanks taken out": ('or "").strip(),', 'or "").replace(" ", ""),'),
+    "all blanks taken out": ("_SIGN.split(answer.strip(),", '_SIGN.split(answer.replace(" ", ""),'),
     "no blanks taken out": ('"".join(part.strip(" ") for', '"".join(part for'),
     "tags in the plain format": ('if self.prompt_format == "chat" else response', "if True else response"),
+    "any value after =": ("if stated == str(found[0]) else", "if True else"),
 }
 
 

@@ -19,6 +19,7 @@ import tiny
 from minidrl.run import config
 from minidrl.tasks import equality, mathematics, rows
 from minidrl.tasks.mathematics import Gsm8k, Math500
+from minidrl.tasks.text import final_answer
 
 pytest.importorskip("math_verify", reason='needs pip install -e ".[math]"')
 
@@ -186,7 +187,7 @@ def test_hostile_answers_raise_nothing_and_are_paid_only_if_the_number_is_there(
         assert not verdict.solved or "18" in text.replace(" ", ""), text
         solved += verdict.solved
     assert solved > 10
-    for nothing in (None, 18, b"18", "", "\0", "18", "<answer>18", "<answer>18</answer>" * 2, "{" * 10**5):
+    for nothing in (None, 18, b"18", "", "\0", "18", "<answer>17<answer>18", "{" * 10**5, "\\boxed{" * 20_000):
         assert not task.judge(mathematics.Question("?", "18", ""), nothing).solved
 
 
@@ -201,12 +202,18 @@ ANSWERS = {
     "18": "",
     "#### 18": "",
     "<answer>17</answer><answer>18</answer>": "",
-    "<answer><answer>18</answer>": "",
+    "<answer><answer>18</answer>": "18",
     "</answer>18<answer>": "",
-    "<answer>18": "",
-    "<answer>\\boxed{18}": "",
-    "\\boxed{18": "",
-    "\\boxed{18\\}": "",
+    "<answer>18": "18",
+    "<answer>17</answer> no: <answer>\\boxed{18}</answer>": "",
+    "<answer>\n</reasoning>\n<answer>\n\\boxed{18}\n</answer>": "18",
+    "<answer></answer>\\boxed{18}": "18",
+    "<answer>boxed{18}</answer>": "18",
+    "<answer>\\boxed{}18</answer>": "18",
+    "<answer>18<|eot_id|>17</answer>": "18",
+    "<answer>\\boxed{18}": "18",
+    "\\boxed{18": "18",
+    "\\boxed{18\\}": "18\\}",
     "": "",
     "<answer></answer>": "",
     "<answer>18</answer>" + " " * 100_000: "",
@@ -215,7 +222,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("response", ANSWERS, ids=lambda text: repr(text[:30]))
 def test_a_response_has_one_answer_or_none(response):
-    assert mathematics.final_answer(response) == ANSWERS[response]
+    assert final_answer(response) == ANSWERS[response]
 
 
 NEAT = "<reasoning>\n3*6\n=18\n</reasoning>\n<answer>\n18\n</answer>\n"
@@ -229,6 +236,7 @@ D1 = {  # 2 right, 0.5 digits, 0.5 strict, 0.5 soft, 4 * 0.125 tags; by hand
     "<answer>18</answer>": 2.5,
     "<answer>18.0</answer>": 2.0,
     "<answer>1,8</answer>": 0.0,
+    NEAT.rstrip("\n") + "<|eot_id|>": 4.0,
     "<answer>²</answer>": 0.0,
     "18": 0.0,
     "": 0.0,

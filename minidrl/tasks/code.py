@@ -34,14 +34,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tqdm import tqdm
 
 from minidrl.tasks import Verdict, rows, sandbox
-from minidrl.tasks.text import CLOSING, OPENING, between_tags, check_choice
+from minidrl.tasks.text import (
+    CLOSING,
+    OPENING,
+    between_tags,
+    check_choice,
+    turn,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
 REWARDS = ("all", "share")
 SPLITS = ("pretrain", "train", "held_out")
-FENCE = re.compile(r"```(?:python)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*(?:```|\Z)", re.DOTALL)
 
 
 # --------------------------------------------------------------------------------------- a problem
@@ -398,9 +404,10 @@ class Code:
 
 
 def answer(response: str) -> str:
-    """The program between the tags of a response, without a fence around it; "" for none."""
-    found = between_tags(response) or ""
-    if not found.strip():
-        return ""
-    fenced = FENCE.fullmatch(found.strip())
-    return fenced[1] if fenced else found.strip("\r\n")
+    """The program of a response: what the last fence holds, between the tags where there are any;
+    between tags without a fence, all of it. "" for none."""
+    found = between_tags(response)
+    held = (turn(response) if found is None else found).replace("\r\n", "\n")
+    if fenced := FENCE.findall(held):
+        return fenced[-1]
+    return (found or "").strip("\r\n") if (found or "").strip() else ""

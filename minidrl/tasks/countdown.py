@@ -44,8 +44,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from minidrl.tasks import Example, Verdict
-from minidrl.tasks.text import PROMPT_FORMATS, between_tags, check_choice
+from minidrl.tasks import Example, Verdict, d1
+from minidrl.tasks.d1 import WORDINGS
+from minidrl.tasks.text import PROMPT_FORMATS, PROTOCOLS, check_choice, final_answer
 from minidrl.tasks.text import tokenizer as tokenizer_of
 
 CHARACTERS = "0123456789+-*/()=,>:"
@@ -64,6 +65,7 @@ class Puzzle:
 
     numbers: tuple[int, ...]
     target: int
+    wording: str = "ours"
 
     @property
     def prompt(self) -> str:
@@ -72,13 +74,20 @@ class Puzzle:
 
     @property
     def instruction(self) -> str:
-        """The puzzle in words, for a chat; the wording is ours."""
+        """The puzzle in words, for a chat."""
+        if self.wording != "ours":
+            return d1.countdown_words(self.wording, self.numbers, self.target)
         numbers = ", ".join(map(str, self.numbers))
         return (
             f"Combine the numbers {numbers} with the operations +, -, * and / so that the result "
             f"is exactly {self.target}. Use every number exactly once. Think first; then write the "
             "expression alone, without an equals sign, between <answer> and </answer>."
         )
+
+    @property
+    def opening(self) -> str:
+        """How the answer's turn begins."""
+        return d1.OPENINGS[self.wording]
 
     @property
     def key(self) -> str:
@@ -114,6 +123,8 @@ class Countdown:
     held_out_share: float = 0.3
     pretrain_share: float = 0.0
     reward: str = "strict"
+    wording: str = "ours"
+    protocol: str = "ours"
     prompt_format: str = "plain"
     max_prompt_length: int = 200
     hit_share: float = 0.2
@@ -137,6 +148,10 @@ class Countdown:
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
         check_choice("task.reward", self.reward, REWARDS)
         check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
+        check_choice("task.wording", self.wording, WORDINGS)
+        check_choice("task.protocol", self.protocol, PROTOCOLS)
+        if (self.wording, self.protocol) != ("ours", "ours"):
+            check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
         """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
@@ -151,7 +166,7 @@ class Countdown:
         while len(out) < count and misses < MAX_DRAWS:
             numbers = tuple(int(n) for n in rng.integers(1, self.max_number + 1, self.num_numbers))
             targets = self.targets(numbers)
-            puzzle = Puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
+            puzzle = self._puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
             if puzzle and self.split_of(puzzle) == wanted:
                 out.append(puzzle)
                 misses = 0
@@ -160,6 +175,9 @@ class Countdown:
         if len(out) < count:
             raise self._empty(split, wanted)
         return out
+
+    def _puzzle(self, numbers: tuple[int, ...], target: int) -> Puzzle:
+        return Puzzle(numbers, target, self.wording)
 
     def _empty(self, split: str, wanted: str) -> ValueError:
         key = "held_out_share" if wanted != "pretrain" else "pretrain_share"
@@ -171,7 +189,7 @@ class Countdown:
         wanted = self._drawn_from(split)
         each = range(1, self.max_number + 1)
         for numbers in itertools.combinations_with_replacement(each, self.num_numbers):
-            every = (Puzzle(numbers, target) for target in self.targets(numbers))
+            every = (self._puzzle(numbers, target) for target in self.targets(numbers))
             yield from (puzzle for puzzle in every if self.split_of(puzzle) == wanted)
 
     def _drawn_from(self, split: str) -> str:
@@ -267,17 +285,27 @@ class Countdown:
         return 1 if self.prompt_format == "chat" else 2 * self.num_numbers - 1
 
     def judge(self, problem: Puzzle, response: str) -> Verdict:
-        """Solved and well-formed by the rule ``strict``, whatever ``reward`` pays for."""
+        """Solved and well-formed by the protocol, whatever ``reward`` pays for."""
+        if self.protocol == "d1":
+            return self._published(problem, response)
         strict = reward(problem, self._answer(response), "strict")
         marks = {"well_formed": strict >= 0.1}
         return Verdict(self.score(problem, response), strict == 1, marks)
 
+    def _published(self, puzzle: Puzzle, response: str) -> Verdict:
+        right, solved = d1.countdown(response, puzzle.numbers, puzzle.target)
+        any_answer = self.reward == "any_answer" and d1.answered(response)
+        close = any_answer or self.reward == "strict" and right
+        return Verdict(1.0 if solved else 0.1 * close, solved, {"well_formed": right})
+
     def score(self, puzzle: Puzzle, response: str) -> float:
         """Reward of a response, in a chat of the answer in it: see ``reward``."""
+        if self.protocol == "d1":
+            return self._published(puzzle, response).reward
         return reward(puzzle, self._answer(response), self.reward)
 
     def _answer(self, response: str) -> str:
-        return tagged_answer(response) if self.prompt_format == "chat" else response
+        return chat_answer(response) if self.prompt_format == "chat" else response
 
     def tokenizer(self) -> Any:
         """The characters of prompts and calculations."""
@@ -347,6 +375,8 @@ def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------- the verifier
 _TOKEN = re.compile(r"0|[1-9][0-9]{0,5}|[-+*/()]")  # 007: three numbers in a row, which none allows
 _SIGN = re.compile(r"([-+*/()=])")
+_LATEX = {r"\div": "/", r"\times": "*", r"\cdot": "*", "÷": "/", "×": "*", "−": "-"}
+_LATEX |= dict.fromkeys((r"\left", r"\right", r"\[", r"\]"), "") | {r"\(": "", r"\)": ""}
 _END = "end"  # follows the last token
 
 
@@ -451,15 +481,21 @@ def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
         return None
 
 
-def tagged_answer(response: str) -> str:
-    """The answer in a chat; "" if there is not exactly one.
+def chat_answer(response: str) -> str:
+    """The expression in a chat, its LaTeX written as the grammar has it; "" if there is not one.
 
     Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
     and is no number. After MAX_CHARACTERS of these signs, where no expression can be read any more,
-    they stay.
+    they stay. What follows one =, if it is true, is taken off: ``5*8+6=46``.
     """
-    parts = _SIGN.split((between_tags(response) or "").strip(), MAX_CHARACTERS)
-    return "".join(part.strip(" ") for part in parts)
+    answer = final_answer(response).strip("$` \n")
+    for word, sign in _LATEX.items():
+        answer = answer.replace(word, sign)
+    answer = "".join(part.strip(" ") for part in _SIGN.split(answer.strip(), MAX_CHARACTERS))
+    expression, equals, stated = answer.partition("=")
+    if equals and evaluate(answer) is None and (found := evaluate(expression)):
+        answer = expression if stated == str(found[0]) else ""
+    return answer
 
 
 def reward(puzzle: Puzzle, response: str, kind: str) -> float:

@@ -6,11 +6,13 @@ an answer has ``SECONDS`` of CPU time and ``BYTES`` of memory, and what needs mo
 text is evaluated: only the LaTeX grammar of math-verify is used, not its reader of plain
 expressions, which hands them to Python's ``eval``.
 
-Stricter than math-verify in three places, where it would pay for less than an answer:
+Stricter than math-verify, where it would pay for less than an answer:
 
     a number    where the known answer is one, the answer has to be one, too: ``9+9`` or a sum that
-                is left to the judge is not 18. Signs, fractions, percents, ``x=18`` are as always
-    braces      have to be balanced, so that nothing leaves the box that is put around an answer
+                is left to the judge is not 18. Signs, fractions, percents, units are as always
+    exactly     two fractions or two decimals are equal or not, however small they are
+    a base      ``52_8`` is not ``52_9``; without a base the digits are in that of the known answer
+    brackets    ``(2,4)`` is no ``\\{2,4\\}``, and ``2,\infty`` no interval; braces are balanced
     a blank     between digits makes no number: ``1 8`` would be read as 1 + 8
 """
 
@@ -23,10 +25,27 @@ import re
 import signal
 import subprocess
 import sys
+from fractions import Fraction
 from typing import Any
 
 SECONDS, BYTES = 2, 2**30
 LONGEST = 400  # characters of an answer; a longer one is refused unread
+_DECIMAL = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+", re.ASCII)
+_BASED = re.compile(r"(\d[0-9A-Fa-f]*)(?:_\{?(\d+)\}?)?", re.ASCII)
+_NAMED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?(?:\(\w+\))?\s*=")  # AB=13, f(2)=13
+_NO_UNIT = r"(?!(?:or|and|pi|hundred|thousand|[mb]illion)\b)"
+_UNIT = re.compile(  # of a number: a word, in text or not, and what it is counted by
+    rf"(\d)\s*(?:\\text\{{\s*{_NO_UNIT}[a-zA-Z /]+\}}(?:\^\{{?[23]\}}?)?|(?<=[\d\s]){_NO_UNIT}"
+    r"(?:[a-zA-Z]{2,}|[cm]?m\^?[23])(?:[ /][a-zA-Z]+){0,4})\s*$"
+)
+_NOISE = (
+    (re.compile(r"\\(?:text|textbf|mathbf|mathrm|textrm|mbox)\{([^{}A-Za-z]*)\}"), r"\1"),
+    (re.compile(r"(?<=\d)(?:\\[,!;:]| ?, ?\\! ?)(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\\[,!;:](?!\d)|(?<!\d)\\[,!;:]"), " "),
+    (re.compile(r"\s*(?:°|\^\{?\\circ\}?|\\degree)"), ""),
+    (re.compile(r"^(?:=|≈|\\approx(?![a-zA-Z]))"), ""),
+    (re.compile(r"^([a-zA-Z]{3,}(?: [a-zA-Z]+)*)$"), r"\\text{\1}"),
+)
 _APART = re.compile(r"\d\s+\d")
 _FENCES = (("**", "**"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
@@ -34,7 +53,43 @@ _FENCES = (("**", "**"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"
 def equal(gold: str, answer: str) -> bool:
     """True if an answer is the known one; False where that cannot be found out in the limits."""
     gold, answer = plain(gold), plain(answer)
-    return _readable(answer) and (answer == gold or _ask(gold, answer)["equal"])
+    if _DECIMAL.fullmatch(gold):
+        answer = plain(_UNIT.sub(r"\1", _NAMED.sub("", answer)))
+    if not _readable(answer):
+        return False
+    if answer == gold:
+        return True
+    if (based := _based(gold, answer)) is not None:
+        return based
+    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(answer):
+        return Fraction(gold) == Fraction(answer)
+    if _brackets(gold) != _brackets(answer) and "(" in _brackets(gold) + _brackets(answer):
+        return False
+    return _ask(gold, answer)["equal"]
+
+
+def _based(gold: str, answer: str) -> bool | None:
+    """For numbers one of which has a base: are they one number? None for others."""
+    known, said = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
+    if not known or not said or not (known[2] or said[2]):
+        return None
+    try:
+        return int(known[1], int(known[2] or 10)) == int(said[1], int(said[2] or known[2]))
+    except ValueError:  # a digit that the base does not have
+        return False
+
+
+def _brackets(text: str) -> str:
+    """What holds the list at the end of a text: "(" for a pair or an interval, "{" for a set."""
+    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\s", "", text)
+    if text.endswith(r"\}"):
+        return "{"
+    depth = 0
+    for i in range(len(text) - 1, -1, -1) if text[-1:] in {*")]"} else ():
+        depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(text[i], 0)
+        if depth == 0:
+            return "(" if "," in text[i:] else ""
+    return "," if "," in text else ""
 
 
 def parses(text: str) -> bool:
@@ -44,7 +99,8 @@ def parses(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """An answer without what is put around it: blanks, ``**``, dollar signs, a point at its end."""
+    """An answer without what is put around it: blanks, ``**``, dollar signs, ``\\text{..}`` of a
+    number, a point at its end, = or an approximation before it, thin spaces, marks of degrees."""
     before = None
     while text != before:
         before, text = text, text.strip().removesuffix(".").strip()
@@ -52,12 +108,19 @@ def plain(text: str) -> str:
             if len(text) > len(opening + closing) and text.startswith(opening):
                 inside = text[len(opening) : len(text) - len(closing)]
                 text = inside if text.endswith(closing) and opening not in inside else text
+        for noise, kept in _NOISE:
+            text = noise.sub(kept, text)
     return text
+
+
+def installed() -> bool:
+    """Whether math-verify is."""
+    return importlib.util.find_spec("math_verify") is not None
 
 
 def needs(task: str) -> None:
     """ValueError unless math-verify is installed."""
-    if importlib.util.find_spec("math_verify") is None:
+    if not installed():
         raise ValueError(f"task {task} needs math-verify: pip install 'minidrl[math]'")
 
 
@@ -125,7 +188,20 @@ def _verdict(gold: str, answer: str) -> dict[str, bool]:
     seed(0)
     known, said = _read(gold), _read(answer)
     fits = known and said and not (isinstance(known[0], Number) and not _is_literal(said[0]))
-    return {"equal": bool(fits and verify(known, said, timeout_seconds=None)), "gold": bool(known)}
+    same = fits and verify(known, said, timeout_seconds=None)
+    same = same and ("%" in gold + answer or _exactly(known[0], said[0]))
+    return {"equal": bool(same), "gold": bool(known)}
+
+
+def _exactly(known: Any, said: Any) -> bool:
+    # math-verify compares to 15 decimals; fractions are compared as they are.
+    from sympy import Expr, Rational
+
+    if isinstance(known, Expr) and isinstance(said, Expr):
+        known, said = known.doit(), said.doit()
+        if isinstance(known, Rational) and isinstance(said, Rational):
+            return known == said
+    return True
 
 
 def _read(text: str) -> list:

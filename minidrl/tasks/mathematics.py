@@ -8,13 +8,9 @@ r"""Questions of mathematics whose answer is known: GSM8K and MATH-500.
               name a file of other problems of MATH as ``train_path``
 
 The data are not part of this repository. They come from the Hub at a pinned commit, or from files
-with the same columns. The answer of a response is read
-
-    between <answer> and </answer>    where there is one of each, in this order; or
-    in the last \boxed{..}            where there is neither
-
-so that a response cannot offer two answers. Whether it is the known one, ``equality`` says. A
-training question that is a held-out question as well, whatever its case and its blanks, is removed.
+with the same columns. ``text.final_answer`` says which answer a response gives, ``equality``
+whether it is the known one. A training question that is a held-out question as well, whatever its
+case and its blanks, is removed.
 """
 
 from __future__ import annotations
@@ -30,46 +26,24 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from minidrl.tasks import Verdict, equality, rows
+from minidrl.tasks import Verdict, d1, equality, rows
+from minidrl.tasks.d1 import WORDINGS
 from minidrl.tasks.rows import brief
 from minidrl.tasks.text import (
     CLOSING,
-    MAX_RESPONSE,
     OPENING,
     PROMPT_FORMATS,
-    between_tags,
+    PROTOCOLS,
     check_choice,
+    final_answer,
+    turn,
 )
 
 SPLITS = ("train", "held_out")
 REWARDS = ("correctness", "d1")
-BOXED = r"\boxed{"
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _CALCULATOR = re.compile("<<[^<>]*>>")
 _TURN = re.compile(r"</reasoning>\s*<answer>")
-
-# The words in which a question is asked. ours: at the end of the question, by the reward, what to
-# write between which tags. d1: the training prompts of diffu-GRPO (arXiv 2504.12216). d1-eval: its
-# evaluation prompts, which write the first tag of the answer's turn themselves. These are quoted,
-# blanks and all, from dllm-reasoning/d1 at commit 837888f (diffu-grpo/data_utils.py, eval/gsm8k.py,
-# eval/math500.py; Apache License 2.0); the quotation mark after the last tag is theirs, too.
-OURS, D1, D1_EVAL = WORDINGS = ("ours", "d1", "d1-eval")
-_EXPERT = (
-    "You are a math expert. You will be given a question to solve. Solve it step by step. "
-    r"Wrap the final answer in a \boxed{}."
-)
-_FORMAT = (
-    "\nRespond in the following format:\n<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>"
-)
-_TAGS = _FORMAT.format("...", "...") + "\n"
-_BOXED = _FORMAT.format("Your reasoning here", r"\boxed{...}")
-# (task, wording) -> what stands before a question, and how the answer's turn begins
-PUBLISHED = {
-    ("gsm8k", D1): (f"{_TAGS}\n\n", ""),
-    ("gsm8k", D1_EVAL): (f"{_EXPERT} {_BOXED}\n\n", "<reasoning>"),
-    ("math500", D1): (f"{_TAGS}\n\n{_EXPERT} \n\n", ""),
-    ("math500", D1_EVAL): (f'{_EXPERT}{_BOXED}" \n\n\n', "<reasoning>"),
-}
 
 
 @dataclass(frozen=True)
@@ -103,7 +77,8 @@ class Mathematics:
     shots              worked examples before a question, the first training ones
     reward             correctness (1 or 0), or d1, what the code of diffu-GRPO pays (``shape``)
     prompt_format      chat, whose prompts may have ``max_prompt_length`` tokens, or plain
-    wording            ours, d1 or d1-eval
+    wording            ours, or d1 and d1-eval: the published prompts (``tasks.d1``)
+    protocol           ours, or d1, the published reading of an answer, whatever is asked
     """
 
     name: ClassVar[str]
@@ -119,6 +94,10 @@ class Mathematics:
         """The reward d1."""
         raise NotImplementedError
 
+    def published(self, gold: str, response: str) -> tuple[str, bool]:
+        """The answer and whether it is the known one, by d1's evaluation."""
+        raise NotImplementedError
+
     def __post_init__(self) -> None:
         def check(key: str, right: bool, allowed: str) -> None:
             if not right:
@@ -129,10 +108,11 @@ class Mathematics:
         check_choice("task.reward", self.reward, REWARDS)
         check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
         check_choice("task.wording", self.wording, WORDINGS)
-        if self.wording != OURS:
+        check_choice("task.protocol", self.protocol, PROTOCOLS)
+        if self.wording != "ours":
             check("shots", self.shots == 0, f"0 with wording {self.wording}, which has none")
-        if self.wording == D1_EVAL:
-            allowed = f"correctness with wording {D1_EVAL}, whose prompt has the first tag"
+        if self.wording == "d1-eval":
+            allowed = "correctness with wording d1-eval, whose prompt has the first tag"
             check("reward", self.reward != "d1", allowed)
 
     # ----------------------------------------------------------------------------------- the splits
@@ -197,10 +177,11 @@ class Mathematics:
         )
 
     def _asked(self, question: Question, shots: str) -> Question:
-        if self.wording != OURS:
-            before, opening = PUBLISHED[self.name, self.wording]
-            words = before + question.text
-            return dataclasses.replace(question, instruction=words, opening=opening)
+        if self.wording != "ours":
+            words = d1.BEFORE[self.name, self.wording] + question.text
+            return dataclasses.replace(
+                question, instruction=words, opening=d1.OPENINGS[self.wording]
+            )
         request = f"Think step by step; then write {self.what} between <answer> and </answer>."
         if self.reward == "d1":
             request = (
@@ -219,9 +200,12 @@ class Mathematics:
     # ---------------------------------------------------------------------------------- the verdict
     def judge(self, problem: Question, response: str) -> Verdict:
         """Solved if the answer is the known one; marks: whether there is one answer."""
-        response = response if isinstance(response, str) else ""
-        answer = final_answer(response)
-        solved = equality.equal(problem.gold, answer)
+        response = turn(response)
+        if self.protocol == "d1":
+            answer, solved = self.published(problem.gold, response)
+        else:
+            answer = final_answer(response)
+            solved = equality.equal(problem.gold, answer)
         paid = self.shape(response, answer, solved) if self.reward == "d1" else float(solved)
         return Verdict(paid, solved, {"well_formed": bool(answer)})
 
@@ -274,6 +258,7 @@ class Gsm8k(Mathematics):
     reward: str = "correctness"
     prompt_format: str = "chat"
     wording: str = "ours"
+    protocol: str = "ours"
     max_prompt_length: int = 512
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
@@ -297,6 +282,11 @@ class Gsm8k(Mathematics):
         form = strict_format(response) + soft_format(response)
         return 2.0 * solved + 0.5 * digits + 0.5 * form + count_tags(response)
 
+    def published(self, gold: str, response: str) -> tuple[str, bool]:
+        """A number."""
+        answer = d1.number(response)
+        return answer, bool(answer) and float(answer) == float(gold)
+
 
 @dataclass(frozen=True)
 class Math500(Mathematics):
@@ -319,6 +309,7 @@ class Math500(Mathematics):
     reward: str = "correctness"
     prompt_format: str = "chat"
     wording: str = "ours"
+    protocol: str = "ours"
     max_prompt_length: int = 1024
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
@@ -333,35 +324,16 @@ class Math500(Mathematics):
         _, opened, rest = response.partition(OPENING)
         inside, closed, _ = rest.partition(CLOSING)
         tags = bool(opened and closed)
-        boxed = BOXED in (inside if tags else response)
+        boxed = r"\boxed{" in (inside if tags else response)
         return 2.0 * solved + 0.5 * (tags + (1.0 if boxed else 0.5))
 
-
-# ---------------------------------------------------------------------------- what a response holds
-def final_answer(response: str) -> str:
-    """The one answer of a response, blanks at its ends removed; "" where there is none, or several.
-
-    A response of more than ``MAX_RESPONSE`` characters has none.
-    """
-    if OPENING not in response and CLOSING not in response and len(response) <= MAX_RESPONSE:
-        return _last_box(response)
-    answer = (between_tags(response) or "").strip()
-    return _last_box(answer) or answer
+    def published(self, gold: str, response: str) -> tuple[str, bool]:
+        """Where d1 looks; compared by math-verify, where d1 compares the text."""
+        answer = d1.mathematics(response)
+        return answer, equality.equal(gold, answer)
 
 
-def _last_box(text: str) -> str:
-    """What the last \\boxed{ holds up to the brace that closes it."""
-    start = text.rfind(BOXED)
-    if start < 0:
-        return ""
-    start, depth = start + len(BOXED), 1
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[start : start + brace.start()].strip()
-    return ""
-
-
+# ------------------------------------------------------------------- the form of a response
 def soft_format(response: str) -> bool:
     """A pair of reasoning tags at the start, then, after blanks only, a pair of answer tags."""
     turn = _TURN.search(response, len("<reasoning>"))

@@ -24,8 +24,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from minidrl.tasks import Example, Verdict
-from minidrl.tasks.text import PROMPT_FORMATS, between_tags, check_choice, tokenizer
+from minidrl.tasks import Example, Verdict, d1
+from minidrl.tasks.d1 import WORDINGS
+from minidrl.tasks.text import (
+    PROMPT_FORMATS,
+    PROTOCOLS,
+    check_choice,
+    final_answer,
+    tokenizer,
+)
 
 SIZE, CELLS, DIGITS, EMPTY = 4, 16, "1234", "."
 ROWS = [tuple(range(first, first + 4)) for first in (0, 4, 8, 12)]
@@ -112,6 +119,8 @@ class Puzzle:
     """Sixteen cells row by row: the clues, and a dot in every empty cell."""
 
     clues: str
+    solution: str = ""  # the one that a file names
+    wording: str = "ours"
 
     @property
     def prompt(self) -> str:
@@ -120,13 +129,20 @@ class Puzzle:
 
     @property
     def instruction(self) -> str:
-        """The puzzle in words, for a chat; the wording is ours."""
+        """The puzzle in words, for a chat."""
+        if self.wording != "ours":
+            return d1.sudoku_words(self.clues.replace(EMPTY, "0"))
         rows = "\n".join(self.clues[first : first + SIZE] for first in range(0, CELLS, SIZE))
         return (
             "Complete this 4x4 Sudoku: every row, every column and every 2x2 box holds the digits "
             f"1, 2, 3 and 4. A dot is an empty cell.\n{rows}\nThink first; then write all four "
             "rows, clues included, between <answer> and </answer>."
         )
+
+    @property
+    def opening(self) -> str:
+        """How the answer's turn begins."""
+        return d1.OPENINGS[self.wording]
 
     @property
     def key(self) -> str:
@@ -159,6 +175,8 @@ class Sudoku:
     max_clues: int = 6
     cut: str = "relabelling"
     reward: str = "strict"
+    wording: str = "ours"
+    protocol: str = "ours"
     prompt_format: str = "plain"
     max_prompt_length: int = 200
     hit_share: float = 0.2
@@ -177,6 +195,10 @@ class Sudoku:
         check_choice("task.cut", self.cut, CUTS)
         check_choice("task.reward", self.reward, REWARDS)
         check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
+        check_choice("task.wording", self.wording, WORDINGS)
+        check_choice("task.protocol", self.protocol, PROTOCOLS)
+        if (self.wording, self.protocol) != ("ours", "ours"):
+            check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
         """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
@@ -195,7 +217,8 @@ class Sudoku:
         while True:  # ends: with FEWEST clues or more every split has puzzles
             grid = pool[rng.integers(len(pool))]
             shown = set(rng.permutation(CELLS)[:clues].tolist())
-            puzzle = Puzzle("".join(d if i in shown else EMPTY for i, d in enumerate(grid)))
+            kept = "".join(d if i in shown else EMPTY for i, d in enumerate(grid))
+            puzzle = Puzzle(kept, wording=self.wording)
             if self.split_of(puzzle) is not None:
                 return puzzle
 
@@ -257,6 +280,9 @@ class Sudoku:
         answer = self._answer(response)
         marks = {"well_formed": is_well_formed(problem, answer), "cells": cells(problem, answer)}
         solved = marks["well_formed"] and is_valid(answer)
+        if self.protocol == "d1":
+            marks["cells"] = published_cells(problem, answer)
+            solved = marks["cells"] == 1
         if self.reward == "cells":
             return Verdict(marks["cells"], solved, marks)
         close = 0.1 if self.reward == "strict" and marks["well_formed"] else 0.0
@@ -265,8 +291,10 @@ class Sudoku:
     def _answer(self, response: str) -> str:
         if self.prompt_format == "plain":
             return response
-        answer = (between_tags(response) or "").strip()
-        return re.sub("[ \t\r\n]", "", answer) if len(answer) <= MAX_ANSWER else ""
+        if self.protocol == "d1":
+            return d1.grid(response)
+        answer = final_answer(response).strip()
+        return re.sub("[ \t\r\n|,.`]", "", answer) if len(answer) <= MAX_ANSWER else ""
 
     def tokenizer(self) -> Any:
         """The characters of prompts and grids."""
@@ -296,6 +324,15 @@ def cells(puzzle: Puzzle, response: str) -> float:
     empty = [i for i, clue in enumerate(puzzle.clues) if clue == EMPTY]
     right = [sum(grid[i] == response[i] for i in empty) for grid in completions(puzzle.clues)]
     return max(right, default=0) / max(1, len(empty))
+
+
+def published_cells(puzzle: Puzzle, answer: str) -> float:
+    """The share of the empty cells in which an answer agrees with the one solution of the file,
+    or, of a puzzle that we drew, with the completion nearest to it."""
+    known = [puzzle.solution] if puzzle.solution else completions(puzzle.clues)
+    empty = [i for i in range(CELLS) if puzzle.clues[i] == EMPTY]
+    right = [sum(grid[i] == answer[i : i + 1] for i in empty) for grid in known]
+    return max(right) / max(1, len(empty))
 
 
 def _is_grid(response: str) -> bool:

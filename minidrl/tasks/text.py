@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,10 @@ from minidrl.tasks import Problem
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 PROMPT_FORMATS = ("plain", "chat")
 OPENING, CLOSING = "<answer>", "</answer>"
-MAX_RESPONSE = 100_000  # characters of a chat's response; a longer one is refused unread
+PROTOCOLS = ("ours", "d1")  # how an answer is read: by our rule, or as d1's evaluation does
+END_OF_TURN = re.compile(r"<\|(?:eot_id|im_end|endoftext|end_of_text|EOT)\|>")
+_TAG = re.compile("(</?(?:answer|reasoning)>)")
+MAX_RESPONSE = 40_000  # characters of a chat's response; a longer one is refused unread
 
 
 # --------------------------------------------------------------------------------- what tasks share
@@ -25,17 +30,46 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
 
 
-def between_tags(response: str) -> str | None:
-    """What stands between the one <answer> and the one </answer> of a chat's response.
+def turn(response: str) -> str:
+    """A chat's response up to the end of its turn; "" for one that is too long, or no text."""
+    readable = isinstance(response, str) and len(response) <= MAX_RESPONSE
+    return END_OF_TURN.split(response)[0] if readable else ""
 
-    None if there is not one of each, in this order, and for more than ``MAX_RESPONSE`` characters.
+
+def between_tags(response: str) -> str | None:
+    """The answer of a chat's response, its tags read as a person reads them; None without one.
+
+    It ends with its tag, or with the turn where that is missing. An answer that is given twice
+    counts once; of two different ones none does, and it is "".
     """
-    if not isinstance(response, str) or len(response) > MAX_RESPONSE:
-        return None
-    if response.count(OPENING) != 1 or response.count(CLOSING) != 1:
-        return None
-    answer, closing, _ = response.partition(OPENING)[2].partition(CLOSING)
-    return answer if closing else None
+    pieces = _TAG.split(turn(response))
+    found = [text for tag, text in itertools.pairwise(pieces) if tag == OPENING and text.strip()]
+    different = {text.strip() for text in found}
+    return found[0] if len(different) == 1 else "" if different else None
+
+
+def final_answer(response: str) -> str:
+    """The answer of a chat's response: what its last box holds, else all that the tags do.
+
+    Where the tags hold nothing the last box of the turn counts. "" for no answer.
+    """
+    answer = between_tags(response)
+    if answer is None:
+        return last_box(turn(response))
+    return last_box(answer) or answer.replace(r"\boxed{}", "").strip()
+
+
+def last_box(text: str) -> str:
+    """What the last \\boxed{ holds up to the brace that closes it, or to the end of the line."""
+    _, box, text = text.rpartition("boxed{")
+    if not box:
+        return ""
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[: brace.start()].strip()
+    return text.strip().partition("\n")[0].rstrip("> ")
 
 
 def tokenizer(characters: str) -> Any:

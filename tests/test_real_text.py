@@ -1,0 +1,244 @@
+"""Real answers of LLaDA-8B-Instruct, read by the published rule and by ours; and the forms that they taught us.
+
+The files are those of dllm-reasoning/d1 (eval/eval_baselines, Apache License 2.0) and no part of this repository:
+MINIDRL_REAL_TEXT names their folder. docs/real_text.md has the table.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from minidrl.tasks import d1, equality
+from minidrl.tasks.countdown import Countdown
+from minidrl.tasks.countdown import Puzzle as Numbers
+from minidrl.tasks.mathematics import Gsm8k, Question
+from minidrl.tasks.sudoku import Puzzle as Grid
+from minidrl.tasks.sudoku import Sudoku
+from minidrl.tasks.text import final_answer
+
+needs_mathverify = pytest.mark.skipif(not equality.installed(), reason='needs pip install -e ".[math]"')
+FOLDER = os.environ.get("MINIDRL_REAL_TEXT", "")
+needs_files = pytest.mark.skipif(not FOLDER, reason="MINIDRL_REAL_TEXT does not name the folder of real answers")
+
+# ------------------------------------------------------------------------------------------------------- the published rule
+COUNTDOWN = {  # of 5, 6, 8 and 46, by the published code: right numbers, solved
+    "so \\boxed{5 \\times 8 + 6}": (True, True),
+    "<answer>\\boxed{5*8+6}<|eot_id|>": (True, True),
+    "<answer>5*8+6</answer>": (True, False),  # without a box the text is read whole, tags and all
+    "\\boxed{5*8+6": (True, False),
+    "\\boxed{17<answer>5*8+6</answer>": (True, True),
+    "\\boxed{5*8+6 = 46}": (True, True),
+    "\\boxed{5*8+6=46=40}": (True, True),
+    "5*8=40, 5 * 8 + 6 = 46": (False, False),  # the first equation of the text: 5*8
+    "\\boxed{05*8-(-6)}": (True, False),
+    "\\boxed{5*8-(-6)}": (True, True),
+    "\\boxed{5*6+8}": (True, False),
+    "\\boxed{6*8/5}": (True, False),
+    "\\boxed{5*8+6+0}": (False, False),
+    "\\boxed{5*(8+6)/(5-5)}": (False, False),
+    "\\boxed{__import__('os')+5+6+8}": (True, False),
+    "": (False, False),
+}
+NUMBERS = {  # of GSM8K
+    "\\boxed{18}": "18",
+    "\\boxed{...} \\boxed{17} \\boxed{18}": "17",
+    "\\boxed{1,080}": "1",
+    "\\boxed{\\text{18 eggs}": "18",
+    "<answer>16 and 18</answer>": "18",
+    "<answer>\\boxed{18</answer>": "18",
+    "\\boxed{}<answer>-2.5 degrees</answer>": "-2.5",
+    "18": "",
+}
+GRIDS = {
+    "<answer>\n2314412332411432\n</answer>": "2314412332411432",
+    "<answer>```\n2314\n4123\n3241\n1432```": "2314412332411432",
+    "<answer>2314<|eot_id|>": "2314000000000000",
+    "<answer>23144123324114329</answer>": "2314412332411432",
+    "</answer> 2314412332411432": "2314412332411432",
+    "I see 2314412332411432": "2314412332411432",
+    "2314": "",
+}
+
+
+def test_the_published_rules_on_answers_made_by_hand():
+    """As eval/parse_and_get_acc.py at commit 837888f reads them, which was run on each."""
+    assert {text: d1.countdown(text, (5, 6, 8), 46) for text in COUNTDOWN} == COUNTDOWN
+    assert {text: d1.number(text) for text in NUMBERS} == NUMBERS
+    assert {text: d1.grid(text) for text in GRIDS} == GRIDS
+    assert [d1.mathematics(t) for t in ("\\boxed{\\frac{1}{2}}", "\\boxed{1<answer>2</answer>")] == ["\\frac{1}{2}", "2"]
+
+
+def test_the_published_rule_pays_as_diffu_grpo_does():
+    task = {kind: Countdown(prompt_format="chat", protocol="d1", reward=kind) for kind in ("strict", "binary", "any_answer")}
+    paid = {"<answer>\\boxed{5*8+6}</answer>": (1, 1, 1), "<answer>\\boxed{5+8+6}</answer>": (0.1, 0, 0.1), "?": (0, 0, 0)}
+    paid["<answer>no</answer>"] = (0, 0, 0.1)
+    for text, expected in paid.items():
+        assert tuple(t.judge(Numbers((5, 6, 8), 46), text).reward for t in task.values()) == expected, text
+    grid, some = "2314412332411432", "23144.2.3.4.1.3."
+    cells = Sudoku(prompt_format="chat", protocol="d1", reward="cells")
+    assert cells.judge(Grid(some, grid), f"<answer>{grid[:8]}</answer>").reward == 2 / 6
+    assert cells.judge(Grid(some, grid), f"<answer>{grid}1</answer>").solved and not cells.judge(Grid(some, grid), None).solved
+    with pytest.raises(ValueError, match="^task.prompt_format: got 'plain'; allowed chat with d1's prompts and rule$"):
+        Countdown(protocol="d1")
+
+
+# sha256 of the prompts that the constants of dllm-reasoning/d1 at 837888f make of 30, 100, 93 and 23, and of this grid.
+PROMPTS = {"d1": ("bc134344e840aa8c", "d745579cb96531c6"), "d1-eval": ("47d40f5a510e91ed", "d745579cb96531c6")}
+
+
+@pytest.mark.parametrize("wording", PROMPTS)
+def test_the_prompts_are_those_of_the_released_code_to_the_blank(wording):
+    asked = Numbers((30, 100, 93), 23, wording), Grid("3102200002100320".replace("0", "."), wording=wording)
+    said = tuple(hashlib.sha256(puzzle.instruction.encode()).hexdigest()[:16] for puzzle in asked)
+    assert said == PROMPTS[wording] and {puzzle.opening for puzzle in asked} == {"<reasoning>" * (wording == "d1-eval")}
+
+
+def test_hostile_answers_are_read_in_bounded_time():
+    started = time.perf_counter()
+    for piece in ("\\boxed{", "<answer>", "```\n", "1" * 15 + " ", "=", "(", "5*8+6=", "</answer>", "{", "<answer>```1"):
+        for text in (piece * (100_000 // len(piece)), piece * (39_000 // len(piece)), "<answer>" + piece * 3000 + "</answer>"):
+            for read in (lambda text: d1.countdown(text, (5, 6, 8), 46), d1.grid, d1.number, d1.mathematics, final_answer):
+                read(text)
+    assert time.perf_counter() - started < 10
+
+
+# ------------------------------------------------------------------------------------------------------------ our equality
+SAME = [("13", rf"\{command}{{13}}") for command in ("text", "textbf", "mathbf", "mathrm")]
+SAME += [("-5", r"\text{-5}"), (r"\frac12", r"\text{0.5}"), ("90", "90°"), ("90", r"90^\circ"), (r"90^\circ", "90")]
+SAME += [("13", "= 13"), ("13", r"\approx 13"), ("10080", r"10\,080"), ("13", "AB=13"), ("13", "f(2)=13"), ("60", r"60\%")]
+SAME += [("18", words) for words in ("18 dollars", r"18\text{ cm}", r"18 \text{ cm}^2", "18 cm^2", "18 sheets per month")]
+SAME += [
+    ("5", "5 changes/day"),
+    ("8400", r"\$8,400"),
+    (r"11,\! 111,\! 100", "11111100"),
+    ("34", "42_8"),
+    ("52_8", "52"),
+    ("52_8", "52_{8}"),
+]
+SAME += [("3, 5, 7", r"\{3,5,7\}"), ("3,5", "5,3"), (r"(2,\infty)", r"x \in (2,\infty)"), ("(3,4)", r"\left(3,4\right)")]
+SAME += [
+    (r"\frac{2^{10}}{2^{11}}", r"\frac12"),
+    ("0.0000001", "0.00000010"),
+    ("east", r"\text{east}"),
+    (r"\text{east}", "east"),
+]
+OTHER = [
+    ("52_8", "52_9"),
+    ("204_5", "204_{10}"),
+    ("42", "42_8"),
+    ("101", "101_2"),
+    ("29_8", "29_8+0"),
+    ("0.0000001", "0.0000002"),
+]
+OTHER += [
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+    (r"\frac{1}{20!}", r"\frac{1}{19!}"),
+    ("(2,4)", r"\{2,4\}"),
+    ("(3,4)", "(4,3)"),
+]
+OTHER += [(r"\left(\frac16\right)^{50}", r"\left(\frac16\right)^{49}"), ("(-2,1)", r"\{-2,1\}"), (r"(2,\infty)", r"2,\infty")]
+OTHER += [(r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{2^{2006}}"), ("east", "seat"), ("5", "5 hundred"), ("2", r"2\pi")]
+OTHER += [("18", words) for words in ("18 or 19", "17 dollars", "18 pi", "2x=18", "18x", "18 or", r"18\text{ or } 19")]
+
+
+@needs_mathverify
+def test_what_a_person_calls_right_is_right_and_no_more():
+    assert [pair for pair in SAME if not equality.equal(*pair)] == []
+    assert [pair for pair in OTHER if equality.equal(*pair)] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ the real files
+# Solved by the published rule (counted by running the published code on them), of how many: answers, or cells of Sudoku.
+PUBLISHED = {
+    "countdown": {128: (53, 256), 256: (50, 256), 512: (41, 256)},
+    "gsm8k": {128: (783, 1130), 256: (863, 1130), 512: (883, 1130)},
+    "sudoku": {128: (240, 2048), 256: (137, 2048), 512: (112, 2048)},
+}
+OURS = {
+    "countdown": {128: 54, 256: 51, 512: 41},
+    "gsm8k": {128: 790, 256: 869, 512: 887},
+    "sudoku": {128: 80, 256: 14, 512: 11},
+}
+# Why the two rules differ on an answer, and how often: (the published rule pays, or pays more; ours does).
+KINDS = {
+    "countdown": {"no box": (0, 1), "a box that is not closed": (0, 1)},
+    "gsm8k": {
+        "thousands with a separator": (0, 13),
+        "a box that is not closed, or its backslash missing": (1, 9),
+        "a fraction to reduce": (1, 1),
+        "several boxes: the first or the last": (1, 1),
+        "the number in a sentence or a time of day": (2, 0),
+        "a worked solution between the tags, the box after them": (2, 0),
+    },
+    "sudoku": {"no whole grid": (223, 0), "another completion is nearer": (0, 3)},
+}
+
+
+def answers(task: str, length: int):
+    for path in sorted(Path(FOLDER).glob(f"{task}_instruct_{length}_*_generations.json")):
+        yield from json.loads(path.read_text())["generations"]
+
+
+def asked(task: str, row: dict):
+    if task == "countdown":
+        return Numbers(tuple(row["ground_truth"][0]), row["ground_truth"][1])
+    if task == "sudoku":
+        return Grid(row["question"].split()[-1].replace("0", "."), row["ground_truth"])
+    return Question(row["question"], str(row["ground_truth"]).removesuffix(".0"), "")
+
+
+def worth(task: str, rule, row: dict) -> int:
+    verdict = rule.judge(asked(task, row), row["generations"])
+    return round(verdict.marks["cells"] * 8) if task == "sudoku" else int(verdict.solved)
+
+
+def why(task: str, text: str, gold: str) -> str:
+    """The kind of an answer on which the rules differ."""
+    said = final_answer(text)
+    if task == "sudoku":
+        return "another completion is nearer" if re.fullmatch("[1-4]{16}", re.sub(r"[\s|,.`]", "", said)) else "no whole grid"
+    if "boxed" not in text:
+        return "no box"
+    if task == "countdown":
+        return "a box that is not closed"
+    boxes = re.findall(r"\\boxed{([^{}\n]*)}", text)
+    if re.search(r"\\boxed{[^{}\n]*\d{1,3}(?:,|\\,)\d{3}", text):
+        return "thousands with a separator"
+    if "<answer>" in text and len(said) > 100:
+        return "a worked solution between the tags, the box after them"
+    if "frac" in said or "/" in said and re.fullmatch(r"\d+/\d+", said):
+        return "a fraction to reduce"
+    if len({*boxes} - {""}) > 1:
+        return "several boxes: the first or the last"
+    if len(said.split()) > 3 or ":" in said:
+        return "the number in a sentence or a time of day"
+    return "a box that is not closed, or its backslash missing"
+
+
+@needs_files
+@needs_mathverify
+@pytest.mark.parametrize("task", PUBLISHED)
+def test_the_published_rule_is_reproduced_and_every_difference_to_ours_has_a_kind(task):
+    kind = {"countdown": Countdown, "gsm8k": Gsm8k, "sudoku": Sudoku}[task]
+    published, ours = (kind(prompt_format="chat", protocol=name) for name in ("d1", "ours"))
+    more, fewer, found = Counter(), Counter(), 0
+    for length, (solved, total) in PUBLISHED[task].items():
+        rows = list(answers(task, length))
+        if not rows:  # a part of the files
+            continue
+        found += 1
+        readable = [row for row in rows if row["ground_truth"] is not None]  # without, the published rule pays nothing
+        pairs = [(worth(task, published, row), worth(task, ours, row), row) for row in readable]
+        assert (sum(p for p, _, _ in pairs), len(rows) * (8 if task == "sudoku" else 1)) == (solved, total)
+        assert sum(o for _, o, _ in pairs) == OURS[task][length]
+        for p, o, row in pairs:
+            if p != o:
+                (more if p > o else fewer)[why(task, row["generations"], row["ground_truth"])] += 1
+    assert found
+    assert found < 3 or {name: (more[name], fewer[name]) for name in more | fewer} == KINDS[task]
