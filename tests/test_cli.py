@@ -93,7 +93,7 @@ MISTAKES = {
     "train run.yaml --task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the tokenizer of ",
     "train run.yaml --lora.rank 2 --lora.target_modules [attn_out]": "lora.target_modules: got 'attn_out', which matches no",
     "evaluate base --config run.yaml --task chess": "task.name: got 'chess'; allowed countdown",
-    "tasks sudoku --check run.yaml": "tasks: got --check with sudoku, whose problems are generated",
+    "tasks sudoku --check run.yaml": "check: got 'run.yaml', whose ending is another; allowed .jsonl,",
     "tasks gsm8k --check nowhere.json --task.shot 2": "task.shot: unknown key (did you mean task.shots?)",
     # methods and their options
     "methods gdpp": "methods: got 'gdpp'; allowed gdpo",

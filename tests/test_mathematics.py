@@ -388,7 +388,7 @@ def test_a_wording_that_shots_or_a_reward_do_not_fit_is_refused():
 
 
 WRONG = {
-    "task.path: got '{0}/a.txt', whose ending is another; allowed .jsonl, .json, .parquet files": ("a.txt", "x"),
+    "task.path: got '{0}/a.txt', whose ending is another; allowed .jsonl, .json, .csv, .parquet files": ("a.txt", "x"),
     "{0}/a.jsonl: got no row": ("a.jsonl", "\n\n"),
     "{0}/a.jsonl row 2: got list; allowed an object": ("a.jsonl", '{"question": "?", "answer": "#### 1"}\n[1]'),
     "{0}/a.jsonl row 1: question: missing; the row has problem": ("a.jsonl", '{"problem": 1}'),

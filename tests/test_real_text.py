@@ -4,6 +4,7 @@ The files are those of dllm-reasoning/d1 (eval/eval_baselines, Apache License 2.
 MINIDRL_REAL_TEXT names their folder. docs/real_text.md has the table.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -12,14 +13,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from minidrl.tasks import d1, equality
 from minidrl.tasks.countdown import Countdown
 from minidrl.tasks.countdown import Puzzle as Numbers
-from minidrl.tasks.mathematics import Gsm8k, Question
+from minidrl.tasks.mathematics import Gsm8k, Math500, Question
 from minidrl.tasks.sudoku import Puzzle as Grid
-from minidrl.tasks.sudoku import Sudoku
+from minidrl.tasks.sudoku import Sudoku, completions
 from minidrl.tasks.text import final_answer
 
 needs_mathverify = pytest.mark.skipif(not equality.installed(), reason='needs pip install -e ".[math]"')
@@ -151,6 +153,76 @@ OTHER += [("18", words) for words in ("18 or 19", "17 dollars", "18 pi", "2x=18"
 def test_what_a_person_calls_right_is_right_and_no_more():
     assert [pair for pair in SAME if not equality.equal(*pair)] == []
     assert [pair for pair in OTHER if equality.equal(*pair)] == []
+
+
+# ----------------------------------------------------------------------------------------------------- files of other people
+PUZZLES = '{"input": "30,100,93", "output": "23"}\n{"input": "3,3,8,8", "output": 24}\n'
+CSV = "Puzzle,Solution\n3102200002100320,3142243142131324\n1200000034000000,\n"
+
+
+def test_puzzles_of_a_file_are_asked_and_never_trained_on(tmp_path):
+    (tmp_path / "a.jsonl").write_text(PUZZLES), (tmp_path / "a.csv").write_text(CSV)
+    task = Countdown(path=str(tmp_path / "a.jsonl"), prompt_format="chat")
+    assert [(p.numbers, p.target) for p in task.held_out(2)] == [((30, 100, 93), 23), ((3, 3, 8, 8), 24)]
+    assert task.judge(task.held_out(1)[0], "<answer>100-93+30</answer>").reward == 0.1
+    assert task.judge(task.held_out(2)[1], "<answer>8/(3-8/3)</answer>").solved
+    grids = Sudoku(path=str(tmp_path / "a.csv"), prompt_format="chat", protocol="d1")
+    first, second = grids.held_out(2)
+    assert first.clues == "3102200002100320".replace("0", ".")
+    assert second.solution == "" and grids.judge(first, "<answer>3142243142131324</answer>").solved
+    with pytest.raises(ValueError, match="^evaluate.n: got 3; allowed 1 to 2, the puzzles of "):
+        task.held_out(3)
+    for kind, name in ((Countdown, "a.jsonl"), (Sudoku, "a.csv")):
+        said = kind().check(str(tmp_path / name))
+        assert said.startswith(f"{tmp_path / name}: 2 rows; all can be asked and judged by {kind.name}; the longest prompt has")
+
+
+def test_what_a_file_excludes_is_not_trained_on_and_the_held_out_puzzles_stay(tmp_path):
+    easy = Countdown(num_numbers=2, max_number=4)
+    drawn = easy.problems(300, np.random.default_rng(0))
+    left_out = sorted({p.key for p in drawn})[::2]
+    rows = [{"input": key.split(">")[0], "output": key.split(">")[1]} for key in left_out]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    apart = dataclasses.replace(easy, exclude=str(tmp_path / "x.jsonl"))
+    kept = {p.key for p in apart.problems(300, np.random.default_rng(0))}
+    assert kept == {p.key for p in drawn} - {*left_out} and apart.held_out(4) == easy.held_out(4)
+    puzzles = Sudoku().problems(20, np.random.default_rng(0))
+    known = set().union(*(completions(p.clues) for p in puzzles))
+    (tmp_path / "x.csv").write_text("Puzzle\n" + "\n".join(p.clues.replace(".", "0") for p in puzzles))
+    others = Sudoku(exclude=str(tmp_path / "x.csv")).problems(200, np.random.default_rng(1))
+    assert not any(completions(p.clues) & known for p in others)
+    every = "\n".join(["Puzzle", *("1" + "0" * 15, "2" + "0" * 15, "3" + "0" * 15, "4" + "0" * 15)])
+    (tmp_path / "x.csv").write_text(every)
+    with pytest.raises(ValueError, match="^task.exclude: got .*; allowed a file that leaves grids to train on$"):
+        Sudoku(exclude=str(tmp_path / "x.csv")).problems(1, np.random.default_rng(0))
+
+
+WRONG = {
+    '{"nums": [1, 2], "target": 3}': "row 1: got {'nums': [1, 2], 'target': 3}; allowed input, numbers with commas, and output",
+    '{"input": "1,2", "output": "3"}\n{"input": "1,1", "output": "7"}': "row 2: output: got 7; allowed what 1,1 can make",
+    '{"input": "1,2,3,4,5", "output": "15"}': "row 1: input: got '1,2,3,4,5'; allowed 2 to 4 numbers up to 999999",
+}
+WRONG_GRIDS = {
+    "Puzzle,Solution\n1100000000000000,": "row 1: Puzzle: got '1100000000000000'; allowed sixteen digits, 0 in an empty cell",
+    "Clues\n3102200002100320": "row 1: Puzzle: got None; allowed sixteen digits",
+    "Puzzle,Solution\n3102200002100320,3142243142131342": "row 1: Solution: got '3142243142131342'; allowed one of the puzzle",
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "wrong"), [(Countdown, "a.jsonl", WRONG), (Sudoku, "a.csv", WRONG_GRIDS)])
+def test_a_wrong_file_is_one_line_with_its_row(kind, name, wrong, tmp_path):
+    for text, said in wrong.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError) as error:
+            kind(path=str(tmp_path / name)).held_out(1)
+        assert str(error.value).startswith(f"{tmp_path / name} {said}")
+
+
+def test_a_row_of_math_whose_answer_stands_in_the_box_of_its_solution_is_read(tmp_path):
+    row = {"problem": "1/2+1?", "solution": "So $\\boxed{1}$, no: $\\boxed{\\frac{3}{2}}$."}
+    assert [q.gold for q in Math500().questions_of([row, row | {"answer": "4"}], "x")] == ["\\frac{3}{2}", "4"]
+    with pytest.raises(ValueError, match="^x row 1: answer: got ''; allowed text that is not blank$"):
+        Math500().questions_of([{"problem": "?", "solution": "none"}], "x")
 
 
 # ------------------------------------------------------------------------------------------------------------ the real files

@@ -385,9 +385,6 @@ def tasks(
     from minidrl.run import checkpoints, config
 
     kind = task_class(name or DEFAULT)
-    if not hasattr(kind, "check"):
-        got = f"--check with {name or DEFAULT}, whose problems are generated"
-        raise ValueError(f"tasks: got {got}; allowed the name of a task that reads files")
     keys = {key[5:]: config.parsed(key, value) for key, value in settings.items()}
     tok = checkpoints.load_tokenizer(model) if model else None
     print(config.from_dict(kind, keys, "task.").check(str(check), tok))

@@ -231,7 +231,7 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
     if isinstance(task := data.get("task"), dict):
-        for key in {"path", "train_path", "held_out_path"} & task.keys():
+        for key in {"path", "train_path", "held_out_path", "exclude"} & task.keys():
             task[key] = str((path.parent / str(task[key])).resolve()) if task[key] else task[key]
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])

@@ -44,7 +44,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from minidrl.tasks import Example, Verdict, d1
+from minidrl.tasks import Example, Verdict, d1, rows
 from minidrl.tasks.d1 import WORDINGS
 from minidrl.tasks.text import PROMPT_FORMATS, PROTOCOLS, check_choice, final_answer
 from minidrl.tasks.text import tokenizer as tokenizer_of
@@ -96,7 +96,7 @@ class Puzzle:
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(rows.Puzzles):
     """The task as a run uses it: difficulty, split, reward.
 
     Difficulty: ``num_numbers`` numbers drawn from 1..``max_number``; every value on the way, the
@@ -107,7 +107,9 @@ class Countdown:
     ``held_out_share`` is held out, the highest ``pretrain_share`` is for pre-training, and RL
     trains on what lies between. Where ``pretrain_share`` is 0, pre-training and RL share a split.
     ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may have
-    ``max_prompt_length`` tokens.
+    ``max_prompt_length`` tokens. ``wording`` and ``protocol``: its words and how answers are read,
+    ours or d1's (``tasks.d1``). ``path``: held-out puzzles of a file, whose rows have ``input``
+    (30,100,93) and ``output`` (23); ``exclude``: a file whose puzzles are not trained on.
     """
 
     name: ClassVar[str] = "countdown"
@@ -129,6 +131,8 @@ class Countdown:
     max_prompt_length: int = 200
     hit_share: float = 0.2
     late_hit_share: float = 0.2
+    path: str = ""
+    exclude: str = ""
 
     def __post_init__(self):
         def check(key: str, right: bool, allowed: str) -> None:
@@ -161,13 +165,15 @@ class Countdown:
         this difficulty has no puzzles.
         """
         wanted = self._drawn_from(split)
+        if wanted == "held_out" and self.path:
+            return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
         out: list[Puzzle] = []
         misses = 0
         while len(out) < count and misses < MAX_DRAWS:
             numbers = tuple(int(n) for n in rng.integers(1, self.max_number + 1, self.num_numbers))
             targets = self.targets(numbers)
             puzzle = self._puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
-            if puzzle and self.split_of(puzzle) == wanted:
+            if puzzle and self._is_in(puzzle, wanted):
                 out.append(puzzle)
                 misses = 0
             else:
@@ -190,7 +196,29 @@ class Countdown:
         each = range(1, self.max_number + 1)
         for numbers in itertools.combinations_with_replacement(each, self.num_numbers):
             every = (self._puzzle(numbers, target) for target in self.targets(numbers))
-            yield from (puzzle for puzzle in every if self.split_of(puzzle) == wanted)
+            yield from (puzzle for puzzle in every if self._is_in(puzzle, wanted))
+
+    def _is_in(self, puzzle: Puzzle, split: str) -> bool:
+        left_out = split != "held_out" and puzzle.key in self._excluded_keys
+        return self.split_of(puzzle) == split and not left_out
+
+    @functools.cached_property
+    def _excluded_keys(self) -> set[str]:
+        return {puzzle.key for puzzle in self.excluded}
+
+    def puzzle_of(self, row: rows.Row) -> Puzzle:
+        """A row of a file."""
+        try:
+            numbers = tuple(int(number) for number in str(row["input"]).split(","))
+            target = int(row["output"])
+        except (KeyError, TypeError, ValueError):
+            allowed = "input, numbers with commas, and output, a number"
+            raise ValueError(f"got {rows.brief(row)}; allowed {allowed}") from None
+        if not 2 <= len(numbers) <= 4 or min(numbers) < 0 or max(numbers) > 999_999:
+            raise ValueError(f"input: got {row['input']!r}; allowed 2 to 4 numbers up to 999999")
+        if target not in _reached(tuple(map(Fraction, sorted(numbers)))):
+            raise ValueError(f"output: got {target}; allowed what {row['input']} can make")
+        return self._puzzle(numbers, target)
 
     def _drawn_from(self, split: str) -> str:
         check_choice("split", split, SPLITS)
@@ -203,6 +231,8 @@ class Countdown:
         """
         if count < 1:
             raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
+        if self.path:
+            return self.first(count)
         # To list those that exist is fast; to draw until nothing new comes takes seconds.
         exist = sum(1 for _ in itertools.islice(self.puzzles("held_out"), count))
         if not exist:
@@ -276,13 +306,15 @@ class Countdown:
         """Tokens of the longest prompt; in the plain format a character is one."""
         if self.prompt_format == "chat":
             return self.max_prompt_length
+        if self.path:
+            return max(len(puzzle.prompt) for puzzle in self.of_path)
         return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
 
     @property
     def shortest_response(self) -> int:
         """Tokens without which nothing can be solved: each number and the operators between them,
-        such as ``5+8+6``; in a chat unknown, and 1."""
-        return 1 if self.prompt_format == "chat" else 2 * self.num_numbers - 1
+        such as ``5+8+6``; in a chat or of a file unknown, and 1."""
+        return 1 if self.prompt_format == "chat" or self.path else 2 * self.num_numbers - 1
 
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Solved and well-formed by the protocol, whatever ``reward`` pays for."""
@@ -370,6 +402,18 @@ def _values(numbers: tuple[int, ...], max_value: int) -> frozenset[int]:
 def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
     every = itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values())
     return tuple(sorted(every))
+
+
+def _reached(numbers: tuple[Fraction, ...]) -> set[Fraction]:
+    """Every value of an expression with all the numbers."""
+    if len(numbers) == 1:
+        return {*numbers}
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
+        for op in "+-*/" if numbers[j] else "+-*":
+            found |= _reached((*rest, _apply(numbers[i], op, numbers[j])))
+    return found
 
 
 # ------------------------------------------------------------------------------------- the verifier

@@ -36,6 +36,7 @@ from minidrl.tasks.text import (
     PROTOCOLS,
     check_choice,
     final_answer,
+    last_box,
     turn,
 )
 
@@ -313,9 +314,13 @@ class Math500(Mathematics):
     max_prompt_length: int = 1024
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
-        """Rows as questions."""
+        """Rows as questions; without an answer the last box of the solution has it."""
         fields = ("problem", "answer", "solution")
-        found = rows.texts(read, fields, where)
+        whole = [
+            row if row.get("answer") else row | {"answer": last_box(str(row.get("solution", "")))}
+            for row in read
+        ]
+        found = rows.texts(whole, fields, where)
         return [Question(*(row[key].strip() for key in fields)) for row in found]
 
     def shape(self, response: str, answer: str, solved: bool) -> float:

@@ -1,4 +1,4 @@
-"""Rows of a data set: from a file (.jsonl, .json, .parquet), or from the Hub at one revision.
+"""Rows of a data set: from a file (.jsonl, .json, .csv, .parquet), or from the Hub at one revision.
 
 Errors are ValueErrors of one line that names file, row (from 1) and field. Parquet files and data
 sets of the Hub are read by the package ``datasets``, which runs no code of theirs.
@@ -6,17 +6,19 @@ sets of the Hub are read by the package ``datasets``, which runs no code of thei
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import tempfile
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from minidrl.tasks import Problem, Task
 from minidrl.tasks.text import prompt_lengths
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SHOWN = 60  # characters of a value in a message
 
 Row = dict[str, Any]
@@ -38,12 +40,14 @@ def of_file(key: str, path: str | Path) -> list[Row]:
 
 
 def _of_json(path: Path) -> list[Any]:
-    """A list of objects in a .json file; else an object a line, empty lines skipped."""
+    """A list of objects in a .json file, lines under a header in .csv; else an object a line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".csv":
+            return [*csv.DictReader(text.splitlines())]
         if path.suffix == ".json" and text.lstrip()[:1] == "[":
             return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     rows = []
     for number, line in enumerate(filter(str.strip, text.split("\n")), 1):
@@ -113,6 +117,52 @@ def longest_prompt(task: Task, path: str, asked: Mapping[int, Problem], tok: Any
             where = f"{path} row {number}: {at}"
             raise ValueError(f"{where}: got {got}; allowed {allowed}, {task.prompt_length}")
     return f"the longest prompt has {max(lengths, default=0)} tokens"
+
+
+class Puzzles:
+    """A task of generated puzzles that can also be asked those of a file.
+
+    ``path``: a file whose puzzles are the held-out ones. ``exclude``: a file whose puzzles are not
+    trained on; those of ``path`` never are.
+    """
+
+    def puzzle_of(self, row: Row) -> Any:
+        """A row as a puzzle; ValueError for one that cannot be solved, or is none."""
+        raise NotImplementedError
+
+    @cached_property
+    def of_path(self) -> list[Any]:
+        """The puzzles of ``path``."""
+        return self.read("task.path", self.path) if self.path else []
+
+    @cached_property
+    def excluded(self) -> list[Any]:
+        """The puzzles that are not trained on."""
+        return self.of_path + (self.read("task.exclude", self.exclude) if self.exclude else [])
+
+    def read(self, key: str, path: str) -> list[Any]:
+        """The puzzles of a file; ``key``: what names it."""
+        found = []
+        for number, row in enumerate(of_file(key, path), 1):
+            try:
+                found.append(self.puzzle_of(row))
+            except ValueError as error:
+                raise ValueError(f"{path} row {number}: {error}") from None
+        return found
+
+    def first(self, count: int) -> list[Any]:
+        """The first ``count`` puzzles of ``path``."""
+        if not 1 <= count <= len(self.of_path):
+            allowed = f"1 to {len(self.of_path)}, the puzzles of {self.path}"
+            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
+        return self.of_path[:count]
+
+    def check(self, path: str, tok: Any = None) -> str:
+        """What was found in a file whose puzzles can all be asked and solved."""
+        found = self.read("check", path)
+        measured = longest_prompt(self, path, dict(enumerate(found, 1)), tok, "puzzle")
+        said = f"{path}: {len(found)} rows; all can be asked and judged by {self.name}"
+        return f"{said}; {measured}"
 
 
 def brief(value: Any) -> str:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from minidrl.tasks import Example, Verdict, d1
+from minidrl.tasks import Example, Verdict, d1, rows
 from minidrl.tasks.d1 import WORDINGS
 from minidrl.tasks.text import (
     PROMPT_FORMATS,
@@ -151,7 +151,7 @@ class Puzzle:
 
 
 @dataclass(frozen=True)
-class Sudoku:
+class Sudoku(rows.Puzzles):
     """The task as a run uses it: difficulty, split, reward.
 
     Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says
@@ -162,7 +162,10 @@ class Sudoku:
     with completions in both is in none. Pre-training and RL share a split. ``hit_share``: the share
     of demonstrations that are solutions.
     ``prompt_format``: plain (``3..1.4....43.13.:`` and sixteen digits) or chat, whose prompts may
-    have ``max_prompt_length`` tokens.
+    have ``max_prompt_length`` tokens. ``wording`` and ``protocol``: its words and how answers are
+    read, ours or d1's (``tasks.d1``). ``path``: held-out puzzles of a file, whose rows have
+    ``Puzzle`` (0 in an empty cell) and may have ``Solution``; ``exclude``: a file whose grids are
+    not trained on.
     """
 
     name: ClassVar[str] = "sudoku"
@@ -180,6 +183,8 @@ class Sudoku:
     prompt_format: str = "plain"
     max_prompt_length: int = 200
     hit_share: float = 0.2
+    path: str = ""
+    exclude: str = ""
 
     def __post_init__(self):
         def check(key: str, right: bool, allowed: str) -> None:
@@ -208,19 +213,43 @@ class Sudoku:
         Raises ValueError for another split.
         """
         check_choice("split", split, SPLITS)
+        if split == "held_out" and self.path:
+            return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
         held_out = _grids_held_out(self.cut)
         pool = [grid for grid in grids() if (grid in held_out) == (split == "held_out")]
         numbers = rng.integers(self.min_clues, self.max_clues + 1, count)
-        return [self._drawn(pool, int(number), rng) for number in numbers]
+        left_out = frozenset() if split == "held_out" else self._excluded_grids
+        return [self._drawn(pool, int(number), rng, left_out) for number in numbers]
 
-    def _drawn(self, pool: list[str], clues: int, rng: np.random.Generator) -> Puzzle:
-        while True:  # ends: with FEWEST clues or more every split has puzzles
+    def _drawn(
+        self, pool: list[str], clues: int, rng: np.random.Generator, left_out: frozenset[str]
+    ) -> Puzzle:
+        for _ in range(MAX_REPEATS):  # with FEWEST clues or more every split has puzzles
             grid = pool[rng.integers(len(pool))]
             shown = set(rng.permutation(CELLS)[:clues].tolist())
             kept = "".join(d if i in shown else EMPTY for i, d in enumerate(grid))
             puzzle = Puzzle(kept, wording=self.wording)
-            if self.split_of(puzzle) is not None:
+            if self.split_of(puzzle) is not None and not (left_out & completions(kept)):
                 return puzzle
+        got = self.exclude or self.path
+        raise ValueError(f"task.exclude: got {got!r}; allowed a file that leaves grids to train on")
+
+    @functools.cached_property
+    def _excluded_grids(self) -> frozenset[str]:
+        known = [[p.solution] if p.solution else completions(p.clues) for p in self.excluded]
+        return frozenset(itertools.chain.from_iterable(known))
+
+    def puzzle_of(self, row: rows.Row) -> Puzzle:
+        """A row of a file."""
+        clues, solution = str(row.get("Puzzle")), str(row.get("Solution") or "")
+        clues = clues.replace("0", EMPTY)
+        found = completions(clues) if re.fullmatch("[1-4.]{16}", clues) else frozenset()
+        if not found:
+            allowed = "sixteen digits, 0 in an empty cell, of a puzzle that can be solved"
+            raise ValueError(f"Puzzle: got {row.get('Puzzle')!r}; allowed {allowed}")
+        if solution and solution not in found:
+            raise ValueError(f"Solution: got {solution!r}; allowed one of the puzzle")
+        return Puzzle(clues, solution, self.wording)
 
     def held_out(self, count: int) -> list[Puzzle]:
         """The first ``count`` held-out puzzles, each once: a prefix of every larger test set.
@@ -229,6 +258,8 @@ class Sudoku:
         """
         if count < 1:
             raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
+        if self.path:
+            return self.first(count)
         seen: dict[str, Puzzle] = {}
         rng, misses = np.random.default_rng(0), 0
         while len(seen) < count and misses < MAX_REPEATS:
