@@ -353,8 +353,7 @@ def has_adapters(denoiser: nn.Module) -> bool:
 def without_adapters(denoiser: Denoiser) -> Denoiser:
     """The same network (shared weights) with its adapters off during a call: the base, to the bit.
 
-    It is the reference policy of a run with adapters, which therefore needs no second copy of 8
-    billion weights.
+    The reference policy of a run with adapters needs no second copy of 8 billion weights.
     """
     other = copy.copy(denoiser)
     for name in ("encode", "encode_staircase", "head"):
@@ -389,10 +388,8 @@ def checkpoint_activations(denoiser: Denoiser) -> None:
 
 @contextlib.contextmanager
 def _recomputing(body: nn.Module):
-    """transformers checkpoints a layer in training mode: they are, for a forward with a graph.
-
-    What is in them stays in its mode, and so do sampling and scoring, where checkpointing would
-    drop the cache.
+    """transformers checkpoints a layer in training mode: they are, for a forward with a graph. What
+    is in them stays in its mode, and so does sampling, where checkpointing would drop the cache.
     """
     graph = torch.is_grad_enabled()
     layers = [layer for layer in body.layers if graph and layer.gradient_checkpointing]

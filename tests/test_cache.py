@@ -263,10 +263,9 @@ class Heads(Spy):
         return self.model.head(h)
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix"])
-def test_completions_in_chunks(cache, monkeypatch):
+def test_completions_in_chunks(monkeypatch):
     """Never more rows of logits than fit in CHUNK, or one a sequence; those of hidden blocks only; and the same tokens."""
-    settings, words = settings_of(cache, 4, 2, "random"), {"records": sampler.COMPLETIONS, "early_stop": False}
+    settings, words = settings_of("prefix", 4, 2, "random"), {"records": sampler.COMPLETIONS, "early_stop": False}
     whole = run(network(None), settings, **words)
     for chunk, largest in ((3 * 12 * 7, 36), (1, 24), (2**26, 48)):
         monkeypatch.setattr(sampler, "CHUNK", chunk)

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 import textwrap
 from collections import Counter
 from dataclasses import replace
@@ -98,6 +97,12 @@ def prompts():
     return torch.tensor([[1, 2, 3, 1], [0, 0, 3, 2], [0, 2, 2, 1]]), mask
 
 
+def run(model, settings, given=None, **words):
+    """A Rollout of three prompts, or of no prompt at all where the model is a table or fixed, by the noise of seed 0."""
+    given = given or (prompts() if isinstance(model, (ContextDenoiser, Spy)) else empty_prompt())
+    return sampler.generate(model, *given, settings, **{"eos_token_id": None, "generator": seeded()} | words)
+
+
 def assert_same(a, b):
     """Bit-equal Rollouts, records included."""
     for name in ("prompt", "prompt_mask", "response", "keep", "unmask_step", "logp"):
@@ -133,7 +138,7 @@ def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4
     """(response, unmask_step) has the distribution that enumeration gives, and so has the response alone."""
     model = TabularDenoiser.random(4, vocab, seeded(7), scale=1.5)
     settings = settings_of(order, temperature, 4, block_length, tokens_per_step)
-    out = sampler.generate(model, *empty_prompt(), settings, eos_token_id=eos, num_generations=draws, generator=seeded())
+    out = run(model, settings, eos_token_id=eos, num_generations=draws)
     with torch.no_grad():
         exact = trajectories(model, order, temperature, tokens_per_step, block_length=block_length, eos_token_id=eos)
     joint, response = Counter(), Counter()
@@ -150,8 +155,7 @@ def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0)
     """logp, entropy, topk and one_step equal what the network says of the replayed states."""
     model, records = model or ContextDenoiser(), RECORDS if temperature else GREEDY_RECORDS
     settings = settings_of(order, temperature, 6, 3, 1, threshold)
-    how = {"eos_token_id": eos, "num_generations": 6, "generator": seeded(), "records": records}
-    out = sampler.generate(model, *prompts(), settings, **how)
+    out = run(model, settings, eos_token_id=eos, num_generations=6, records=records)
     logp, entropy, taken = torch.zeros_like(out.logp), torch.zeros_like(out.logp), steps_run(out.unmask_step)
     for step in range(settings.num_steps):
         logits, now = replayed(out, model, step), out.unmask_step == step
@@ -187,15 +191,7 @@ def law_completions_are_drawn(order, temperature=0.7, draws=20_000, record="one_
     """A drawn completion of a state has the product law of its hidden tokens at the temperature, by the oracle."""
     model = TabularDenoiser.random(3, 3, seeded(8), scale=1.5)
     settings = settings_of(order, temperature, 3, 3, 1)
-    out = sampler.generate(
-        model,
-        *empty_prompt(),
-        settings,
-        eos_token_id=None,
-        num_generations=draws,
-        generator=seeded(),
-        records=[record],
-    )
+    out = run(model, settings, num_generations=draws, records=[record])
     states = sampler.states(out, model.mask_token_id).tolist()
     for step in range(settings.num_steps):
         drawn = Counter(map(tuple, out.records[record][:, step].tolist()))
@@ -211,12 +207,10 @@ def law_completions_are_drawn(order, temperature=0.7, draws=20_000, record="one_
         assert chi_square_p(drawn, law) > 1e-4
 
 
-def law_the_step_is_taken_from_its_proposals(order, tau=None):
-    """What a step reveals stands in its completion; by confidence, it is what is surest there: n tokens, or all above tau."""
+def law_the_step_is_taken_from_its_proposals(order):
+    """What a step reveals stands in its completion; by confidence, it is the n tokens that are surest there."""
     model = TabularDenoiser.random(4, 3, seeded(13), scale=1.5)
-    settings = replace(settings_of(order, 0.7, 4, 4, 2), threshold=tau, **({"tokens_per_step": 1} if tau else {}))
-    how = {"num_generations": 200, "generator": seeded(), "records": ["one_step_proposed"]}
-    out = sampler.generate(model, *empty_prompt(), settings, eos_token_id=None, **how)
+    out = run(model, settings_of(order, 0.7, 4, 4, 2), num_generations=200, records=["one_step_proposed"])
     proposed, states = out.records["one_step_proposed"], sampler.states(out, model.mask_token_id)
     for b, step in product(range(200), range(int(out.unmask_step.max()) + 1)):
         now, told = out.unmask_step[b] == step, proposed[b, step]
@@ -228,23 +222,15 @@ def law_the_step_is_taken_from_its_proposals(order, tau=None):
             conf = logits.log_softmax(-1).gather(1, told[:, None])[:, 0].detach()
             left = hidden & ~now
             assert not left.any() or conf[now].min() >= conf[left].max()
-            assert tau is None or not left.any() or conf[left].max() < math.log(tau), "the others were not sure enough"
 
 
 def law_completions_have_noise_of_their_own(order):
     """Given the state before the last step, its completion has the law of the response, and is independent of it."""
     model = TabularDenoiser.random(2, 2, seeded(9))
-    out = sampler.generate(
-        model,
-        *empty_prompt(),
-        settings_of(order, 0.8, 2, 2, 1),
-        eos_token_id=None,
-        num_generations=20_000,
-        generator=seeded(),
-        records=["one_step_sampled"],
-    )
+    out = run(model, settings_of(order, 0.8, 2, 2, 1), num_generations=20_000, records=["one_step_sampled"])
     state = sampler.state_before(out, 1, model.mask_token_id)
-    for (_, j), rows in groups(state):
+    for one in sorted(set(map(tuple, state.tolist()))):  # its only hidden position j has the largest id, [MASK]
+        j, rows = one.index(max(one)), (state == torch.tensor(one)).all(1).nonzero()[:, 0]
         own, other = out.response[rows].tolist(), out.records["one_step_sampled"][rows, 1].tolist()
         share = sum(row[j] for row in own) / len(own)  # tokens are 0 and 1
         pairs = Counter((a[j], b[j]) for a, b in zip(own, other, strict=True))
@@ -255,31 +241,21 @@ def law_completions_have_noise_of_their_own(order):
         assert chi_square_p(pairs, joint) > 1e-4
 
 
-def groups(state):
-    """((state, its only hidden position), its rows) for every distinct state."""
-    for one in sorted(set(map(tuple, state.tolist()))):
-        rows = (state == torch.tensor(one)).all(1).nonzero()[:, 0]
-        yield (one, one.index(max(one))), rows  # [MASK] is the largest id
-
-
 def law_records_change_nothing(order, temperature):
     """The trajectory with records is that without, for the same generator; each record is what it is without the others."""
-    run = partial(sampler.generate, ContextDenoiser(), *prompts(), settings_of(order, temperature, 6, 3, 1), eos_token_id=0)
-    bare = run(num_generations=4, generator=seeded(3))
-    for records in [[name] for name in RECORDS] + [RECORDS]:
-        seen = run(num_generations=4, generator=seeded(3), records=records)
-        assert_same(replace(seen, records={}), bare)
-        alone = run(num_generations=4, generator=seeded(3), records=["one_step_sampled"])
-        if "one_step_sampled" in records:
-            assert torch.equal(seen.records["one_step_sampled"], alone.records["one_step_sampled"])
+    settings, how = settings_of(order, temperature, 6, 3, 1), {"eos_token_id": 0, "num_generations": 4}
+    bare, every = run(ContextDenoiser(), settings, **how), run(ContextDenoiser(), settings, records=RECORDS, **how)
+    assert_same(replace(every, records={}), bare)
+    for name in RECORDS:
+        alone = run(ContextDenoiser(), settings, records=[name], **how)
+        assert_same(replace(every, records={key: every.records[key] for key in alone.records}), alone)
 
 
 def law_seen_logp_by_the_oracle(order):
     """log p of the response's tokens, at temperature 1, in every state before a row's end; 0 where they are visible."""
     model = TabularDenoiser.random(4, 3, seeded(5), scale=1.5)
     settings = settings_of(order, 0.7, 4, 2, 1)
-    how = {"eos_token_id": 2, "num_generations": 90, "generator": seeded(), "records": ["seen_logp"]}
-    out = sampler.generate(model, *empty_prompt(), settings, **how)
+    out = run(model, settings, eos_token_id=2, num_generations=90, records=["seen_logp"])
     seen, states, ends = out.records["seen_logp"], sampler.states(out, model.mask_token_id), steps_run(out.unmask_step)
     over = sampler.after_end(out.response, 2, 2)
     for b, t, i in product(range(90), range(4), range(4)):
@@ -295,15 +271,14 @@ def law_seen_logp_by_the_oracle(order):
 def law_topk_is_short():
     """Of a large vocabulary, 20 tokens."""
     model = FixedDenoiser(torch.linspace(0, 3, 500))
-    settings = settings_of("left_to_right", 1.0, 4, 4, 2)
-    out = sampler.generate(model, *empty_prompt(), settings, eos_token_id=None, generator=seeded(), records=["topk"])
+    out = run(model, settings_of("left_to_right", 1.0, 4, 4, 2), records=["topk"])
     assert torch.equal(out.records["topk_ids"][0, 0], torch.arange(499, 479, -1))
 
 
 def law_states_replay(order):
     """The network saw exactly the states that unmask_step gives back, at full length, with the prompt's padding."""
-    model, how = Spy(ContextDenoiser()), {"eos_token_id": 0, "num_generations": 4, "generator": seeded()}
-    out = sampler.generate(model, *prompts(), settings_of(order, 1.0, 6, 3, 1), **how)
+    model = Spy(ContextDenoiser())
+    out = run(model, settings_of(order, 1.0, 6, 3, 1), eos_token_id=0, num_generations=4)
     states = sampler.states(out, model.mask_token_id)
     for step, (seen, mask) in enumerate(zip(model.states, model.masks, strict=True)):
         rows = (step < steps_run(out.unmask_step)).nonzero()[:, 0]
@@ -316,7 +291,7 @@ def law_each_step_reveals_n(order):
     """Every step turns n [MASK] of its block into tokens and leaves all else as it is."""
     model, n = Spy(ContextDenoiser()), 2
     settings = settings_of(order, 1.0, 8, 4, n)
-    out = sampler.generate(model, *prompts(), settings, eos_token_id=None, num_generations=5, generator=seeded())
+    out = run(model, settings, num_generations=5)
     seen = [*model.states, torch.cat([out.prompt, out.response], 1)]
     assert len(model.states) == settings.num_steps and out.keep.all()
     assert (seen[0][:, 4:] == model.mask_token_id).all() and (out.response != model.mask_token_id).all()
@@ -334,7 +309,7 @@ def law_same_whatever_the_cost(order, temperature):
     for stop, size in product((True, False), (None, 1, 4)):
         g, model = seeded(5), TabularDenoiser.random(6, 3, seeded(1))
         how = {"eos_token_id": 2, "num_generations": 2, "generator": g, "records": records}
-        outs.append(sampler.generate(model, *empty_prompt(7), settings, early_stop=stop, micro_batch=size, **how))
+        outs.append(run(model, settings, empty_prompt(7), early_stop=stop, micro_batch=size, **how))
         ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))
     assert len(ends) == 1
     for other in outs[1:]:
@@ -344,11 +319,11 @@ def law_same_whatever_the_cost(order, temperature):
 def law_rows_are_independent(settings):
     """A row does not change when the prompts of the other rows do, nor when those end at other times."""
     prompt, mask = prompts()
-    run = partial(sampler.generate, ContextDenoiser(), settings=settings, eos_token_id=0, num_generations=4, records=RECORDS)
-    a = run(prompt, mask, generator=seeded(2))
+    how = {"eos_token_id": 0, "num_generations": 4, "records": RECORDS}
+    a = run(ContextDenoiser(), settings, generator=seeded(2), **how)
     changed = prompt.clone()
     changed[0, -1], changed[2] = 2, torch.tensor([1, 3, 3, 3])
-    b = run(changed, mask, generator=seeded(2))
+    b = run(ContextDenoiser(), settings, (changed, mask), generator=seeded(2), **how)
     assert not torch.equal(steps_run(a.unmask_step), steps_run(b.unmask_step))
     for x, y in ((a.response, b.response), (a.unmask_step, b.unmask_step), *((a.records[n], b.records[n]) for n in a.records)):
         assert torch.equal(x[4:8], y[4:8])
@@ -358,7 +333,7 @@ def law_ties_go_to_the_lower_position(temperature):
     """Equal confidences everywhere: low_confidence reveals from the left, n at a time."""
     settings = settings_of("low_confidence", temperature, 32, 32, 2)
     model = FixedDenoiser(torch.zeros(4))
-    out = sampler.generate(model, *empty_prompt(), settings, eos_token_id=None, num_generations=3, generator=seeded())
+    out = run(model, settings, num_generations=3)
     assert torch.equal(out.unmask_step, (torch.arange(32) // 2).expand(3, -1))
 
 
@@ -368,9 +343,7 @@ def law_tail_is_reached(dtype):
     model = FixedDenoiser(probs.log().to(dtype))
     mass = model.logits.float().softmax(-1)[21:].sum().item()
     settings = settings_of("left_to_right", 1.0, 50, 50, 50)
-    out = sampler.generate(
-        model, *empty_prompt(), settings, eos_token_id=None, num_generations=200, generator=seeded(), micro_batch=50
-    )
+    out = run(model, settings, num_generations=200, micro_batch=50)
     tail = (out.response >= 21).float().mean().item()
     assert mass == pytest.approx(0.1, abs=0.01)
     assert abs(tail - mass) < 5 * (mass * (1 - mass) / out.response.numel()) ** 0.5
@@ -391,9 +364,7 @@ def law_end_of_text(order="left_to_right"):
     eos, width, rows = 2, 2, 100
     settings = settings_of(order, 1.0, 8, width, 1)
     model = TabularDenoiser.random(8, 3, seeded(4), scale=0.3)
-    out = sampler.generate(
-        model, *empty_prompt(), settings, eos_token_id=eos, num_generations=rows, generator=seeded(), records=RECORDS
-    )
+    out = run(model, settings, eos_token_id=eos, num_generations=rows, records=RECORDS)
     endings = Counter()
     for b in range(rows):
         response = out.response[b].tolist()
@@ -413,10 +384,7 @@ def law_greedy_needs_no_noise(order):
     g = seeded()
     before = g.get_state()
     model = ContextDenoiser()
-    run = partial(
-        sampler.generate, model, *prompts(), settings_of(order, 0.0, 6, 3, 1), eos_token_id=None, records=GREEDY_RECORDS
-    )
-    a, b = run(generator=g), run(generator=None)
+    a, b = (run(model, settings_of(order, 0.0, 6, 3, 1), generator=noise, records=GREEDY_RECORDS) for noise in (g, None))
     assert_same(a, b)
     assert torch.equal(g.get_state(), before)
     assert (a.logp == 0).all() and (a.records["entropy"] == 0).all()
@@ -430,9 +398,7 @@ def law_host_is_asked_once_a_block(order):
     """No data-dependent host value inside a block: one for early stopping per block, one for the final check."""
     settings = settings_of(order, 1.0, 8, 4, 1)
     with HostQuestions() as questions:
-        sampler.generate(
-            ContextDenoiser(), *prompts(), settings, eos_token_id=0, generator=seeded(), records=RECORDS, micro_batch=2
-        )
+        run(ContextDenoiser(), settings, eos_token_id=0, records=RECORDS, micro_batch=2)
     assert 1 <= questions.count <= settings.num_blocks + 1
 
 
@@ -453,7 +419,7 @@ class HostQuestions(TorchDispatchMode):
 def law_head_sees_only_what_it_must(order):
     """Positions given to head: the block for low_confidence, the n revealed ones for the other orders."""
     model = Spy(ContextDenoiser())
-    sampler.generate(model, *prompts(), settings_of(order, 1.0, 8, 4, 2), eos_token_id=None, generator=seeded())
+    run(model, settings_of(order, 1.0, 8, 4, 2))
     assert model.positions == [3 * (4 if order == "low_confidence" else 2)] * 4
 
 
@@ -527,15 +493,14 @@ def test_ties_tails_and_greedy():
 def test_left_padding_changes_nothing(order, monkeypatch):
     """A batch of prompts of unequal length gives what each prompt gives alone, with the same share of the noise."""
     model, (prompt, mask), settings = ContextDenoiser(), prompts(), settings_of(order, 1.0, 6, 3, 1)
-    together = sampler.generate(model, prompt, mask, settings, eos_token_id=0, num_generations=4, generator=seeded())
+    together = run(model, settings, eos_token_id=0, num_generations=4)
     noise = sampler.draw_noise(settings, 12, seeded(), prompt.device)
     for g in range(3):
         rows = slice(4 * g, 4 * g + 4)
         share = sampler.Noise(*(None if x is None else x[:, rows] for x in (noise.order, noise.uniform)))
         monkeypatch.setattr(sampler, "draw_noise", lambda *_, share=share: share)
         bare = prompt[g, mask[g]][None]
-        how = {"eos_token_id": 0, "num_generations": 4, "generator": seeded()}
-        alone = sampler.generate(model, bare, torch.ones_like(bare, dtype=torch.bool), settings, **how)
+        alone = run(model, settings, (bare, torch.ones_like(bare, dtype=torch.bool)), eos_token_id=0, num_generations=4)
         assert torch.equal(alone.response, together.response[rows])
         assert torch.equal(alone.unmask_step, together.unmask_step[rows])
         torch.testing.assert_close(alone.logp, together.logp[rows])
@@ -543,18 +508,15 @@ def test_left_padding_changes_nothing(order, monkeypatch):
 
 
 def test_rows_are_prompt_major():
-    out = sampler.generate(
-        ContextDenoiser(), *prompts(), settings_of("random"), eos_token_id=None, num_generations=2, generator=seeded()
-    )
+    out = run(ContextDenoiser(), settings_of("random"), num_generations=2)
     assert torch.equal(out.prompt, prompts()[0][[0, 0, 1, 1, 2, 2]])
     assert torch.equal(out.prompt_mask, prompts()[1][[0, 0, 1, 1, 2, 2]])
-    assert out.num_generations == 2 and out.sampler == settings_of("random") and out.records == {}
 
 
 def test_global_random_state_is_untouched():
     before = torch.get_rng_state()
     for order in ORDERS:
-        sampler.generate(ContextDenoiser(), *prompts(), settings_of(order), eos_token_id=0, generator=seeded(), records=RECORDS)
+        run(ContextDenoiser(), settings_of(order), eos_token_id=0, records=RECORDS)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -562,7 +524,7 @@ def test_global_random_state_is_untouched():
 def test_broken_logits_raise(order, temperature, bad):
     model = FixedDenoiser(torch.tensor([0.0, bad, 1.0]))
     with pytest.raises(FloatingPointError, match=r"^logits: the model returned NaN or \+inf$"):
-        sampler.generate(model, *empty_prompt(), settings_of(order, temperature), eos_token_id=0, generator=seeded())
+        run(model, settings_of(order, temperature), eos_token_id=0)
 
 
 VALID = settings_of("random", 1.0, 8, 4, 2)

@@ -29,6 +29,7 @@ from test_sampler import (
     law_rows_are_independent,
     law_scores_replay,
     prompts,
+    run,
     seeded,
 )
 
@@ -38,10 +39,16 @@ def settings_of(threshold=0.5, temperature=0.7, length=6, block_length=3, **more
     return Sampler(order="low_confidence", threshold=threshold, **words, **more)
 
 
-def drawn(model=None, settings=None, records=(), rows=6, eos=0, seed=0, **more):
-    noise = seeded(seed)
-    words = {"eos_token_id": eos, "num_generations": rows, "generator": noise, "records": records} | more
-    return sampler.generate(model or ContextDenoiser(), *prompts(), settings or settings_of(), **words)
+def drawn(model=None, settings=None, records=(), rows=6, eos=0, **more):
+    return run(
+        model or ContextDenoiser(),
+        settings or settings_of(),
+        prompts(),
+        eos_token_id=eos,
+        num_generations=rows,
+        records=records,
+        **more,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- laws
@@ -96,9 +103,7 @@ def law_exact_law_of_the_trajectory(tau, temperature=0.7, length=4, block_length
 def law_drawn_from_it(eos=1, tau=0.6, draws=20_000):
     """The same through `generate`, with two blocks and an EOS, by a chi-square test."""
     model = TabularDenoiser.random(4, 3, seeded(7), scale=1.5)
-    out = sampler.generate(
-        model, *empty_prompt(), settings_of(tau, 0.7, 4, 2), eos_token_id=eos, num_generations=draws, generator=seeded()
-    )
+    out = run(model, settings_of(tau, 0.7, 4, 2), eos_token_id=eos, num_generations=draws)
     exact = trajectories(model, "low_confidence", 0.7, 1, 2, eos, tau)
     law = {(path.response, path.unmask_step): float(path.prob.detach()) for path in exact}
     rows = zip(out.response.tolist(), out.unmask_step.tolist(), strict=True)
@@ -114,11 +119,7 @@ def law_same_whatever_the_cost(block_length=12, tau=0.6):
     for words in [*variants, {"agree": agree}, {"agree": agree, "micro_batch": 4}]:
         g, model = seeded(5), Spy(ContextDenoiser())
         settings = settings_of(tau, 0.7, 24, block_length)
-        outs.append(
-            sampler.generate(
-                model, *prompts(), settings, eos_token_id=0, num_generations=4, generator=g, records=RECORDS, **words
-            )
-        )
+        outs.append(drawn(model, settings, RECORDS, rows=4, generator=g, **words))
         ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))
         calls.append(sum(map(len, model.states)))
     for other in outs[1:]:
@@ -209,7 +210,7 @@ def test_keys_stay_with_their_rows(cache, wrong, monkeypatch):
 @pytest.mark.parametrize("cache", sampler.APPROXIMATE)
 def test_with_the_approximate_caches(cache, block_length):
     """Each row's steps are those of the network written out, with keys and values as its block's first step left them."""
-    run, same = test_block_sampler.run, test_block_sampler.same
+    same = test_block_sampler.same
     model, records = test_block_sampler.network(None), () if cache == "dual" else ("one_step", "one_step_sampled")
     settings = replace(test_cache.settings_of(cache, block_length), threshold=0.6)
     test_cache.law_steps_are_those_of_stale_keys(model, settings, records=("entropy", *records))
@@ -217,7 +218,7 @@ def test_with_the_approximate_caches(cache, block_length):
     assert len({tuple(row) for row in out.unmask_step.tolist()}) > 2 and (out.unmask_step.amax(1) < 7).any()
     if block_length == 8:  # with one step a block nothing is out of date
         whole = replace(settings, threshold=0.0)
-        same(run(model, whole), run(model, replace(whole, cache="none")))
+        same(test_block_sampler.run(model, whole), test_block_sampler.run(model, replace(whole, cache="none")))
 
 
 def test_with_the_exact_cache():
