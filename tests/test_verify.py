@@ -13,12 +13,12 @@ import test_chat
 import test_loading
 import tiny
 from minidrl import denoiser, loop
-from minidrl.run import checkpoints, memory, verify
+from minidrl.run import checkpoints, verify
 from minidrl.run.cli import main
 from minidrl.tasks.countdown import tokenizer
 
 BASE = Path(__file__).parents[1] / "tiny_configs/bases/countdown_base"
-NAMES = ["load", "loss", "answer", "reload", "step", "memory", "adapters"]
+NAMES = ["load", "loss", "answer", "reload", "step"]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def run(capfd, *arguments: object) -> tuple[int, list[str], str]:
 def test_trained_weights_in_lladas_format_pass(trained, tmp_path, capfd):
     status, lines, error = run(capfd, trained, "--device", "cpu", "--out", tmp_path)
     assert (status, error) == (0, "") and list(tmp_path.iterdir()) == []
-    assert [line.split()[:2] for line in lines] == [["n/a" if name == "memory" else "ok", name] for name in NAMES]
+    assert [line.split()[:2] for line in lines] == [["ok", name] for name in NAMES]
     says = dict(zip(NAMES, lines, strict=True))
     assert "447,648 weights, float32" in says["load"] and "ln V is 3.14" in says["loss"]
-    assert "'7,9,4>64:' -> '7+9=16*4=64'" in says["answer"] and "predicted 0.0" in says["memory"]
-    assert "39 tensors" in says["reload"] and "28 adapters moved" in says["step"] and "95 tensors" in says["adapters"]
+    assert "'7,9,4>64:' -> '7+9=16*4=64'" in says["answer"] and "39 tensors" in says["reload"]
+    assert "28 adapters moved" in says["step"] and "predicted 0.0" in says["step"]
 
 
 def test_random_weights_fail_where_they_must_and_only_there(tmp_path, capfd):
@@ -61,8 +61,8 @@ def test_random_weights_fail_where_they_must_and_only_there(tmp_path, capfd):
     test_chat.letters(tmp_path)
     test_chat.with_positions(tmp_path)
     status, lines, error = run(capfd, tmp_path, "--device", "cpu")
-    assert status == 1 and error == "minidrl: verify: 2 of 7 checks failed: loss, answer\n"
-    assert [line.split()[0] for line in lines] == ["ok", "FAILED", "FAILED", "ok", "ok", "n/a", "ok"]
+    assert status == 1 and error == "minidrl: verify: 2 of 5 checks failed: loss, answer\n"
+    assert [line.split()[0] for line in lines] == ["ok", "FAILED", "FAILED", "ok", "ok"]
     assert "allowed below 2.65, half of ln V" in lines[1] and "'What is 2+2?' -> '" in lines[2]
 
 
@@ -99,21 +99,19 @@ def test_a_question_of_ones_own(trained):
         found(trained, prompt="1")
 
 
-@pytest.mark.parametrize("check", ["reload", "adapters"])
-def test_a_changed_bit_is_found(check, trained, monkeypatch):
+def test_a_changed_bit_is_found(trained, monkeypatch):
     save = checkpoints.save
 
     def careless(model, tok, folder):
         save(model, tok, folder)
-        if denoiser.has_adapters(model) == (check == "adapters"):
-            (path,) = Path(folder).glob("*.safetensors")
-            weights = load_file(path)
-            weights[max(weights)].view(torch.int32).flatten()[-1:].bitwise_xor_(1)
-            save_file(weights, path, metadata={"format": "pt"})
+        (path,) = Path(folder).glob("*.safetensors")
+        weights = load_file(path)
+        weights[max(weights)].view(torch.int32).flatten()[-1:].bitwise_xor_(1)
+        save_file(weights, path, metadata={"format": "pt"})
 
     monkeypatch.setattr(checkpoints, "save", careless)
     checks = found(trained)
-    assert failed(checks) == [check] and "1 tensors came back different" in checks[check].said
+    assert failed(checks) == ["reload"] and "1 tensors came back different" in checks["reload"].said
 
 
 def test_a_step_that_moves_nothing_fails(trained, monkeypatch):
@@ -133,7 +131,7 @@ def test_there_is_never_more_than_one_network(trained, monkeypatch):
         return model, tok
 
     monkeypatch.setattr(checkpoints, "load", watched)
-    assert not failed(found(trained)) and set(alive) == {0} and len(alive) >= 4
+    assert not failed(found(trained)) and alive == [0, 0, 0]
 
 
 def test_memory_that_runs_out_is_a_failed_check(trained, monkeypatch):
@@ -143,17 +141,6 @@ def test_memory_that_runs_out_is_a_failed_check(trained, monkeypatch):
     monkeypatch.setattr(loop, "take_step", out_of_memory)
     checks = found(trained)
     assert failed(checks) == ["step"] and checks["step"].said == "CUDA out of memory. Tried to allocate 1.90 GiB."
-    assert all(checks[name].said == "there was no step" for name in ("memory", "adapters"))
-
-
-@pytest.mark.parametrize(("share", "status"), [(1.1, "ok"), (0.9, "ok"), (1.3, "FAILED"), (0.7, "FAILED")])
-def test_memory_is_compared_with_the_prediction(share, status, monkeypatch):
-    """A GPU's counter, made up; 15 % of the prediction and what libraries take are allowed."""
-    monkeypatch.setattr(memory, "peak", lambda _: 10**10)
-    monkeypatch.setattr(memory, "predicted_memory", lambda _: {})
-    monkeypatch.setattr(memory, "measured", lambda _: share * 10**10)
-    check = verify._checked("memory", lambda: verify._memory(tiny.settings(), {"run": None}))
-    assert check.status == status and f"predicted 10.000 GB at its peak, measured {10 * share:.3f} GB" in check.said
 
 
 def test_lladas_format_is_the_same_network(trained):

@@ -181,7 +181,7 @@ def verify(
 ) -> None:
     """Does everything work with these weights?
 
-    Seven checks, from loading to an RL step.
+    Five checks, from loading to an RL step.
     """
     import torch
 

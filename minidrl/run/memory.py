@@ -35,13 +35,11 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from minidrl import denoiser, sampler
@@ -58,9 +56,7 @@ FLOAT = 4  # bytes
 # Float32 arrays of R x V that are alive at once, counted on a call of the head and its backward
 # pass; a feature adds.
 ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0}
-ARRAYS |= {"order_logp": 0.0, "position_logp": 1.0}
-# And where R are the positions that a step passed over, of which these are made.
-PASSED = {"order_logp": 5.25, "position_logp": 2.5}
+ARRAYS |= {"order_logp": 2.25, "position_logp": 1.0}
 # Bytes a token of the vocabulary while the sampler draws: logits, log-probs and probs in float32,
 # their sums in float64.
 DRAW = 20
@@ -102,9 +98,9 @@ def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     responses = len(rollout.response)
     run = _Run(settings, method, plan, network, size, dtype.itemsize, gpus, responses)
     parts = _resident(run) | _transient(run)
-    grown, copied = parts["optimizer"] // 2, torch.device(settings.device).type == "cuda"
+    grown, on_gpu = parts["optimizer"] // 2, torch.device(settings.device).type == "cuda"
     several = _share(plan.network_calls, gpus) > settings.micro_batch
-    return parts | {"gradients": grown, "earlier": grown * several, "step": grown * copied}
+    return parts | {"gradients": grown, "earlier": grown * several, "step": grown * on_gpu}
 
 
 def peak(parts: dict[str, int]) -> int:
@@ -169,10 +165,13 @@ def _transient(run: _Run) -> dict[str, int]:
     tokens = min(s.micro_batch, _share(run.plan.network_calls, run.gpus)) * width
     drawn = min(s.micro_batch, _share(max(run.responses, s.evaluate.n), run.gpus))
 
-    # One layer, a token: what it keeps, what its way back makes (of the two branches of the MLP; an
-    # adapter's gradient is float32), and what a reference's way there does.
-    kept, forward = layer_bytes(shape, size, lora, width), _forward(shape, size, lora)
-    back = shape.intermediate_size * (size + (FLOAT if lora.rank else size))
+    # One layer, a token: what it keeps for its way back; what it takes at its widest without a
+    # graph (gate, up and their product, or the result of an adapter in float32, before and after
+    # its scale); and what its way back makes of the two branches of the MLP.
+    kept, mlp = layer_bytes(shape, size, lora, width), shape.intermediate_size
+    widest = 2 * size + 2 * FLOAT if lora.rank else 3 * size
+    forward = widest * mlp + 2 * size * shape.hidden_size
+    back = mlp * (size + (FLOAT if lora.rank else size))
     if s.gradient_checkpointing:
         kept, back = size * shape.hidden_size, back + kept
     aside = forward if "kl_ref" in run.method.features else 0
@@ -206,15 +205,14 @@ def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: in
     kept += 3 * size * mlp
     if not lora.rank:
         return kept + size * mlp
-    # What goes into the adapters, in float32: a copy for each where the network is not. Where it
-    # is, one tensor goes into several of them; that of o_proj is the result of the attention, which
-    # has been counted.
-    into = {("q_proj", "k_proj", "v_proj"): hidden, ("gate_proj", "up_proj"): hidden}
-    into |= {("down_proj",): mlp} | ({("o_proj",): attention} if size < FLOAT else {})
-    for names, inputs in into.items():
-        hits = sum(target.endswith(names) for target in lora.target_modules)
-        kept += FLOAT * inputs * (hits if size < FLOAT else min(hits, 1))
-    return kept + FLOAT * lora.rank * len(lora.target_modules)
+    # What goes into the adapters, in float32: a copy for each where the network is not; where it
+    # is, two of the layer's inputs and the MLP's product, each for several adapters.
+    copies = 2 * hidden + mlp
+    if size < FLOAT:
+        inputs = {"o_proj": attention, "down_proj": mlp}
+        names = (target.rpartition(".")[2] for target in lora.target_modules)
+        copies = sum(inputs.get(name, hidden) for name in names)
+    return kept + FLOAT * (copies + lora.rank * len(lora.target_modules))
 
 
 def _norm(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
@@ -222,36 +220,22 @@ def _norm(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
     return shape.hidden_size * (FLOAT + (0 if lora.rank else 2 * size)) + FLOAT
 
 
-def _forward(shape: PreTrainedConfig, size: int, lora: config.Lora) -> int:
-    # A layer without a graph, at its widest: gate, up and their product; or, while the adapter of
-    # one of them is added, what is there and its result in float32, before and after its scale.
-    there = {"gate_proj": size, "up_proj": 2 * size}
-    adapted = lora.target_modules if lora.rank else []
-    wide = [there[name] + 2 * FLOAT for name in there if any(x.endswith(name) for x in adapted)]
-    return shape.intermediate_size * max([3 * size, *wide]) + 2 * size * shape.hidden_size
-
-
 def _head_dim(shape: PreTrainedConfig) -> int:
     return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
 
 
 def _gathered(run: _Run) -> tuple[int, int]:
-    """Bytes of whole tensors on each GPU, the most on the way there and on the way back.
+    """Bytes of whole tensors on each GPU, on the way there and on the way back.
 
-    There: a layer, the next one, the embedding (or the head, which is as large); or the embedding
-    and what it is copied from. Back: the first three, the layer's gradient and that of the layer
-    before, on its way to the sum. At the end the embedding, its gradient and that of a layer; then
-    only its own gradient, twice. All the while the gradient of the head, which FSDP2 keeps until
-    the backward has ended.
+    There: a layer, the next one, and the embedding or the head. Back: also the gradients of the
+    layer and of the one before, which is on its way to the sum, and that of the head, which FSDP2
+    keeps until the backward has ended.
     """
     size, weight, shape = run.size, run.weight, run.network.config
     layer, embedding = _count(run.network.model.layers[0]), shape.vocab_size * shape.hidden_size
-    there = size * (max(2 * layer, embedding) + embedding)
-    if run.settings.lora.rank:
-        return there, there
-    middle = (3 * size + weight) * layer + size * embedding
-    end = max(2 * size * embedding + weight * layer, (size + weight) * embedding)
-    return there, max(there, middle, end) + weight * embedding
+    there = size * (2 * layer + embedding)
+    trained = (size + weight) * layer + weight * embedding
+    return there, there if run.settings.lora.rank else there + trained
 
 
 def _share(total: int, gpus: int) -> int:
@@ -259,42 +243,26 @@ def _share(total: int, gpus: int) -> int:
 
 
 def _logits(run: _Run) -> int:
-    """Of the micro-batch that needs the most: what the head makes of its rows, and its gradient."""
+    """Of the micro-batch with the most rows: what the head makes of them, and its gradient."""
     s, shape = run.settings, run.network.config
     array, head = FLOAT * shape.vocab_size, run.size * shape.vocab_size * shape.hidden_size
+    rows = run.plan.scored.flatten(0, 1).sum(-1)
+    passed_over = {"order_logp", "position_logp"} & set(run.method.features)
+    if (s.sampler.threshold is not None and run.plan.replay) or passed_over:
+        rows = s.sampler.block_length * (rows > 0)  # the most that a step may reveal
+    chunks = feat.state_chunks(run.plan, s.micro_batch)
+    states = max(chunks, key=lambda states: int(rows[states].sum()))
+    count, widest = int(rows[states].sum()), int(rows.max())
+    parts = max(1, feat.head_parts(len(states) * widest, shape.vocab_size))
+    once = math.ceil(count / parts)  # rows to which the head is applied at a time
+    # A part as it is read, beside the gradient that earlier parts have left; or the head's own way
+    # back: a gradient of the logits, and that of its weights, three of these while two are added.
     gradient = 0 if s.lora.rank else head
-    # Uses of the head: on how many rows of each state, at most how many, and how many float32
-    # arrays of V a row are alive. The second use looks at the positions that a step passed over.
-    scored = run.plan.scored.flatten(0, 1)
-    rows = scored.sum(-1)
-    if s.sampler.threshold is not None and run.plan.replay:  # the most that a step may reveal
-        rows = s.sampler.block_length * (rows > 0)
-    uses = [(rows, int(rows.max()), sum(ARRAYS[name] for name in run.method.features))]
-    for name in PASSED.keys() & set(run.method.features):
-        block, chooses = s.sampler.block_length, s.sampler.order == "low_confidence"
-        left = run.plan.hidden.flatten(0, 1)[:, -s.sampler.length :] & ~scored
-        current = scored.unflatten(1, (-1, block)).any(-1)
-        passed = (left.unflatten(1, (-1, block)).sum(-1) * current).sum(-1)
-        uses.append((passed * chooses, block, PASSED[name]))
-    most = 0
-    for states in feat.state_chunks(run.plan, s.micro_batch):
-        counts = [int(rows[states].sum()) for rows, _, _ in uses]
-        parts = [max(1, feat.head_parts(len(states) * n, shape.vocab_size)) for _, n, _ in uses]
-        once = [math.ceil(count / part) for count, part in zip(counts, parts, strict=True)]
-        # A part as it is read, beside the gradient that earlier parts have left. The first use's
-        # log-probabilities stay while the second is made.
-        read = [count * arrays * array for count, (_, _, arrays) in zip(once, uses, strict=True)]
-        beside = array * counts[0] if parts[0] == 1 else 0
-        reading = max(read[:1] + [beside + other for other in read[1:]])
-        reading += gradient if max(parts) > 1 else 0
-        # The head's own way back: a gradient of the logits, and that of its weights; three of these
-        # while two are added up. Between GPUs it is summed in the dtype of the weights.
-        adding = array * max(once[: 1 if parts[-1] == 1 else None])
-        adding += gradient * (3 if sum(parts) > 1 else 1)
-        summing = gradient // run.size * run.weight * (run.gpus > 1)
-        hidden = sum(counts) * 2 * run.size * shape.hidden_size
-        most = max(most, math.ceil(max(reading, adding, summing)) + hidden)
-    return most + head * (run.gpus > 1)
+    reading = once * array * sum(ARRAYS[name] for name in run.method.features)
+    reading += gradient * (parts > 1)
+    adding = once * array + gradient * (3 if parts > 1 else 1)
+    hidden = count * 2 * run.size * shape.hidden_size
+    return math.ceil(max(reading, adding)) + hidden + head * (run.gpus > 1)
 
 
 # ----------------------------------------------------------------------------------------- of a run
@@ -302,23 +270,16 @@ def check(settings: config.Train) -> None:
     """ValueError for a run whose predicted peak is beyond the memory of its device."""
     processes = distributed.num_processes()
     parts = predicted_memory(settings, processes)
-    largest = max(parts, key=parts.get)
-    said = f"{largest} alone {parts[largest] / 1e9:.1f}; python -m minidrl memory lists the parts"
-    _refuse(peak(parts), settings.device, processes, said)
-
-
-def check_pretraining(settings: config.Pretrain) -> None:
-    """ValueError for a network, or a batch, that the device cannot hold.
-
-    Weights, gradients and two moments in float32, and what the layers keep of a batch.
-    """
-    sizes, width = settings.network, settings.task.prompt_length + settings.sampler.length
-    square = 4 * sizes.hidden_size**2 + 3 * sizes.hidden_size * sizes.intermediate_size
-    kept = layer_bytes(sizes, FLOAT, config.Lora(), width)
-    layers, tokens = sizes.num_hidden_layers, settings.batch_size * width
-    asked = layers * (4 * FLOAT * square + tokens * kept)
-    said = f"{layers} layers of {sizes.hidden_size}, {tokens} tokens a batch"
-    _refuse(asked, settings.device, 1, said)
+    asked, largest = peak(parts), max(parts, key=parts.get)
+    room, name = main_memory() // processes, "this machine"
+    if torch.device(settings.device).type == "cuda" and torch.cuda.is_available():
+        room, name = torch.cuda.get_device_properties(settings.device).total_memory, settings.device
+    if asked > room:
+        said = (
+            f"{largest} alone {parts[largest] / 1e9:.1f}; python -m minidrl memory lists the parts"
+        )
+        got = f"{asked / 1e9:.1f} GB predicted at the peak ({said})"
+        raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
 
 
 def main_memory() -> int:
@@ -329,41 +290,21 @@ def main_memory() -> int:
     return min(whole, int(told)) if told.isdecimal() else whole
 
 
-def _refuse(asked: int, device: str, processes: int, said: str) -> None:
-    room, name = main_memory() // processes, "this machine"
-    if torch.device(device).type == "cuda" and torch.cuda.is_available():
-        room, name = torch.cuda.get_device_properties(device).total_memory, device
-    if asked > room:
-        got = f"{asked / 1e9:.1f} GB predicted at the peak ({said})"
-        raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
-
-
-def report_peak(settings: config.Train, device: torch.device) -> None:
-    """One line: the peak that was predicted and the one that was measured."""
+def compared(settings: config.Train) -> str:
+    """The peak that was predicted and the one that was measured, in words."""
     predicted = peak(predicted_memory(settings, distributed.num_processes())) / 1e9
-    found = measured(device)
+    found = measured(torch.device(settings.device))
     told = "not measured on a CPU" if found is None else f"measured {found / 1e9:.3f} GB"
-    if distributed.is_main():
-        tqdm.write(f"memory: predicted {predicted:.3f} GB at its peak, {told}", file=sys.stderr)
-
-
-_LOWER = {  # where memory runs out -> what to change
-    "loading": "dtype bfloat16, or quantize true with lora.rank from 1",
-    "evaluation": "a smaller micro_batch",
-    "rollout": "a smaller micro_batch",
-    "rollout_kl": "a smaller micro_batch",
-    "scoring": "a smaller micro_batch",
-    "update": "a smaller micro_batch or lora.rank, or gradient_checkpointing true",
-}
+    return f"predicted {predicted:.3f} GB at its peak, {told}"
 
 
 def out_of_memory(
     error: torch.OutOfMemoryError, settings: config.Train, out: Path, phase: str
 ) -> LocalError:
     """The line for it: in which phase of a step, what to lower, and what is kept."""
-    name = phase or "loading"
     found = folders.checkpoint_folders(out)
     kept = f"{found[-1]} is kept, --resume goes on" if found else "no checkpoint was due yet"
-    said, size = str(error).partition(". GPU")[0], settings.micro_batch
-    where = f"out of memory in the {name} ({said})"
-    return LocalError(f"micro_batch: got {size}, {where}; try {_LOWER[name]}; {kept}")
+    where = f"out of memory in the {phase or 'loading'} ({str(error).partition('. GPU')[0]})"
+    smaller = "gradient_checkpointing true, dtype bfloat16, or lora.rank from 1 and quantize true"
+    got = f"{settings.micro_batch}, {where}"
+    return LocalError(f"micro_batch: got {got}; try a smaller one, {smaller}; {kept}")

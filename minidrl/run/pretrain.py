@@ -23,7 +23,7 @@ from minidrl import features as feat
 from minidrl.algorithms import Rollout
 from minidrl.features import Network
 from minidrl.keyed import keyed_generator, keyed_seed
-from minidrl.run import checkpoints, config, folders, memory
+from minidrl.run import checkpoints, config, folders
 from minidrl.run.evaluate import evaluate
 from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import RunError, stop_requests
@@ -41,7 +41,6 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     """
     prepare(settings)
     held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
-    memory.check_pretraining(settings)
     with folders.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         try:
             return _pretrain(settings, out, checkpoint, asked)

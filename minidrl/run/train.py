@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -84,8 +85,8 @@ def _steps(
                 kept = folders.checkpoint_folders(out)
                 last = f"{kept[-1]} is the last checkpoint" if kept else "there is no checkpoint"
                 raise RunError(f"step {step}: {error}; stopped, {last}") from None
-            if step == first:  # no step needs more than the first
-                memory.report_peak(s, run.model.device)
+            if step == first and distributed.is_main():  # no step needs more than the first
+                tqdm.write(f"memory: {memory.compared(s)}", file=sys.stderr)
             seconds = time.perf_counter() - started
             state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
             bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")
