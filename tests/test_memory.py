@@ -267,9 +267,7 @@ def test_out_of_memory_is_one_line_that_says_where_and_what_to_lower(shapes, tmp
     with monkeypatch.context() as patch, pytest.raises(ValueError) as loading:
         patch.setattr(checkpoints, "load", out_of_memory)
         train.train(settings, tmp_path / "run")
-    said = (
-        "micro_batch: got 7, out of memory in the loading (CUDA out of memory. Tried to allocate 1.90 GiB); try a smaller"
-    )
+    said = "micro_batch: got 7, out of memory in the loading (CUDA out of memory. Tried to allocate 1.90 GiB); try a smaller"
     assert str(loading.value).startswith(said) and str(loading.value).endswith("no checkpoint was due yet")
     with monkeypatch.context() as patch, pytest.raises(ValueError) as third:
         patch.setattr(loop, "take_step", lambda made, n: out_of_memory() if n == 2 else take(made, n))
