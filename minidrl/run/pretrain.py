@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,21 @@ def _unchanged(item: Any) -> Any:
 
 
 def _begin_worker(number: int) -> None:
-    """Each worker is one thread, and leaves Ctrl-C to the run, which saves first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
+
+
+@contextlib.contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes that begin inside leave Ctrl-C to the run, which saves first.
+
+    They inherit that the signal is blocked; the run itself hears it when the block ends.
+    """
+    resource_tracker.ensure_running()  # to start it would end the block
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def demonstration_rollouts(
@@ -180,7 +193,9 @@ def demonstration_rollouts(
         worker_init_fn=_begin_worker,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    for item in items:
+    with _deaf_children() if settings.workers else contextlib.nullcontext():
+        made = iter(items)
+    for item in made:
         if isinstance(item, ValueError):
             raise item
         problems, *tensors = item

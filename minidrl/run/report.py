@@ -46,11 +46,7 @@ def can_draw() -> bool:
 
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     """Draw the solved rate of a run to ``path`` (default run/curve.png), which is returned."""
-    return write_png(draw_curve(read_metrics(run)), Path(path or Path(run) / "curve.png"))
-
-
-def write_png(figure: Figure, path: Path) -> Path:
-    """The figure as a PNG at ``path``, which is returned."""
+    figure, path = draw_curve(read_metrics(run)), Path(path or Path(run) / "curve.png")
     with style():
         figure.savefig(drawn := io.BytesIO(), format="png")
     folders.write(path, drawn.getvalue())
@@ -97,8 +93,7 @@ def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
         if not drawn:
             raise ValueError("metrics.jsonl: got no line with a solved rate")
         _finish(axes, drawn)
-        if not _time_axis(axes, *series(rows, "seconds")):
-            axes.spines["top"].set_visible(False)
+        _time_axis(axes, *series(rows, "seconds"))
     return figure
 
 
@@ -158,22 +153,18 @@ def _finish(axes: Axes, drawn: list[tuple[float, float]]) -> None:
     axes.legend(frameon=False, handlelength=1.4, borderaxespad=0.2, labelspacing=0.35)
 
 
-def _time_axis(axes: Axes, steps: list[float], seconds: list[float]) -> bool:
-    """Ticks at round times along the top, where updates reach them; False without times."""
+def _time_axis(axes: Axes, steps: list[float], seconds: list[float]) -> None:
+    """The time along the top, where the log has one that goes on."""
     from matplotlib.ticker import MaxNLocator
 
     if steps and steps[0] > 0 and seconds[0] > 0:  # the clock started before any update
         steps, seconds = [0, *steps], [0.0, *seconds]
     if len(steps) < 2 or np.diff(seconds).min() <= 0:
-        return False
+        axes.spines["top"].set_visible(False)
+        return
     unit, name = next((unit, name) for start, unit, name in UNITS if seconds[-1] >= start)
-    ticks = MaxNLocator(5, steps=STEPS).tick_values(0, seconds[-1] / unit)
-    ticks = [t for t in ticks if seconds[0] <= t * unit <= seconds[-1]]
-    top = axes.twiny()
-    places = np.interp([t * unit for t in ticks], seconds, steps)
-    top.set_xticks(places, labels=[f"{t:g}" for t in ticks])
-    top.set_xlim(axes.get_xlim())  # last: ticks may widen the limits
+    times = np.array(seconds) / unit
+    there, back = (lambda x: np.interp(x, steps, times)), (lambda t: np.interp(t, times, steps))
+    top = axes.secondary_xaxis("top", functions=(there, back))
     top.set_xlabel(name)
-    top.tick_params(length=3)
-    top.spines["right"].set_visible(False)
-    return True
+    top.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS, prune="both"))  # none beyond the data
