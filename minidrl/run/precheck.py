@@ -63,15 +63,16 @@ def dry_step(method: Method, settings: config.Train) -> None:
 def blank_rollout(method: Method, settings: config.Train, prompts: int = 1) -> Rollout:
     """A made-up Rollout of ``prompts`` groups on the CPU, with the records of the method.
 
-    Responses (B, L) as long as the run's. Every token, log-probability and record is 0, no response
-    ends early, positions are revealed from left to right, and the prompts have one token. Plans,
-    losses and memory can be worked out on it before a network is loaded.
+    Responses (B, L) as long as the run's. Every token, log-probability and record is 0, but for the
+    entropy, which is so high that no plan leaves a step out for it; no response ends early,
+    positions are revealed from left to right, and the prompts have one token. Plans, losses and
+    memory can be worked out on it before a network is loaded.
     """
     s, rows = settings.sampler, settings.num_generations * prompts
     ids, logp = torch.zeros(rows, s.length, dtype=torch.long), torch.zeros(rows, s.length)
     every_step = ids[:, None].expand(-1, s.num_steps, -1)
     known = {name: {name: every_step} for name in sampler.COMPLETIONS}
-    known["entropy"] = {"entropy": logp}
+    known["entropy"] = {"entropy": logp + 100}
     known["topk"] = {"topk_ids": ids[..., None], "topk_logp": logp[..., None]}
     known["seen_logp"] = {"seen_logp": 0.0 * every_step, "solved": ids[:, 0] > 0}
     records = {k: v for need in ("entropy", *method.needs) for k, v in known[need].items()}
