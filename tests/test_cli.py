@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import tiny
-from minidrl import methods, oracle, sampler
+from minidrl import sampler
 from minidrl.methods import METHODS
 from minidrl.run import checkpoints, config, estimators, launch, lookup
 from minidrl.run.cli import main
@@ -65,7 +64,6 @@ MISTAKES = {
     "train": "Missing argument 'CONFIG'",
     "methods --jsn": "No such option: --jsn",
     "evaluate base --n many": "Invalid value for '--n'",
-    "evaluate base --samples 0": "Invalid value for '--samples'",
     "evaluate base --config run.yaml --sample 3": "--sample: unknown option",
     "evaluate base --config run.yaml --length 4,many": "length: got 'many'; allowed integers from 1",
     "evaluate": "model: got none; allowed a folder, or --compare A B",
@@ -80,29 +78,20 @@ MISTAKES = {
     "evaluate gpt --config run.yaml --n 4": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
     "verify nowhere": "model: got 'nowhere', which holds no config.json",
     "train run.yaml --out run.yaml": "out: got 'run.yaml', which is a file",
-    "train run.yaml --out base": "out: got 'base', which already holds a run",
-    "train run.yaml --out new --resume": "resume: got 'new', which holds no checkpoint",
     "tasks gsm8k --check nowhere.json": "check: got 'nowhere.json', which is no file",
     # settings (tests/test_config.py has many)
     "train run.yaml --stepz=5": "stepz: unknown key (did you mean steps?); allowed model,",
-    "train run.yaml --optimizer.learning_rate -1e-3": "optimizer.learning_rate: got -0.001; allowed greater than 0",
-    "pretrain base.yaml --steps 0": "steps: got 0; allowed greater than 0",
-    "memory run.yaml --device quantum": "device: got 'quantum'; allowed cpu, cuda",
     "train run.yaml --compute_dtype bfloat16 --dtype float32": "compute_dtype: got 'bfloat16' with one process",
     "train run.yaml --evaluate.n 5000": "evaluate.n: got 5000; allowed at most 35",
     "train run.yaml --task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the tokenizer of ",
-    "train run.yaml --lora.rank 2 --lora.target_modules [attn_out]": "lora.target_modules: got 'attn_out', which matches no",
-    "evaluate base --config run.yaml --task chess": "task.name: got 'chess'; allowed countdown",
     "tasks sudoku --check run.yaml": "check: got 'run.yaml', whose ending is another; allowed .jsonl,",
     "tasks gsm8k --check nowhere.json --task.shot 2": "task.shot: unknown key (did you mean task.shots?)",
     # methods and their options
     "methods gdpp": "methods: got 'gdpp'; allowed gdpo",
     "where zzzz": "where: got 'zzzz', which no docstring holds",
     "train run.yaml --method pppo": "method: got 'pppo'; allowed reinforce,",
-    "train run.yaml --method_options.plan.states 3": "method_options.plan.states: no such option of reinforce; allowed plan.",
     "train run.yaml --method egspo --method_options.plan.num_states 5": "plan.num_states: got 5; allowed up to the 4 steps",
     "train run.yaml --method gdpo-sequence --method_options.plan.counts odd": "plan.counts: got 'odd'",
-    "train run.yaml --method ppo --method_options.credit median": "method_options.credit: got 'median'; allowed group_mean,",
     "train run.yaml --method grpo --num_generations 1": "credit.ddof: got 1; allowed 0 up to num_generations - 1",
     "train run.yaml --method ppo --sampler.temperature 0": "sampler.temperature: got 0; allowed above 0",
     "train run.yaml --method trace-block": "sampler.attention: got 'bidirectional'; allowed block_causal",
@@ -120,24 +109,10 @@ def test_a_mistake_is_one_line_before_anything_is_loaded_or_written(arguments, f
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_broken_checkpoint_is_one_line(folder, capfd):
-    (folder / "base/config.json").write_text("{")
-    assert "config.json" in refused(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "4")
-
-
 def test_a_package_that_is_missing_is_named(folder, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     line = refused(capfd, "train", "run.yaml", "--lora.rank", "2", "--out", "new")
     assert "peft" in line and "pip install" in line and not (folder / "new").exists()
-
-
-def test_an_error_of_the_system_is_one_line(folder, capfd, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("minidrl.run.folders.save_file", full)
-    status, _, error = run(capfd, "train", "run.yaml", "--out", "new")
-    assert status == 2 and error.splitlines()[-1].endswith("No space left on device")
 
 
 @pytest.mark.slow
@@ -236,19 +211,6 @@ def test_a_block_causal_checkpoint_is_trained_and_evaluated_with_its_own_sampler
     assert status == 0 and (folder / "new/summary.json").is_file(), error
 
 
-def test_a_rollout_without_a_record_that_a_method_needs_is_refused():
-    rollout = tiny.rollout(tiny.tabular(), records=())
-    generator = torch.Generator().manual_seed(0)
-    for name in ("egspo-accounts", "mdpo", "dppo-topk"):
-        method = METHODS[name]
-        with pytest.raises(ValueError, match="^records: the rollout holds no record '.*; the method must ask the sampler"):
-            plan = method.plan(rollout, generator)
-            blank = torch.zeros(plan.scored.shape, dtype=torch.float64)
-            feature = {"logp": blank, "topk_logp": blank[..., None]}
-            adv = torch.zeros(len(rollout.response))
-            methods.method_loss(method, plan, rollout, feature, adv, blank, None)
-
-
 def test_memory_is_told_before_anything_is_loaded(folder, capfd, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", lambda *_: pytest.fail("a network was loaded"))
     (folder / "base/model.safetensors").unlink()
@@ -315,14 +277,6 @@ def test_estimators_in_json(capfd):
     rows = json.loads(out)
     assert status == 0 and error == "" and len(rows) > 3
     assert all(row.keys() == set(estimators.ESTIMATOR_COLUMNS) for row in rows)
-    model, response = oracle.TabularDenoiser.random(6, 3, torch.Generator().manual_seed(0)), (0, 1, 2, 0, 1, 2)
-    gap = {
-        "random order": oracle.any_order_log_likelihood(model, response) - oracle.elbo(model, response),
-        "random order in blocks of 3": oracle.block_log_likelihood(model, response, 3) - oracle.block_elbo(model, response, 3),
-    }
-    for row in rows:  # each against the exact values of its own sampler
-        assert row["bias to ELBO"] - row["bias to log p"] == pytest.approx(gap[row["sampler"]].item(), abs=1e-9)
-        assert ("blocks" in row["sampler"]) == (row["estimator"] == "block ELBO")
     unbiased = [row for row in rows if row["estimator"] in ("block ELBO", "ELBO, count", "ELBO, complementary")]
     assert len(unbiased) == 8
     assert all(abs(row["bias to ELBO"]) <= 1e-9 for row in unbiased)

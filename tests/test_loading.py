@@ -360,22 +360,6 @@ def test_a2d_as_transformers_5_writes_it(tmp_path):
     assert tokenizer.template_words == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
-@pytest.mark.parametrize("family", ["llada", "Dream"])
-def test_a_cache_on_the_familys_own_layers(folders, family, cache):
-    """Exact with one step a block, where nothing is out of date; and with more, another policy's."""
-    model, _ = checkpoints.load(folders[family])
-    prompt, mask = (x[:, :7] for x in batch(model))
-    for tokens_per_step, exact in ((4, True), (1, False)):
-        words = {"order": "random", "temperature": 1.0, "length": 8, "block_length": 4, "tokens_per_step": tokens_per_step}
-        made = []
-        for kind in ("none", cache):
-            settings, noise = sampler.Sampler(**words, cache=kind), torch.Generator().manual_seed(0)
-            made.append(sampler.generate(model, prompt % 190, mask, settings, eos_token_id=None, generator=noise))
-        assert torch.equal(made[0].response, made[1].response) or not exact
-        assert ((made[0].logp - made[1].logp).abs().max() < 1e-4) == exact
-
-
 # -------------------------------------------------------------------------------------------------------- every family
 @each_family
 def test_padding_on_either_side_changes_nothing(folders, family):
@@ -411,19 +395,6 @@ def test_an_end_that_only_the_generation_config_names(told, folder):
     write(path / "generation_config.json", {"eos_token_id": told, "pad_token_id": 195})
     _, tok = checkpoints.load(path)
     assert (tok.eos_token_id, tok.pad_token_id) == (197, 195)
-
-
-@each_family
-def test_attention_that_may_ignore_a_mask_is_refused(folders, family):
-    model, _ = checkpoints.load(folders[family])
-    for name in ("eager", "flex_attention"):
-        model.model.set_attn_implementation(name)
-        with pytest.raises(ValueError, match=f"^attn_implementation: got '{name}'; allowed 'sdpa'"):
-            model.encode(torch.zeros(1, 4, dtype=torch.long), None)
-    model.model.set_attn_implementation("sdpa")
-    model.model.config.is_causal = True
-    with pytest.raises(ValueError, match="^is_causal: got True; allowed False"):
-        model.encode(torch.zeros(1, 4, dtype=torch.long), None)
 
 
 @pytest.mark.parametrize("family", ["sdar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Dream", "a2d-qwen3"))])
@@ -508,18 +479,10 @@ def lose_a_shard(path: Path) -> None:
     sorted(path.glob("*.safetensors"))[1].unlink()
 
 
-def pickled(path: Path) -> None:
-    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
-    (path / "model.safetensors").unlink()
-
-
 Q = "model.transformer.blocks.1.q_proj.weight"
 BROKEN = {
     "a weight is missing": ("llada", weights(lambda w: w.pop(Q)), rf"missing_keys.*\['{Q}'\]"),
-    "a weight too many": ("llada", weights(lambda w: w.update({Q[:-6] + "bias": torch.ones(64)})), r"unexpected.*q_proj\.bias"),
-    "another shape": ("llada", config(mlp_hidden_size=128), r"mismatched_keys.*blocks\.0\.ff_out"),
-    "a shard is missing": ("llada", lose_a_shard, r"which lacks model-00002-of-\d+\.safetensors, named by its model.saf"),
-    "pickled weights": ("llada", pickled, "holds no file model.safetensors"),
+    "a shard is missing": ("llada", lose_a_shard, r"cannot be read: .*model-00002-of-\d+\.safetensors"),
     "a mixture of experts": ("llada", config(architectures=["LLaDAMoEModelLM"]), r"allowed for llada is \['LLaDAM"),
     "a family nobody knows": (
         "llada",
@@ -527,13 +490,11 @@ BROKEN = {
         "'llada3'; allowed a bid.*, llada, Dream, sdar, a2d-qwen3$",
     ),
     "ALiBi": ("llada", config(alibi=True), "with alibi True; allowed for llada is False"),
-    "stretched positions": ("Dream", config(rope_scaling={"type": "linear", "factor": 2}), "with rope_scaling"),
     "a size is missing": ("llada", config(d_model=None), "cannot be read: config.json gives no d_model"),
     "a mask beyond the tokens": ("llada", config(mask_token_id=500), "mask_token_id 500; allowed the id of one of its.* 199"),
     "a vocabulary below the tokenizer": ("sdar", config(vocab_size=261, mask_token_id=5), "262 tokens in its tok.*of 261"),
     "two masks": ("Dream", config(mask_token_id=3), "mask_token_id 3; allowed 261, as its tokenizer says"),
     "no tokenizer": ("llada", lambda path: (path / "tokenizer.json").unlink(), "cannot be read.*tokenizer"),
-    "blocks of no length": ("sdar", config(block_size=None), "allowed integers from 1"),
 }
 
 

@@ -160,15 +160,6 @@ def test_peft_opens_a_saved_adapter_with_the_same_logits(tmp_path):
     assert not (tmp_path / "model.safetensors").exists() and not (tmp_path / "config.json").exists()
 
 
-def test_a_saved_adapter_loads_with_its_base(base, tmp_path):
-    model, tok = checkpoints.load(base)
-    denoiser.add_adapters(model, **NARROW, seed=0, base=base)
-    checkpoints.save(moved(model), tok, tmp_path)
-    again, tok = checkpoints.load(tmp_path)
-    assert torch.equal(logits(again), logits(model)) and not again.training
-    assert tok.get_vocab() == tokenizer().get_vocab()
-
-
 def test_a_llada_adapter_keeps_the_tokenizer_files_and_loads_with_its_base(llada, tmp_path):
     model, tok = checkpoints.load(llada)
     denoiser.add_adapters(model, **NARROW, seed=0, base=llada)
@@ -248,16 +239,6 @@ def test_staircase_forwards_are_checkpointed_too(monkeypatch):
     seen = forwards_of_a_layer(model, monkeypatch)
     assert_same(expected, gradients(model, lambda: loss(model)))
     assert len(seen) == 2
-
-
-@pytest.mark.parametrize("name", ["grpo", "tracerl"])
-def test_two_passes_give_the_same_update_with_and_without_checkpointing(name, base):
-    weights = []
-    for again in (False, True):
-        run = train.start(tiny.settings(base, method=name, gradient_checkpointing=again))
-        loop.take_step(run, 0)
-        weights.append(tiny.weights(run.model))
-    assert_same(*weights)
 
 
 # --------------------------------------------------------------------------------------------------------------- 4 bits

@@ -184,13 +184,6 @@ def test_a_run_has_its_own_precision_and_the_next_one_does_not_inherit_it(tmp_pa
         assert precision() == (wanted or "highest")
 
 
-def test_the_recipes_for_a_gpu_use_its_tensor_cores_for_float32_and_the_others_do_not():
-    for path in (tiny.ROOT / "tiny_configs").glob("*.yaml"):
-        kind = config.Pretrain if path.stem.endswith("_base") else config.Train
-        wanted = "high" if path.stem.startswith(("llada_8b", "a2d_06b", "countdown_gpu")) else "highest"
-        assert config.load(kind, path).matmul_precision == wanted, path.stem
-
-
 # ---------------------------------------------------------------------------------------------------------------- names
 
 GONE = {old: new for old, new in methods.RENAMED.items() if old not in METHODS}

@@ -11,11 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import test_chat
 import test_loading
-import tiny
-from minidrl import denoiser, loop
+from minidrl import loop
 from minidrl.run import checkpoints, verify
 from minidrl.run.cli import main
-from minidrl.tasks.countdown import tokenizer
 
 BASE = Path(__file__).parents[1] / "tiny_configs/bases/countdown_base"
 NAMES = ["load", "loss", "answer", "reload", "step"]
@@ -75,11 +73,6 @@ def test_weights_that_do_not_load_are_a_failed_check_and_the_last(trained, tmp_p
     assert (status, len(lines)) == (1, 1) and error == "minidrl: verify: 1 of 1 checks failed: load\n"
     assert lines[0].startswith("FAILED  load") and "blocks.2.ff_proj.weight" in lines[0]
     assert run(capfd, tmp_path, "--device", "cpu")[2].count("which holds no config.json") == 1
-
-
-def test_block_causal_attention_is_asked_in_its_blocks(tmp_path):
-    checkpoints.save(denoiser.build(tiny.SIZES, tokenizer(), 0, block_length=5), tokenizer(), tmp_path)
-    assert failed(found(tmp_path)) == ["loss", "answer"]
 
 
 @pytest.mark.parametrize("family", ["sdar", "Dream"])

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from minidrl.denoiser import Denoiser, has_adapters, inject_adapters, peft
-from minidrl.run.families import FAMILIES, OWN, PUBLISHED, Family, own_name, stored_name
+from minidrl.run.families import FAMILIES, PUBLISHED, Family, own_name, stored_name
 from minidrl.run.launch import one_line
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -188,16 +188,14 @@ def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) ->
 
 
 def _network_config(raw: dict, family: Family, mask_token_id: int) -> PreTrainedConfig:
-    """The network's configuration, spelled out: nothing else in config.json has an effect.
+    """The network's configuration: of another family spelled out, as it has words of its own.
 
     ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row, in
     LLaDA that of the end token.
     """
     ids = {"bos_token_id": None, "pad_token_id": None, "mask_token_id": mask_token_id}
     if not family.fields:
-        words = {key: raw[key] for key in OWN if raw.get(key) is not None}
-        words.setdefault("dtype", raw.get("torch_dtype"))  # its name before transformers 4.56
-        return family.config(**words, **ids, architectures=raw.get("architectures"))
+        return family.config.from_dict(raw | ids)
     values = {}
     for ours, keys in family.fields.items():
         values[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
@@ -258,7 +256,7 @@ def _read_network(
     quantize_on: Any = None,
 ) -> PreTrainedModel:
     """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
-    paths, how = shards(folder), {}
+    how = {}
     if quantize_on is not None:
         how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
@@ -280,7 +278,7 @@ def _read_network(
     if wrong:
         raise _refused(folder, f", whose weights do not match its config: {wrong}")
     with _reading(folder):
-        other = [name for path in paths for name in _misread(model, path, family)]
+        other = [name for path in shards(folder) for name in _misread(model, path, family)]
     if other:
         raise _refused(folder, f", of which transformers did not read {', '.join(other[:3])}")
     return model
@@ -299,17 +297,11 @@ def _four_bits() -> BitsAndBytesConfig:
 
 
 def shards(folder: Path) -> list[Path]:
-    """The weight files; the ones that the index names must all be there, in this folder."""
+    """The weight files: one, or those that the index names."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    if not (folder / INDEX).is_file():
-        raise _refused(folder, ", which holds no file model.safetensors and no index of several")
-    with _reading(folder):
-        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        named = ", ".join(missing[:3])
-        raise _refused(folder, f", which lacks {named}, named by its {INDEX}")
-    return [folder / name for name in names]
+    names = _read_json(folder / INDEX)["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]
 
 
 def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:

@@ -245,23 +245,17 @@ def evaluate(
     path = config_file or _config_of(model)
     settings = _evaluated(path, task, lengths[0] if lengths else None, overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
-    at = [evaluator.with_length(decoding, size) for size in lengths or [decoding.length]]
-    for one in at:
+    samplers = [evaluator.with_length(decoding, n) for n in lengths or [decoding.length]]
+    for one in samplers:
         config.check_length(settings.task, one.length)
-    how = {
-        "n": n,
-        "samples": samples,
-        "micro_batch": batch,
-        "seed": seed,
-        "name": model,
-        "out": out,
-    }
+    how = {"n": n, "samples": samples, "seed": seed, "name": model, "out": out}
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
     held_out(settings.task, n)  # before anything is loaded
     network, tok = checkpoints.load(model)
     with checkpoints.blamed(network, model):
-        found = [evaluator.record(network, tok, settings.task, s, **how) for s in at]
+        asked = (network, tok, settings.task)
+        found = [evaluator.record(*asked, one, micro_batch=batch, **how) for one in samplers]
     if out is not None:
         evaluator.write(out, found)
     for one in found:

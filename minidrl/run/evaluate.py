@@ -255,15 +255,12 @@ def _kept(path: Path | None, header: dict[str, Any]) -> tuple[list[Row], float]:
         return [], 0.0
     whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     folders.write(path, "\n".join([*(whole or [json.dumps(header)]), ""]))
-    try:
-        stored, *lines = [json.loads(line) for line in whole] or [header]
-        if stored != header:
-            named = differing(stored["protocol"], header["protocol"]) or ["weights"]
-            got = f"{str(path)!r}, an evaluation that differs in {', '.join(named)}"
-            raise ValueError(f"out: got {got}; allowed another --out, or remove that file")
-        return sum((line["rows"] for line in lines), []), sum(line["seconds"] for line in lines)
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{path} holds no rows; allowed another --out, or remove it") from None
+    stored, *lines = [json.loads(line) for line in whole] or [header]
+    if stored != header:
+        named = differing(stored["protocol"], header["protocol"]) or ["weights"]
+        got = f"{str(path)!r}, an evaluation that differs in {', '.join(named)}"
+        raise ValueError(f"out: got {got}; allowed another --out, or remove that file")
+    return sum((line["rows"] for line in lines), []), sum(line["seconds"] for line in lines)
 
 
 def write(out: Path, found: Sequence[dict[str, Any]]) -> None:

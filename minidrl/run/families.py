@@ -163,13 +163,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-# What minidrl's own config.json may say; what is not named here has no effect.
-OWN = ("vocab_size", *SIZES, "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps")
-OWN += ("max_position_embeddings", "tie_word_embeddings", "rope_scaling", "rope_theta", "dtype")
-OWN += ("attention_bias", "mlp_bias", "attention_dropout", "initializer_range", "is_causal")
-OWN += ("use_cache", "block_length", "eos_token_id")
-
-
 def own_name(name: str, family: Family) -> str:
     """The name that transformers has for a weight of a checkpoint."""
     for theirs, ours in family.keys.items():

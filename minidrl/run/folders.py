@@ -265,8 +265,8 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
             return _resumed(out, settings)
         allowed = "another --out, or --resume to continue it"
         raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
-    if ended := [path.name for path in (out / SUMMARY, *out.glob("failed-*")) if path.exists()]:
-        got = f"{str(out)!r}, which already holds a run with {ended[0]} and no checkpoint"
+    if (out / SUMMARY).exists():
+        got = f"{str(out)!r}, which already holds a finished run without its checkpoints"
         raise ValueError(f"out: got {got}; allowed another --out")
     if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
         config.check_unchanged(settings, out)
@@ -279,7 +279,7 @@ def _settle(out: Path) -> None:
     # What an interrupted write left: the folder that was to be replaced stays if no other has come.
     for path in list(out.iterdir()):
         name, ending = path.stem, path.suffix
-        if ending in (PART, OLD) and re.fullmatch(r"(checkpoint|failed)-\d+", name):
+        if ending in (PART, OLD) and re.fullmatch(r"checkpoint-\d+", name):
             if ending == OLD and not (out / name).exists():
                 os.replace(path, out / name)
             else:

@@ -11,8 +11,7 @@ import importlib.util
 import io
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,21 +46,16 @@ def can_draw() -> bool:
 def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
     """Draw the solved rate of a run to ``path`` (default run/curve.png), which is returned."""
     figure, path = draw_curve(read_metrics(run)), Path(path or Path(run) / "curve.png")
-    with style():
-        figure.savefig(drawn := io.BytesIO(), format="png")
+    figure.savefig(drawn := io.BytesIO(), format="png")
     folders.write(path, drawn.getvalue())
     return path
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Our settings, whatever the user's matplotlibrc says; what was set before comes back."""
+def style() -> Any:
+    """Our settings, inside ``with``; what was set before comes back."""
     import matplotlib
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        yield
+    return matplotlib.rc_context(STYLE)
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
