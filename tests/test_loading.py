@@ -549,21 +549,3 @@ def test_a_path_is_not_looked_for_on_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "snapshot_download", lambda *_, **__: pytest.fail("a path was sent to the Hub"))
     with pytest.raises(ValueError, match="holds no config.json"):
         checkpoints.load(source)
-
-
-# --------------------------------------------------------------------------------------------------------------- probe
-BASE = HERE.parent / "tiny_configs/bases/countdown_base"
-
-
-def test_the_probe_tells_a_trained_network_from_an_initialised_one():
-    trained, tok = checkpoints.load(BASE)
-    words = {"text": "5*8=40+3=43", "prompt": "3,5,8>43:"}
-    assert denoiser.probe_loss(trained, tok, **words) < 0.5
-    fresh = denoiser.build(tiny.SIZES, tok, 0)
-    with pytest.raises(ValueError, match=r"^model: masked-token loss 3\.\d\d nats; allowed below 1.57"):
-        denoiser.probe_loss(fresh, tok, **words)
-    fresh.model.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(ValueError, match="masked-token loss nan nats"):
-        denoiser.probe_loss(fresh, tok, **words)
-    with pytest.raises(ValueError, match="^text: got '5\\*8', 3 tokens; allowed from 8"):
-        denoiser.probe_loss(trained, tok, "5*8", "3,5,8>40:")

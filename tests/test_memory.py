@@ -233,13 +233,6 @@ def test_the_head_of_llada_8b_is_applied_to_132_rows_at_a_time_however_many_ther
         assert 0.9 * 3 * 4 * 2**23 < logits <= 3 * 4 * (2**24 + 126464) + rows
 
 
-def test_gradients_of_earlier_micro_batches_are_there_if_there_are_any():
-    """128 states of 8 responses, two processes or one."""
-    for gpus, size, several in ((1, 1024, False), (1, 1023, True), (2, 512, False), (2, 511, True)):
-        parts = memory.predicted_memory(run(micro_batch=size), gpus)
-        assert parts["gradients"] > 0 and parts["earlier"] == (parts["gradients"] if several else 0)
-
-
 def test_the_peak_is_the_worst_moment_and_not_the_sum():
     parts = dict.fromkeys((*memory.RESIDENT, *memory.TRANSIENT), 0) | {"weights": 5}
     update = {"activations": 2, "layer": 3, "logits": 4, "gradients": 3}
