@@ -55,7 +55,6 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     *,
-    block_length: int | None = None,
     quantize: bool = False,
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
     """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream, SDAR or A2D.
@@ -66,7 +65,6 @@ def load(
                    names.
     dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
                    weights are stored in.
-    block_length   SDAR only: tokens of a block; None: what config.json says.
     quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
                    bitsandbytes), to be used and not to be trained; embedding, head and norms in
                    ``dtype``.
@@ -83,7 +81,7 @@ def load(
         return _load_adapters(folder, device, dtype)
     raw = _read_config(folder)
     family = FAMILIES[raw["model_type"]]
-    block_length = _block_length(folder, raw, family, block_length)
+    block_length = _block_length(folder, raw, family)
     tokenizer = _read_tokenizer(folder, raw, family)
     with _reading(folder):
         config = _network_config(raw, family, tokenizer.mask_token_id)
@@ -172,15 +170,11 @@ def _read_config(folder: Path) -> dict:
     return raw
 
 
-def _block_length(folder: Path, raw: dict, family: Family, asked: int | None) -> int | None:
-    own = not family.fields  # minidrl's own checkpoint: block-causal where it says so
-    if asked is not None and (family.block_key is None or own):
-        why = "its config.json says what its attention is" if own else "its attention has no blocks"
-        got = f"{asked} for a {raw['model_type']}"
-        raise ValueError(f"block_length: got {got}; allowed None, {why}")
-    if family.block_key is None or (own and raw.get(family.block_key) is None):
-        return None
-    length = raw.get(family.block_key) if asked is None else asked
+def _block_length(folder: Path, raw: dict, family: Family) -> int | None:
+    """Tokens of a block where attention is block-causal; None where it is bidirectional."""
+    length = raw.get(family.block_key) if family.block_key else None
+    if length is None and (family.block_key is None or not family.fields):
+        return None  # minidrl's own checkpoint is block-causal only where it says so
     if type(length) is not int or length < 1:
         allowed = f"integers from 1 ({family.block_key})"
         raise ValueError(f"block_length: got {length!r} for {str(folder)!r}; allowed {allowed}")

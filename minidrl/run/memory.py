@@ -64,7 +64,7 @@ DRAW = 20
 
 class _Run(NamedTuple):
     # What a prediction is made from. ``size``, ``weight``: bytes of a number in the arithmetic,
-    # and of a weight; ``responses`` of a rollout.
+    # and of a weight.
     settings: config.Train
     method: Method
     plan: Plan
@@ -72,7 +72,6 @@ class _Run(NamedTuple):
     size: int
     weight: int
     gpus: int
-    responses: int
 
 
 def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
@@ -95,8 +94,7 @@ def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     own = settings.compute_dtype != "weights"
     size = (getattr(torch, settings.compute_dtype) if own else dtype).itemsize
     plan = draw(method, rollout, torch.Generator().manual_seed(settings.seed))
-    responses = len(rollout.response)
-    run = _Run(settings, method, plan, network, size, dtype.itemsize, gpus, responses)
+    run = _Run(settings, method, plan, network, size, dtype.itemsize, gpus)
     parts = _resident(run) | _transient(run)
     grown, on_gpu = parts["optimizer"] // 2, torch.device(settings.device).type == "cuda"
     several = _share(plan.network_calls, gpus) > settings.micro_batch
@@ -163,7 +161,8 @@ def _transient(run: _Run) -> dict[str, int]:
     asked = s.task.prompt_length + s.sampler.length  # tokens of a sequence
     width = asked if run.plan.block_length is None else asked + s.sampler.length
     tokens = min(s.micro_batch, _share(run.plan.network_calls, run.gpus)) * width
-    drawn = min(s.micro_batch, _share(max(run.responses, s.evaluate.n), run.gpus))
+    responses = max(s.num_prompts * s.num_generations, s.evaluate.n)
+    drawn = min(s.micro_batch, _share(responses, run.gpus))  # at a time
 
     # One layer, a token: what it keeps for its way back; what it takes at its widest without a
     # graph (gate, up and their product, or the result of an adapter in float32, before and after
