@@ -330,7 +330,7 @@ def _load_adapters(
     except ValueError as error:
         raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
     with _reading(folder):
-        config.inference_mode = False
+        config.inference_mode, config.init_lora_weights = False, True  # what is drawn is read over
         inject_adapters(denoiser, config, 0)
     read_adapters(denoiser, folder)
     return denoiser.eval(), tokenizer
