@@ -109,24 +109,24 @@ def test_what_means_something_else_or_leaves_the_work_to_the_judge_is_not_equal(
 
 def test_endless_work_ends_and_the_next_answer_is_judged():
     """Of each bracket the grammar tries several readings, in all of which 2,000 sums are read again; 2^(2^35) has 4 GB."""
-    assert equality.equal("18", "18.0")
+    assert equality.equal("18", "36/2")
     first = equality._judge.pid
     assert equality._ask("x", "(" * 12 + "1+" * 2000 + "1" + ")" * 12) == {"equal": False, "gold": False}
     assert not equality._ask("x", "2^{2^{35}}+y")["equal"]
-    assert equality.equal("18", "18.0") and equality._judge.pid != first
+    assert equality.equal("18", "36/2") and equality._judge.pid != first
     limits = Path(f"/proc/{equality._judge.pid}/limits").read_text()
     assert re.search(f"Max address space +{equality.BYTES} ", limits) and re.search("Max file size +0 ", limits)
 
 
 def test_a_judge_that_somebody_ended_is_started_again():
-    assert equality.equal("18", "18.0")
+    assert equality.equal("18", "36/2")
     os.killpg(equality._judge.pid, signal.SIGKILL)
-    assert equality.equal("18", "18.0")
+    assert equality.equal("18", "36/2")
 
 
 @pytest.mark.slow
 def test_no_process_outlives_the_one_that_asked():
-    code = "from minidrl.tasks import equality; equality.equal('18', '18.0'); print(equality._judge.pid)"
+    code = "from minidrl.tasks import equality; equality.equal('18', '36/2'); print(equality._judge.pid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     deadline = time.monotonic() + 10
     while (path := Path(f"/proc/{done.stdout.strip()}/stat")).exists() and path.read_text().rpartition(")")[2].split()[
@@ -256,23 +256,6 @@ def test_the_reward_of_d1_on_math500():
     assert {response: task.judge(question, response).reward for response in paid} == paid
 
 
-def test_formats_are_those_of_the_published_patterns_with_lines():
-    """The published regular expressions, with . for any character, against the code without them."""
-    rng = random.Random(0)
-    pieces = ["<reasoning>", "</reasoning>", "<answer>", "</answer>", "\n", "\n", " ", "18"]
-    soft = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", re.DOTALL)
-    strict = re.compile(r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n", re.DOTALL)
-    found = [0, 0]
-    for _ in range(20_000):
-        text = "".join(rng.choice(pieces) for _ in range(rng.randrange(14)))
-        if rng.random() < 0.5:
-            text = NEAT.replace("\n", rng.choice(["\n", "\n", "\n\n", ""]), rng.randrange(3)) + text[: rng.randrange(3)]
-        assert mathematics.soft_format(text) == (soft.match(text) is not None), text
-        assert mathematics.strict_format(text) == (strict.fullmatch(text.removesuffix("\n") + "\n") is not None), text
-        found = [found[0] + mathematics.soft_format(text), found[1] + mathematics.strict_format(text)]
-    assert min(found) > 100
-
-
 @pytest.mark.parametrize("kind", [Gsm8k, Math500])
 def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
     """In the instruction of a question, after its text."""
@@ -342,8 +325,8 @@ def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
     task = Gsm8k(path=written(tmp_path, "test.jsonl", GSM8K))
     assert task.held_out(3)[:2] == task.held_out(2) and [q.gold for q in task.held_out(3)] == ["18", "1080", "-2"]
     for count, said in {
-        0: "evaluate.n: got 0; allowed 1 or more",
-        4: "evaluate.n: got 4; allowed 1 or more, and at most 3",
+        0: "evaluate.n: got 0; allowed 1 to 3, as are held out",
+        4: "evaluate.n: got 4; allowed 1 to 3, as are held out",
     }.items():
         with pytest.raises(ValueError, match=said):
             task.held_out(count)

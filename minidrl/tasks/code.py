@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,6 +40,7 @@ from minidrl.tasks.text import (
     OPENING,
     between_tags,
     check_choice,
+    check_setting,
     turn,
 )
 
@@ -276,10 +278,7 @@ class Code:
     max_prompt_length: int = 512
 
     def __post_init__(self):
-        def check(key: str, right: bool, allowed: str) -> None:
-            if not right:
-                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
-
+        check = partial(check_setting, self)
         check("held_out_share", 0 < self.held_out_share < 1, "between 0 and 1")
         check("seconds", self.seconds >= 1, "from 1")
         check("megabytes", self.megabytes >= 64, "from 64")
@@ -322,19 +321,16 @@ class Code:
         there is no sandbox.
         """
         check_choice("split", split, SPLITS)
-        if not (rows := self._splits[split]):
+        if not (pool := self._splits[split]):
             raise ValueError(f"task.path: got {self.path!r}; allowed one with rows to {split}")
-        return [rows[i] for i in rng.integers(len(rows), size=count)]
+        return [pool[i] for i in rng.integers(len(pool), size=count)]
 
     def held_out(self, count: int) -> list[Exercise]:
         """The first ``count`` held-out rows of the file: a prefix of every larger test set.
 
         Raises ValueError if ``count`` is below 1 or above their number, else as ``problems``.
         """
-        rows = self._splits["held_out"]
-        if not 1 <= count <= len(rows):
-            raise ValueError(f"evaluate.n: got {count}; allowed 1 to {len(rows)}, as are held out")
-        return rows[:count]
+        return rows.first(self._splits["held_out"], count)
 
     @property
     def prompt_length(self) -> int:

@@ -40,13 +40,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from minidrl.tasks import Example, Verdict, d1, rows
-from minidrl.tasks.d1 import WORDINGS
-from minidrl.tasks.text import PROMPT_FORMATS, PROTOCOLS, check_choice, final_answer
+from minidrl.tasks.text import check_asked, check_choice, check_setting, final_answer
 from minidrl.tasks.text import tokenizer as tokenizer_of
 
 CHARACTERS = "0123456789+-*/()=,>:"
@@ -135,10 +135,7 @@ class Countdown(rows.Puzzles):
     exclude: str = ""
 
     def __post_init__(self):
-        def check(key: str, right: bool, allowed: str) -> None:
-            if not right:
-                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
-
+        check = partial(check_setting, self)
         most, target, share = self.max_value, self.max_target, self.held_out_share
         check("num_numbers", self.num_numbers in (2, 3, 4), "2, 3, 4")
         check("max_number", 1 <= self.max_number <= 99, "1 to 99")
@@ -147,13 +144,9 @@ class Countdown(rows.Puzzles):
         check("held_out_share", 0 < share < 1, "between 0 and 1")
         below = f"from 0, below 1 - held_out_share ({share:g})"
         check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
-        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
         for name in ("hit_share", "late_hit_share"):
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
-        check_choice("task.reward", self.reward, REWARDS)
-        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
-        check_choice("task.wording", self.wording, WORDINGS)
-        check_choice("task.protocol", self.protocol, PROTOCOLS)
+        check_asked(self, REWARDS)
         if (self.wording, self.protocol) != ("ours", "ours"):
             check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
@@ -232,7 +225,7 @@ class Countdown(rows.Puzzles):
         if count < 1:
             raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
         if self.path:
-            return self.first(count)
+            return rows.first(self.of_path, count)
         # To list those that exist is fast; to draw until nothing new comes takes seconds.
         exist = sum(1 for _ in itertools.islice(self.puzzles("held_out"), count))
         if not exist:

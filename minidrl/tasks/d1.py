@@ -79,7 +79,6 @@ Your step-by-step solving process
 
 
 Solve the following Sudoku puzzle: """
-WORDINGS = ("ours", "d1", "d1-eval")
 OPENINGS = {"ours": "", "d1": "", "d1-eval": "<reasoning>"}  # how the answer's turn begins
 BEFORE = {  # (task, wording) -> what stands before a question
     ("gsm8k", "d1"): f"{_TAGS}\n\n",

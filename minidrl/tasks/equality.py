@@ -33,10 +33,13 @@ LONGEST = 400  # characters of an answer; a longer one is refused unread
 _DECIMAL = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+", re.ASCII)
 _BASED = re.compile(r"(\d[0-9A-Fa-f]*)(?:_\{?(\d+)\}?)?", re.ASCII)
 _NAMED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?(?:\(\w+\))?\s*=")  # AB=13, f(2)=13
-_NO_UNIT = r"(?!(?:or|and|pi|hundred|thousand|[mb]illion)\b)"
+_NO_UNIT = (
+    r"(?!(?:or|and|to|is|not|if|pi|plus|minus|times|over|divided|sqrt|sin|cos|tan|log|hundred|"
+    r"thousand|[mb]illion)\b)"
+)
 _UNIT = re.compile(  # of a number: a word, in text or not, and what it is counted by
     rf"(\d)\s*(?:\\text\{{\s*{_NO_UNIT}[a-zA-Z /]+\}}(?:\^\{{?[23]\}}?)?|(?<=[\d\s]){_NO_UNIT}"
-    r"(?:[a-zA-Z]{2,}|[cm]?m\^?[23])(?:[ /][a-zA-Z]+){0,4})\s*$"
+    r"(?:[a-zA-Z]{3,}|kg|m[lg]|ft|oz|lb|[ckm]?m(?:\^?[23])?)(?:[ /][a-zA-Z]+){0,4})\s*$"
 )
 _NOISE = (
     (re.compile(r"\\(?:text|textbf|mathbf|mathrm|textrm|mbox)\{([^{}A-Za-z]*)\}"), r"\1"),
@@ -63,7 +66,7 @@ def equal(gold: str, answer: str) -> bool:
         return based
     if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(answer):
         return Fraction(gold) == Fraction(answer)
-    if _brackets(gold) != _brackets(answer) and "(" in _brackets(gold) + _brackets(answer):
+    if {_brackets(gold), _brackets(answer)} in ({"(", "{"}, {"(", ","}):
         return False
     return _ask(gold, answer)["equal"]
 

@@ -20,21 +20,20 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
 from minidrl.tasks import Verdict, d1, equality, rows
-from minidrl.tasks.d1 import WORDINGS
 from minidrl.tasks.rows import brief
 from minidrl.tasks.text import (
     CLOSING,
     OPENING,
-    PROMPT_FORMATS,
-    PROTOCOLS,
+    check_asked,
     check_choice,
+    check_setting,
     final_answer,
     last_box,
     turn,
@@ -44,7 +43,9 @@ SPLITS = ("train", "held_out")
 REWARDS = ("correctness", "d1")
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _CALCULATOR = re.compile("<<[^<>]*>>")
-_TURN = re.compile(r"</reasoning>\s*<answer>")
+# The published patterns, with . for a new line as well, as they were meant.
+_SOFT = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", re.DOTALL)
+_STRICT = re.compile(r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -87,29 +88,12 @@ class Mathematics:
     question_field: ClassVar[str]
     what: ClassVar[str]  # what is asked for
 
-    def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
-        """Rows as questions; ValueError for one that is none."""
-        raise NotImplementedError
-
-    def shape(self, response: str, answer: str, solved: bool) -> float:
-        """The reward d1."""
-        raise NotImplementedError
-
-    def published(self, gold: str, response: str) -> tuple[str, bool]:
-        """The answer and whether it is the known one, by d1's evaluation."""
-        raise NotImplementedError
-
+    # Each has questions_of, rows as questions; shape, the reward d1; and published, the answer and
+    # whether it is the known one, by d1's evaluation.
     def __post_init__(self) -> None:
-        def check(key: str, right: bool, allowed: str) -> None:
-            if not right:
-                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
-
+        check = partial(check_setting, self)
         check("shots", self.shots >= 0, "from 0")
-        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
-        check_choice("task.reward", self.reward, REWARDS)
-        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
-        check_choice("task.wording", self.wording, WORDINGS)
-        check_choice("task.protocol", self.protocol, PROTOCOLS)
+        check_asked(self, REWARDS)
         if self.wording != "ours":
             check("shots", self.shots == 0, f"0 with wording {self.wording}, which has none")
         if self.wording == "d1-eval":
@@ -129,11 +113,7 @@ class Mathematics:
 
     def held_out(self, count: int) -> list[Question]:
         """The first ``count`` held-out questions in the order of the file."""
-        pool = self._questions["held_out"]
-        if not 1 <= count <= len(pool):
-            allowed = f"1 or more, and at most {len(pool)}, as are held out"
-            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
-        return pool[:count]
+        return rows.first(self._questions["held_out"], count)
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
@@ -280,7 +260,7 @@ class Gsm8k(Mathematics):
         """2 for the right answer, 0.5 for one of digits alone, 0.5 and 0.5 for tags in the right
         order and on lines of their own, up to 0.5 for counted tags: 0 to 4."""
         digits = re.fullmatch("[0-9]+", answer) is not None
-        form = strict_format(response) + soft_format(response)
+        form = bool(_SOFT.match(response)) + bool(_STRICT.fullmatch(response))
         return 2.0 * solved + 0.5 * digits + 0.5 * form + count_tags(response)
 
     def published(self, gold: str, response: str) -> tuple[str, bool]:
@@ -339,23 +319,6 @@ class Math500(Mathematics):
 
 
 # ------------------------------------------------------------------- the form of a response
-def soft_format(response: str) -> bool:
-    """A pair of reasoning tags at the start, then, after blanks only, a pair of answer tags."""
-    turn = _TURN.search(response, len("<reasoning>"))
-    opened = response.startswith("<reasoning>") and turn is not None
-    return opened and CLOSING in response[turn.end() :]
-
-
-def strict_format(response: str) -> bool:
-    """The four tags, each on a line of its own, and nothing before or after them."""
-    first, turn, last = "<reasoning>\n", "\n</reasoning>\n<answer>\n", "\n</answer>"
-    text = response.removesuffix("\n")
-    if not (text.startswith(first) and text.endswith(last)):
-        return False
-    place = text.find(turn, len(first))
-    return place >= 0 and place + len(turn) <= len(text) - len(last)
-
-
 def count_tags(response: str) -> float:
     """0.125 for each of the four tags that is there once, on a line of its own.
 

@@ -119,6 +119,14 @@ def longest_prompt(task: Task, path: str, asked: Mapping[int, Problem], tok: Any
     return f"the longest prompt has {max(lengths, default=0)} tokens"
 
 
+def first(held_out: list[Any], count: int) -> list[Any]:
+    """The first ``count`` of those held out; ValueError where there are not so many."""
+    if not 1 <= count <= len(held_out):
+        allowed = f"1 to {len(held_out)}, as are held out"
+        raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
+    return held_out[:count]
+
+
 class Puzzles:
     """A task of generated puzzles that can also be asked those of a file.
 
@@ -149,13 +157,6 @@ class Puzzles:
             except ValueError as error:
                 raise ValueError(f"{path} row {number}: {error}") from None
         return found
-
-    def first(self, count: int) -> list[Any]:
-        """The first ``count`` puzzles of ``path``."""
-        if not 1 <= count <= len(self.of_path):
-            allowed = f"1 to {len(self.of_path)}, the puzzles of {self.path}"
-            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
-        return self.of_path[:count]
 
     def check(self, path: str, tok: Any = None) -> str:
         """What was found in a file whose puzzles can all be asked and solved."""

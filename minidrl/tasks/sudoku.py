@@ -20,16 +20,16 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from minidrl.tasks import Example, Verdict, d1, rows
-from minidrl.tasks.d1 import WORDINGS
 from minidrl.tasks.text import (
-    PROMPT_FORMATS,
-    PROTOCOLS,
+    check_asked,
     check_choice,
+    check_setting,
     final_answer,
     tokenizer,
 )
@@ -187,21 +187,14 @@ class Sudoku(rows.Puzzles):
     exclude: str = ""
 
     def __post_init__(self):
-        def check(key: str, right: bool, allowed: str) -> None:
-            if not right:
-                raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
-
+        check = partial(check_setting, self)
         fewer, least = "with fewer no puzzle can be held out", self.min_clues
         check("min_clues", FEWEST <= least < CELLS, f"{FEWEST} to {CELLS - 1}; {fewer}")
         allowed = f"min_clues ({least}) to {CELLS - 1}"
         check("max_clues", least <= self.max_clues < CELLS, allowed)
-        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
         check("hit_share", 0 <= self.hit_share <= 1, "0 to 1")
         check_choice("task.cut", self.cut, CUTS)
-        check_choice("task.reward", self.reward, REWARDS)
-        check_choice("task.prompt_format", self.prompt_format, PROMPT_FORMATS)
-        check_choice("task.wording", self.wording, WORDINGS)
-        check_choice("task.protocol", self.protocol, PROTOCOLS)
+        check_asked(self, REWARDS)
         if (self.wording, self.protocol) != ("ours", "ours"):
             check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
@@ -259,7 +252,7 @@ class Sudoku(rows.Puzzles):
         if count < 1:
             raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
         if self.path:
-            return self.first(count)
+            return rows.first(self.of_path, count)
         seen: dict[str, Puzzle] = {}
         rng, misses = np.random.default_rng(0), 0
         while len(seen) < count and misses < MAX_REPEATS:
