@@ -44,6 +44,9 @@ def _minidrl() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a verb; returns the exit status."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks would be further lines
+    # Before torch loads: how long a thread of its products spins before it sleeps. By default one
+    # that waits for a core of a busy machine makes the others spin for all that time.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     show_remarks()
     arguments = sys.argv[1:] if argv is None else argv
     try:
