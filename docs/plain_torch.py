@@ -2,8 +2,9 @@
 
     python docs/plain_torch.py [METHOD] [UPDATES]
 
-It goes on training the shipped tiny base by a method (gdpo-sequence unless told), with so many updates on each rollout (1 unless told),
-and prints the reward. What is yours to replace: the model, the prompts, the reward, and the rollout (see `recorded`).
+It goes on training the shipped tiny base by a method (gdpo-sequence unless told), with so many updates on each rollout (1
+unless told), and prints the reward. What is yours to replace: the model, the prompts, the reward, and the rollout (see
+`recorded`).
 """
 
 import sys
