@@ -215,11 +215,16 @@ def short_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
+LATER = ("wording", "protocol", "path", "exclude")  # settings of a task that are newer than the ledger
+
+
 def bed_of(settings: config.Train) -> str:
     """A hash of what is trained and of what it is judged by: weights and task."""
     weights = Path(settings.model) / "model.safetensors"
-    task = json.dumps(config.to_dict(settings)["task"], sort_keys=True)
-    return short_hash(weights.read_bytes() + task.encode())
+    task = config.to_dict(settings)["task"]
+    used = without_defaults(settings).get("task", {})
+    task = {key: value for key, value in task.items() if key not in LATER or key in used}
+    return short_hash(weights.read_bytes() + json.dumps(task, sort_keys=True).encode())
 
 
 class Grid:
