@@ -131,12 +131,9 @@ class Puzzles:
     """A task of generated puzzles that can also be asked those of a file.
 
     ``path``: a file whose puzzles are the held-out ones. ``exclude``: a file whose puzzles are not
-    trained on; those of ``path`` never are.
+    trained on; those of ``path`` never are. The task's ``puzzle_of(row)`` makes a puzzle of a row,
+    with a ValueError for one that cannot be solved, or is none.
     """
-
-    def puzzle_of(self, row: Row) -> Any:
-        """A row as a puzzle; ValueError for one that cannot be solved, or is none."""
-        raise NotImplementedError
 
     @cached_property
     def of_path(self) -> list[Any]:

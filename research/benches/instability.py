@@ -217,11 +217,6 @@ def stored(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def of_line(results: list[dict], scale: str, name: str) -> list[dict]:
-    """The runs of a line, by seed."""
-    return sorted((r for r in results if (r["scale"], r["method"]) == (scale, name)), key=lambda r: r["seed"])
-
-
 def gained(run: dict) -> float:
     """Mean reward of the last hundred updates less that of the first ten."""
     return run["final_reward"] - run["reward"][0]
