@@ -4,6 +4,7 @@
 for the verdict. Where no sandbox can be made, all of this is skipped, with what is missing as the reason.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -280,6 +281,12 @@ BOMBS = {
 }
 
 
+def command_lines():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a process that has just ended
+            yield path.read_bytes()
+
+
 @HERE
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_in_its_limits_and_leaves_nothing(bomb, monkeypatch):
@@ -288,8 +295,7 @@ def test_a_bomb_ends_in_its_limits_and_leaves_nothing(bomb, monkeypatch):
     record = run(BOMBS[bomb], "assert f(2) == 4", "assert f(3) == 9", seconds=1)
     assert record.passed == 0 and record.reason != "" and record.seconds < sandbox.START + 5
     time.sleep(0.5)
-    processes = [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [path for path in processes if mark.encode() in path.read_bytes()]
+    assert not [line for line in command_lines() if mark.encode() in line]
 
 
 @HERE
