@@ -18,12 +18,62 @@ comes from, ``Shapes`` what goes in and comes out, ``Special cases`` how an esti
 biased, what gradient an objective has, when two functions agree, and what is refused.
 The comments inside the functions are the steps of the derivation.
 
+Where to find what, by its usual name
+
+    2. random masks       one-step likelihood, prompt masking (d1)    mean_field_plan
+                          ELBO over times; over counts                elbo_time_plan,
+                                                                      elbo_count_plan
+                          SDMC: its nodes; its masks (GDPO)           gauss_legendre,
+                                                                      quadrature_plan
+                          block-wise masks (StableDRL's code, SPG)    block_plan
+                          states of a block model (staircase)         block_elbo_plan
+                          antithetic and coupled masks                complementary_plan,
+                                                                      coupled_plan
+                          growing masks (UniGRPO)                     scheduled_plan
+    3. the trajectory     every step, or some of them by lot          replay_plan
+                          steps of highest entropy (EGSPO)            entropy_plan
+                          merged steps (TraceRL, d2)                  merged_plan
+                          predictions of each step (MDPO)             prediction_plan
+                          the steps of blocks in parallel             block_replay_plan
+    4. features           log-probability, entropy, exact KL          token_features
+                          staircase attention                         staircase_mask
+                          choice of positions: exact; of MAPG         order_logp,
+                                                                      position_logp
+    5. reductions         ratio of a token, step or sequence, with    reduce_logp
+                          the length normaliser of GSPO
+                          EUBO; sandwiched with the ELBO (SPG)        eubo, sandwich
+    6. credit             group mean (Dr. GRPO); z-score (GRPO)       group_mean,
+                                                                      group_z_score
+                          stepwise advantage (EGSPO-SA)               stepwise_advantage
+                          leave-one-out (RLOO)                        leave_one_out
+                          process reward (MDPO)                       progress_advantage
+                          exponential weights (wd1)                   softmax_contrast
+    7. ratios and KL      importance ratio; k1, k2, k3                log_ratio, kl_term
+    8. objectives         policy gradient without a ratio             reinforce
+                          PPO's clip; GSPO, on sequences              ppo_clip
+                          unconditional clip and self-normalisation   self_normalized_weights,
+                          (StableDRL): the weights; the loss          self_normalized_clip
+                          DPPO: its divergences; its mask; the loss   binary_divergence,
+                                                                      topk_divergence,
+                                                                      trust_mask, dppo
+                          DRPO: its quadratic and its weight          drpo
+                          truncated importance sampling, CISPO        truncated_is
+                          dual clip; verl's DPPO; SPO                 dual_clip,
+                                                                      dppo_released, spo
+                          MDPO's clip; GDSD; BGPO                     confident_clip,
+                                                                      regression, tangent
+    9., 10. the loss      means over tokens, responses, groups        aggregate, total_loss
+    11. own research      arcs; control variate from the rollout      arc_plan,
+                                                                      control_variate_plan
+                          order of threshold decoding                 threshold_logp
+
 Notation
 
     B = G x N      sequences = prompts x generations, prompt-major: rows g*N .. g*N+N-1
                    answer prompt g
     P, L, V        prompt positions, response positions, vocabulary
-    T              positions of the network's input, P + L; of a trajectory, its steps
+    PL             positions of the network's input, P + L
+    T              steps of the sampler
     K              masked states of a plan: the network is called K times a sequence
     hidden         True = the model sees [MASK] there
     keep           True = the token counts: up to and including the first EOS
@@ -172,7 +222,7 @@ class Plan:
               without the network (2.12); None: nothing
     """
 
-    hidden: Bool[Tensor, "K B T"]
+    hidden: Bool[Tensor, "K B PL"]
     scored: Bool[Tensor, "K B L"]
     weight: Float[Tensor, "K B"]
     valid: Bool[Tensor, "K B"]
@@ -305,7 +355,7 @@ def _random_subset(
 
 def _after_visible_prompt(
     rollout: Rollout, masked: Bool[Tensor, "K B L"]
-) -> Bool[Tensor, "K B T"]:
+) -> Bool[Tensor, "K B PL"]:
     # The hidden positions of a state whose prompt is all visible.
     prompt = masked.new_zeros(*masked.shape[:2], rollout.prompt.shape[1])
     return torch.cat([prompt, masked], -1)
@@ -483,12 +533,12 @@ def elbo_count_plan(
 # t -> 1 (texts with several modes).
 
 
-def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " Q"], Float[Tensor, " Q"]]:
     """(2.5) Nodes t and weights w of Gauss-Legendre quadrature on (0, 1): sum_q w_q
     g(t_q) = integral of g.
 
     Source: the classical rule; its use for the ELBO's integral over t is GDPO's (2.6).
-    Shapes: Q = num_nodes nodes and as many weights (Q,), the N of the signature.
+    Shapes: Q = num_nodes nodes and as many weights, (Q,) each.
     Special cases: exact for polynomials of degree 2Q - 1. The ELBO's integrand g(t) is
     one of degree n - 1 at most, so Q >= n/2 nodes integrate it exactly. Otherwise the
     error is g's 2Q-th derivative somewhere times Q!^4 / ((2Q+1) (2Q)!^3).
@@ -1144,9 +1194,9 @@ def token_confidence(logits: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
 
 
 def block_causal(
-    block: Int[Tensor, "#N T"], attention_mask: Bool[Tensor, "N T"] | None
-) -> Bool[Tensor, "#N 1 T T"]:
-    """Block-causal attention. [n, 0, q, k] True: q sees k, a real token of q's own
+    block: Int[Tensor, "#S X"], attention_mask: Bool[Tensor, "S X"] | None
+) -> Bool[Tensor, "#S 1 X X"]:
+    """Block-causal attention. [s, 0, q, k] True: q sees k, a real token of q's own
     block or of an earlier one; ``block`` numbers the tokens' blocks."""
     visible = block[:, None, :] <= block[:, :, None]
     if attention_mask is not None:
@@ -1155,9 +1205,9 @@ def block_causal(
 
 
 def staircase_mask(
-    prompt_mask: Bool[Tensor, "N P"], length: int, block_length: int, *, clean: str
-) -> Bool[Tensor, "N 1 T T"]:
-    """(4.3) Staircase attention. [n, 0, q, k] True: q sees k, in [prompt; clean
+    prompt_mask: Bool[Tensor, "S P"], length: int, block_length: int, *, clean: str
+) -> Bool[Tensor, "S 1 X X"]:
+    """(4.3) Staircase attention. [s, 0, q, k] True: q sees k, in [prompt; clean
     response; noisy response]. b counts blocks.
 
         clean q,  clean k     b_k <= b_q (clean "block"), or k <= q (clean "causal")
@@ -1176,7 +1226,7 @@ def staircase_mask(
     prompt into blocks too, have the stream "block". Accounts of StableDRL, arXiv
     2603.06743, have "causal"; the paper itself was not read, and its released code has
     no staircase.
-    Shapes: N sequences, T = P + 2 L tokens each.
+    Shapes: S states, X = P + 2 L tokens each.
     Special cases: rows without padding have P^2 + 2 L P + L (L + block_length) pairs
     (clean "block"). Blocks that do not divide the response, and an unknown clean
     stream, raise a ValueError.
@@ -1201,14 +1251,14 @@ def staircase_mask(
     diagonal = noisy[None, :] == noisy[:, None]  # (L, L)
     # Clean on noisy: never, since finished text was computed without masks.
     upper = torch.cat([context, context.new_zeros(len(block), length)], 1)
-    pattern = torch.cat([upper, torch.cat([stairs, diagonal], 1)])  # (T, T)
-    real = pad(prompt_mask, (0, 2 * length), value=True)  # (N, T)
+    pattern = torch.cat([upper, torch.cat([stairs, diagonal], 1)])  # (X, X)
+    real = pad(prompt_mask, (0, 2 * length), value=True)  # (S, X)
     return (pattern & real[:, None, :])[:, None]
 
 
 def staircase_positions(
-    prompt_mask: Bool[Tensor, "N P"], length: int
-) -> Int[Tensor, "N T"]:
+    prompt_mask: Bool[Tensor, "S P"], length: int
+) -> Int[Tensor, "S X"]:
     """Positions for ``staircase_mask``: real tokens are counted, and noisy token i
     stands where clean token i stands."""
     prompt = (prompt_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -1259,9 +1309,8 @@ def position_logp(
 # noise adds up as well; the length normaliser exists to keep the exponent small.
 
 LEVELS = ("token", "position", "step", "state", "pair", "sequence")
-Entries = Float[
-    Tensor, "*s"
-]  # a number for each entry of ll: (K, B, L), (K, B, 1), (1, B, 1), (2, B, 1)
+# A number for each entry of ll: (K, B, L), (K, B, 1), (1, B, 1), (2, B, 1).
+Entries = Float[Tensor, "*s"]
 Advantage = Float[Tensor, "*K B"]
 
 
@@ -1425,8 +1474,8 @@ def _groups(reward: Float[Tensor, " B"], num_generations: int) -> Float[Tensor, 
 
 
 def _average(
-    group: Float[Tensor, "*S N"], present: Bool[Tensor, "*S N"] | None = None
-) -> Float[Tensor, "*S 1"]:
+    group: Float[Tensor, "*s N"], present: Bool[Tensor, "*s N"] | None = None
+) -> Float[Tensor, "*s 1"]:
     # The mean over those present: exactly c where all are c, so that a group of equal
     # rewards is silent. A rounded mean of eight times 0.1 would leave each -7e-9.
     present = torch.ones_like(group) if present is None else present
@@ -1543,7 +1592,7 @@ def stepwise_advantage(
     return R_k - _average(group, present).expand_as(group).flatten(1, 2)
 
 
-# Kin: leave-one-out, the softmax weights of wd1, and the process reward of MDPO.
+# Kin: leave-one-out, the process reward of MDPO, and the softmax weights of wd1.
 
 
 def leave_one_out(
@@ -1563,29 +1612,6 @@ def leave_one_out(
     # r - mean of the others = r - (N mean - r)/(N - 1) = N/(N - 1) (r - mean).
     scale = num_generations / (num_generations - 1)
     return (scale * (group - _average(group))).flatten()
-
-
-def softmax_contrast(
-    reward: Float[Tensor, " B"], num_generations: int, *, psi: float
-) -> Float[Tensor, " B"]:
-    """(6.6) adv = softmax(psi A) - softmax(-psi A) over the group, A = reward - mean.
-
-    These are the weights of wd1, exponential in the advantage: what the best
-    KL-regularised policy would give the samples, minus what the worst would, which
-    pushes negative samples down. The loss is a weighted log-likelihood, ratio-free:
-    (8.1), to be added up over the group ("group_sum").
-
-    Source: wd1, weighted policy optimization (arXiv 2507.08838), read in its code,
-    which has psi = 1.
-    Shapes: one number a response, (B,) to (B,).
-    Special cases: they sum to 0 in each group. For small A they are 2 psi A / N, and
-    for large A they saturate.
-    """
-    group = _groups(reward, num_generations)
-    # The policy that gains most reward for its KL distance weighs samples with
-    # exp(psi A); the one that loses most, with exp(-psi A).
-    logits = psi * (group - _average(group))  # (G, N)
-    return (logits.softmax(1) - (-logits).softmax(1)).flatten()
 
 
 def progress_advantage(
@@ -1635,6 +1661,29 @@ def progress_advantage(
 def _from_here_on(x: Float[Tensor, "K B"]) -> Float[Tensor, "K B"]:
     # The sum over a state and all later ones.
     return x.flip(0).cumsum(0).flip(0)
+
+
+def softmax_contrast(
+    reward: Float[Tensor, " B"], num_generations: int, *, psi: float
+) -> Float[Tensor, " B"]:
+    """(6.6) adv = softmax(psi A) - softmax(-psi A) over the group, A = reward - mean.
+
+    These are the weights of wd1, exponential in the advantage: what the best
+    KL-regularised policy would give the samples, minus what the worst would, which
+    pushes negative samples down. The loss is a weighted log-likelihood, ratio-free:
+    (8.1), to be added up over the group ("group_sum").
+
+    Source: wd1, weighted policy optimization (arXiv 2507.08838), read in its code,
+    which has psi = 1.
+    Shapes: one number a response, (B,) to (B,).
+    Special cases: they sum to 0 in each group. For small A they are 2 psi A / N, and
+    for large A they saturate.
+    """
+    group = _groups(reward, num_generations)
+    # The policy that gains most reward for its KL distance weighs samples with
+    # exp(psi A); the one that loses most, with exp(-psi A).
+    logits = psi * (group - _average(group))  # (G, N)
+    return (logits.softmax(1) - (-logits).softmax(1)).flatten()
 
 
 # ===================================================================== 7. Ratios and KL
@@ -2346,7 +2395,249 @@ def total_loss(
 
 # ====================================================== 11. This project's own research
 #
-# First the choice of positions. A confidence-ordered sampler makes two draws in a step:
+# First, ELBOs from masks that share as few positions as possible.
+
+
+def arc_plan(
+    rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str
+) -> Plan:
+    """(2.11) ELBO from K arcs of one random circle: counts in strata as in (2.3), the
+    positions of a state follow those of the state before it.
+
+    A random permutation puts the n positions on a circle. State k hides the l_k of them
+    that begin where state k - 1 ends, weight n / (K l_k).
+
+    Source: this project.
+    Shapes: a plan of K = num_states states.
+    Special cases: unbiased for every K. The arcs' lengths say nothing of the
+    permutation, and a rotation of a uniform one is uniform: each state alone is a state
+    of (2.3), and only their joint law differs. All positions are hidden equally often,
+    or once more. Two states overlap in max(0, l_1 + l_2 - n) positions, never more than
+    the l_1 l_2 / n of independent ones, so that for log-probabilities that depend on
+    the position alone their covariance is at most 0, and the variance at most that of
+    ``strata``. For other models, and for three states or more, there is no such
+    guarantee.
+    """
+    _check_count("plan.num_states", num_states)
+    inside = _domain(rollout, domain)
+    # Counts and weights are those of (2.3) with strata.
+    n = inside.sum(-1)  # (B,)
+    u = _in_strata(_uniform((num_states, len(n)), generator, inside.device))
+    count = torch.minimum((u * n).floor().long() + 1, n)  # (K, B)
+    # The masks are not drawn by themselves: each hides what the last ones left visible,
+    # until all positions have had their turn.
+    masked = _arcs(generator, inside, count)  # (K, B, L)
+    return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
+
+
+def _arcs(
+    generator: torch.Generator, inside: Bool[Tensor, "B L"], count: Int[Tensor, "K B"]
+) -> Bool[Tensor, "K B L"]:
+    # State k: the count_k positions after those of state k - 1 on a random circle.
+    noise = _uniform(tuple(inside.shape), generator, inside.device)
+    place = noise.masked_fill(~inside, torch.inf).argsort(-1).argsort(-1)
+    start = count.cumsum(0) - count
+    n = inside.sum(-1, keepdim=True)
+    return ((place - start[..., None]) % n < count[..., None]) & inside
+
+
+# Next, what the rollout knows already. A sampler that reveals token after token has
+# evaluated the network in nested states, at every hidden position. Once the response is
+# written, seen[t, i] = log p of its token i before step t can be read off, without a
+# call. None of it is the ELBO, but all of it moves with the ELBO's terms: a control
+# variate. Any function of it with a known mean may be taken off an estimate, and its
+# mean added again. The price is that it depends on constants, fitted on other
+# responses, and that it is a constant to the gradient: a ratio whose two sides share
+# their masks loses it. It acts where each side has masks of its own (``refresh``
+# independent).
+
+
+class Visited(NamedTuple):
+    """What the states of the trajectory say of the n positions that count; 0 elsewhere.
+
+    first      (B, L)        seen[0, i], everything hidden
+    at_reveal  (B, L)        seen[r_i, i], r_i the step that reveals i
+    lowest     (B, L)        the least seen[t, i] up to r_i
+    effects    (4, B, L, L)  A+, A-, C+, C-. Above and below 0 apart: d_ij =
+                             seen[r_j + 1, i] - seen[r_j, i] for r_j < r_i, what
+                             revealing j did to i; and d_ji, for j revealed after i.
+                             Conditionals of one joint distribution would have d
+                             symmetric (pointwise mutual information)
+    """
+
+    first: Tensor
+    at_reveal: Tensor
+    lowest: Tensor
+    effects: Tensor
+
+
+def visited(rollout: Rollout, inside: Bool[Tensor, "B L"]) -> Visited:
+    """Read the record ``seen_logp (B, T, L)`` at the positions ``inside``; float64.
+    """
+    seen = record(rollout, "seen_logp").double()  # (B, T, L)
+    steps, length = seen.shape[1:]
+    step = rollout.unmask_step.clamp(min=0)  # r_i: (B, L)
+    at_reveal = seen.gather(1, step[:, None])[:, 0]  # (B, L)
+    # After its reveal a token is visible and has no log p: leave these steps out.
+    later = torch.arange(steps, device=step.device)[:, None] > step[:, None]
+    lowest = seen.masked_fill(later, torch.inf).amin(1)
+    # What step r_j changed at every other position i: seen after it minus seen before.
+    place = step[..., None].expand(-1, -1, length)  # [b, j, i]
+    after = seen.gather(1, (place + 1).clamp(max=steps - 1))
+    # Only positions i that were still hidden then, r_j < r_i, have both values.
+    earlier = (step[..., None] < step[:, None]) & inside[..., None] & inside[:, None]
+    of_j = torch.where(earlier, after - seen.gather(1, place), 0.0)  # [b, j, i]
+    d = of_j.transpose(1, 2)  # [b, i, j]
+    # Each entry [b, i, j] is what j did to i, or, in the last two, what i did to j.
+    parts = [d.clamp(min=0), d.clamp(max=0), of_j.clamp(min=0), of_j.clamp(max=0)]
+    first, at_reveal, lowest = (x * inside for x in (seen[:, 0], at_reveal, lowest))
+    return Visited(first, at_reveal, lowest, torch.stack(parts))
+
+
+def control_variate_plan(
+    rollout: Rollout,
+    generator: torch.Generator,
+    *,
+    num_states: int,
+    domain: str,
+    constants: Float[Tensor, "2 57"] | None,
+) -> Plan:
+    """(2.12) ELBO from arcs (2.11), their counts drawn from q (2.14), with a control
+    variate H (2.13) from the states that the rollout has visited:
+
+        ll = c + 1/K sum_k 1/(n q(l_k)) [n/l_k sum_{i in M_k} logp_i - H(M_k) + E H - c]
+
+    ``constants`` are those of unsolved and of solved responses: 20 of H, 30 of q, and 7
+    of c, which is linear, too. They are read with the records ``seen_logp`` and
+    ``solved``. The part without logp is ``Plan.shift``.
+
+    Source: this project.
+    Shapes: a plan of K = num_states states, with a shift (B,).
+    Special cases: unbiased, whatever H, c and q > 0 are, if they are fixed before the
+    masks are drawn: the mean of 1/(n q) [.] over counts from q is that over uniform
+    counts. Constants that were fitted on other responses cost variance, never bias; how
+    much they save has no guarantee. None means no control variate and uniform counts,
+    which is ``arc_plan``.
+    """
+    if constants is None:
+        return arc_plan(rollout, generator, num_states=num_states, domain=domain)
+    _check_count("plan.num_states", num_states)
+    inside = _domain(rollout, domain)
+    n, known = inside.sum(-1), visited(rollout, inside)
+    # All that is fixed before a mask is drawn: the constants, by the verdict on the
+    # response, and with them q, H and c.
+    own = constants.to(n.device)[record(rollout, "solved").long()]  # (B, 57)
+    of_terms, of_law, of_centre = own.split([20, 30, 7], -1)
+    q = law_of_counts(known, inside, of_law)  # (B, L)
+    # Counts by inverting the distribution function of q at strata of [0, 1).
+    u = _in_strata(_uniform((num_states, len(n)), generator, inside.device))
+    count = torch.minimum((q.cumsum(-1) <= u[..., None]).sum(-1) + 1, n)  # (K, B)
+    masked = _arcs(generator, inside, count)  # (K, B, L)
+    # 1/(n q) turns counts from q into uniform ones. Of logp it leaves 1/(K q l).
+    chance = q.expand(num_states, -1, -1).gather(2, count[..., None] - 1)[..., 0]
+    plan = _response_plan(rollout, masked, inside, 1 / (num_states * chance * count))
+    # H - E H has mean 0. Taken off, it carries away the noise that it shares with the
+    # estimate.
+    guess = surrogate_terms(known, masked, inside) - surrogate_means(known, inside)
+    guess = (guess * of_terms).sum(-1)  # (K, B)
+    # The weights 1/(n q) vary, too: their noise multiplies what is left, so that a
+    # guess c of its mean is taken off first and added outside.
+    centre = (_centre_terms(known, n) * of_centre).sum(-1)  # (B,)
+    shift = centre - ((guess + centre) / (num_states * n * chance)).sum(0)
+    return replace(plan, shift=shift.to(rollout.logp.dtype))
+
+
+def surrogate_terms(
+    known: Visited, masked: Bool[Tensor, "K B L"], inside: Bool[Tensor, "B L"]
+) -> Float[Tensor, "K B 20"]:
+    """(2.13) The terms of H(M) = n/l sum over i in M of h(M, i), a guess of the ELBO's
+    n/l sum of log p, linear in 20 constants:
+
+        h(M, i) = u first_i + v at_reveal_i + sum_s z_s sum_{j visible} effects_s,ij
+                  + w_1 x + w_2 x^2,        x = l/n;  u, v, z_s quadratic in x
+
+    Source: this project.
+    Shapes: masks (K, B, L) to terms (K, B, 20), in the order (1, x, x^2) times the six
+    sums, then n x, n x^2.
+    Special cases: H is nothing but a guess; what it misses costs variance, never bias
+    (2.12).
+    """
+    hidden, shown = masked.double(), (~masked).double()
+    # Six sums over the hidden positions: their log p where all is hidden, that at their
+    # reveal, and for each kind of effect what the visible positions did to them.
+    sums = [(hidden * known.first).sum(-1), (hidden * known.at_reveal).sum(-1)]  # (K,B)
+    sums += list(torch.einsum("kbi,sbij,kbj->skb", hidden, known.effects, shown))
+    # n/l = 1/x scales a sum over l positions up to n, as in (2.3). How much each sum
+    # says depends on how much is hidden: a quadratic in x.
+    n = inside.sum(-1).double()
+    x = hidden.sum(-1) / n
+    every = [s / x * x**power for s in sums for power in range(3)]
+    return torch.stack([*every, n * x, n * x**2], -1)
+
+
+def surrogate_means(
+    known: Visited, inside: Bool[Tensor, "B L"]
+) -> Float[Tensor, "B 20"]:
+    """Their means under (2.3), closed: given l and i in M, another position is visible
+    with probability (n - l)/(n - 1)."""
+    n = inside.sum(-1, keepdim=True).double()  # (B, 1)
+    count = torch.arange(1, inside.shape[1] + 1, device=n.device)
+    exists, x = count <= n, count / n  # (B, L): a column for each l
+    pairs = (n - count) / (n - 1).clamp(min=1)
+    # Given l, each position is hidden with probability l/n = x, which the factor 1/x of
+    # the terms undoes: a sum over all positions, or over all pairs times their chance.
+    ones = torch.ones_like(x)
+    sums = [known.first.sum(-1, keepdim=True) * ones]
+    sums += [known.at_reveal.sum(-1, keepdim=True) * ones]
+    sums += [total[:, None] * pairs for total in known.effects.sum((2, 3))]
+    every = [s * x**power for s in sums for power in range(3)] + [n * x, n * x**2]
+    # And the mean over l ~ U{1..n}.
+    return torch.stack([(v * exists).sum(-1) / n[:, 0] for v in every], -1)
+
+
+def law_of_counts(
+    known: Visited, inside: Bool[Tensor, "B L"], constants: Float[Tensor, "B 30"]
+) -> Float[Tensor, "B L"]:
+    """(2.14) q(l) in proportion to the root of v(l), the predicted mean square of
+    Z - H over the masks of l positions, 3 % of its mean added; 0 beyond n.
+
+        v(M) = (n/l)^2 sum_{i in M} sum_f (a_f + b_f x + c_f (1 - x)^4) scale_f,i
+
+    Z is the state's ELBO estimate n/l sum of log p. There are ten scales of a position:
+    0.01, first^2, at_reveal^2, lowest^2, -first, -at_reveal, mean squares over j of its
+    effects (all, those below 0, C-), and (sum of C-)^2 / n.
+
+    Source: this project.
+    Shapes: constants (B, 30) to a law of l = 1..L for each sequence (B, L).
+    Special cases: this is importance sampling of counts; q > 0 keeps it unbiased. v is
+    linear in the mask: its mean given l has each i with share l/n.
+    """
+    n = inside.sum(-1, keepdim=True).double()  # (B, 1)
+    # Ten guesses of how far off H is at a position. Larger effects, larger errors.
+    both, last = known.effects.sum(0), known.effects[3]
+    squares = [(m**2).sum(-1) / n for m in (both, both.clamp(max=0), last)]
+    scale = [inside * 0.01, known.first**2, known.at_reveal**2, known.lowest**2]
+    scale += [-known.first, -known.at_reveal, *squares, last.sum(-1) ** 2 / n]
+    total = torch.stack([s.sum(-1) for s in scale], -1)[:, None]  # (B, 1, 10)
+    # Mean over the masks of l positions: (n/l)^2 times the share l/n is 1/x.
+    count = torch.arange(1, inside.shape[1] + 1, device=n.device)
+    x = (count / n).clamp(max=1)[..., None]  # (B, L, 1)
+    terms = torch.cat([total / x, total / x * x, total / x * (1 - x) ** 4], -1)
+    v = (terms * constants[:, None]).sum(-1) * (count <= n)  # (B, L)
+    # The variance of an importance-weighted mean is least with a law in proportion to
+    # the root of the mean square. The 3 % keep each q(l), by which is divided, above 0.
+    q = (v + 0.03 * v.sum(-1, keepdim=True) / n).sqrt() * (count <= n)
+    return q / q.sum(-1, keepdim=True)
+
+
+def _centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
+    # Of c: 1, n, and sums of at_reveal, first, lowest, A+ and A-.
+    above, below = known.effects[:2].sum((2, 3))
+    sums = [x.sum(-1) for x in (known.at_reveal, known.first, known.lowest)]
+    return torch.stack([torch.ones_like(above), n.double(), *sums, above, below], -1)
+
+
+# Last, the choice of positions. A confidence-ordered sampler makes two draws in a step:
 # a token for every hidden position of the block, and with them the positions that are
 # revealed. The score of the tokens alone leaves the second out. It needs no model of
 # its own: which positions win is a function of the tokens that were proposed, and those
@@ -2479,247 +2770,3 @@ def threshold_logp(
     unsure = (scored & (confidence < log_threshold(threshold))).any(-1, keepdim=True)
     nothing = math.log(torch.finfo(order.dtype).tiny) * scored / count.clamp(min=1)
     return torch.where(unsure & (count > 1), nothing.to(order.dtype), order)
-
-
-# Next, ELBOs from masks that share as few positions as possible.
-
-
-def arc_plan(
-    rollout: Rollout, generator: torch.Generator, *, num_states: int, domain: str
-) -> Plan:
-    """(2.11) ELBO from K arcs of one random circle: counts in strata as in (2.3), the
-    positions of a state follow those of the state before it.
-
-    A random permutation puts the n positions on a circle. State k hides the l_k of them
-    that begin where state k - 1 ends, weight n / (K l_k).
-
-    Source: this project.
-    Shapes: a plan of K = num_states states.
-    Special cases: unbiased for every K. The arcs' lengths say nothing of the
-    permutation, and a rotation of a uniform one is uniform: each state alone is a state
-    of (2.3), and only their joint law differs. All positions are hidden equally often,
-    or once more. Two states overlap in max(0, l_1 + l_2 - n) positions, never more than
-    the l_1 l_2 / n of independent ones, so that for log-probabilities that depend on
-    the position alone their covariance is at most 0, and the variance at most that of
-    ``strata``. For other models, and for three states or more, there is no such
-    guarantee.
-    """
-    _check_count("plan.num_states", num_states)
-    inside = _domain(rollout, domain)
-    # Counts and weights are those of (2.3) with strata.
-    n = inside.sum(-1)  # (B,)
-    u = _in_strata(_uniform((num_states, len(n)), generator, inside.device))
-    count = torch.minimum((u * n).floor().long() + 1, n)  # (K, B)
-    # The masks are not drawn by themselves: each hides what the last ones left visible,
-    # until all positions have had their turn.
-    masked = _arcs(generator, inside, count)  # (K, B, L)
-    return _response_plan(rollout, masked, inside, n.double() / (num_states * count))
-
-
-def _arcs(
-    generator: torch.Generator, inside: Bool[Tensor, "B L"], count: Int[Tensor, "K B"]
-) -> Bool[Tensor, "K B L"]:
-    # State k: the count_k positions after those of state k - 1 on a random circle.
-    noise = _uniform(tuple(inside.shape), generator, inside.device)
-    place = noise.masked_fill(~inside, torch.inf).argsort(-1).argsort(-1)
-    start = count.cumsum(0) - count
-    n = inside.sum(-1, keepdim=True)
-    return ((place - start[..., None]) % n < count[..., None]) & inside
-
-
-# Last, what the rollout knows already. A sampler that reveals token after token has
-# evaluated the network in nested states, at every hidden position. Once the response is
-# written, seen[t, i] = log p of its token i before step t can be read off, without a
-# call. None of it is the ELBO, but all of it moves with the ELBO's terms: a control
-# variate. Any function of it with a known mean may be taken off an estimate, and its
-# mean added again. The price is that it depends on constants, fitted on other
-# responses, and that it is a constant to the gradient: a ratio whose two sides share
-# their masks loses it. It acts where each side has masks of its own (``refresh``
-# independent).
-
-
-class Visited(NamedTuple):
-    """What the states of the trajectory say of the n positions that count; 0 elsewhere.
-
-    first      (B, L)        seen[0, i], everything hidden
-    at_reveal  (B, L)        seen[r_i, i], r_i the step that reveals i
-    lowest     (B, L)        the least seen[t, i] up to r_i
-    effects    (4, B, L, L)  A+, A-, C+, C-. Above and below 0 apart: d_ij =
-                             seen[r_j + 1, i] - seen[r_j, i] for r_j < r_i, what
-                             revealing j did to i; and d_ji, for j revealed after i.
-                             Conditionals of one joint distribution would have d
-                             symmetric (pointwise mutual information)
-    """
-
-    first: Tensor
-    at_reveal: Tensor
-    lowest: Tensor
-    effects: Tensor
-
-
-def visited(rollout: Rollout, inside: Bool[Tensor, "B L"]) -> Visited:
-    """Read the record ``seen_logp (B, T, L)`` at the positions ``inside``; float64.
-
-    T are here the steps of the sampler.
-    """
-    seen = record(rollout, "seen_logp").double()  # (B, T, L)
-    steps, length = seen.shape[1:]
-    step = rollout.unmask_step.clamp(min=0)  # r_i: (B, L)
-    at_reveal = seen.gather(1, step[:, None])[:, 0]  # (B, L)
-    # After its reveal a token is visible and has no log p: leave these steps out.
-    later = torch.arange(steps, device=step.device)[:, None] > step[:, None]
-    lowest = seen.masked_fill(later, torch.inf).amin(1)
-    # What step r_j changed at every other position i: seen after it minus seen before.
-    place = step[..., None].expand(-1, -1, length)  # [b, j, i]
-    after = seen.gather(1, (place + 1).clamp(max=steps - 1))
-    # Only positions i that were still hidden then, r_j < r_i, have both values.
-    earlier = (step[..., None] < step[:, None]) & inside[..., None] & inside[:, None]
-    of_j = torch.where(earlier, after - seen.gather(1, place), 0.0)  # [b, j, i]
-    d = of_j.transpose(1, 2)  # [b, i, j]
-    # Each entry [b, i, j] is what j did to i, or, in the last two, what i did to j.
-    parts = [d.clamp(min=0), d.clamp(max=0), of_j.clamp(min=0), of_j.clamp(max=0)]
-    first, at_reveal, lowest = (x * inside for x in (seen[:, 0], at_reveal, lowest))
-    return Visited(first, at_reveal, lowest, torch.stack(parts))
-
-
-def surrogate_terms(
-    known: Visited, masked: Bool[Tensor, "K B L"], inside: Bool[Tensor, "B L"]
-) -> Float[Tensor, "K B 20"]:
-    """(2.13) The terms of H(M) = n/l sum over i in M of h(M, i), a guess of the ELBO's
-    n/l sum of log p, linear in 20 constants:
-
-        h(M, i) = u first_i + v at_reveal_i + sum_s z_s sum_{j visible} effects_s,ij
-                  + w_1 x + w_2 x^2,        x = l/n;  u, v, z_s quadratic in x
-
-    Source: this project.
-    Shapes: masks (K, B, L) to terms (K, B, 20), in the order (1, x, x^2) times the six
-    sums, then n x, n x^2.
-    Special cases: H is nothing but a guess; what it misses costs variance, never bias
-    (2.12).
-    """
-    hidden, shown = masked.double(), (~masked).double()
-    # Six sums over the hidden positions: their log p where all is hidden, that at their
-    # reveal, and for each kind of effect what the visible positions did to them.
-    sums = [(hidden * known.first).sum(-1), (hidden * known.at_reveal).sum(-1)]  # (K,B)
-    sums += list(torch.einsum("kbi,sbij,kbj->skb", hidden, known.effects, shown))
-    # n/l = 1/x scales a sum over l positions up to n, as in (2.3). How much each sum
-    # says depends on how much is hidden: a quadratic in x.
-    n = inside.sum(-1).double()
-    x = hidden.sum(-1) / n
-    every = [s / x * x**power for s in sums for power in range(3)]
-    return torch.stack([*every, n * x, n * x**2], -1)
-
-
-def surrogate_means(
-    known: Visited, inside: Bool[Tensor, "B L"]
-) -> Float[Tensor, "B 20"]:
-    """Their means under (2.3), closed: given l and i in M, another position is visible
-    with probability (n - l)/(n - 1)."""
-    n = inside.sum(-1, keepdim=True).double()  # (B, 1)
-    count = torch.arange(1, inside.shape[1] + 1, device=n.device)
-    exists, x = count <= n, count / n  # (B, L): a column for each l
-    pairs = (n - count) / (n - 1).clamp(min=1)
-    # Given l, each position is hidden with probability l/n = x, which the factor 1/x of
-    # the terms undoes: a sum over all positions, or over all pairs times their chance.
-    ones = torch.ones_like(x)
-    sums = [known.first.sum(-1, keepdim=True) * ones]
-    sums += [known.at_reveal.sum(-1, keepdim=True) * ones]
-    sums += [total[:, None] * pairs for total in known.effects.sum((2, 3))]
-    every = [s * x**power for s in sums for power in range(3)] + [n * x, n * x**2]
-    # And the mean over l ~ U{1..n}.
-    return torch.stack([(v * exists).sum(-1) / n[:, 0] for v in every], -1)
-
-
-def law_of_counts(
-    known: Visited, inside: Bool[Tensor, "B L"], constants: Float[Tensor, "B 30"]
-) -> Float[Tensor, "B L"]:
-    """(2.14) q(l) in proportion to the root of v(l), the predicted mean square of
-    Z - H over the masks of l positions, 3 % of its mean added; 0 beyond n.
-
-        v(M) = (n/l)^2 sum_{i in M} sum_f (a_f + b_f x + c_f (1 - x)^4) scale_f,i
-
-    Z is the state's ELBO estimate n/l sum of log p. There are ten scales of a position:
-    0.01, first^2, at_reveal^2, lowest^2, -first, -at_reveal, mean squares over j of its
-    effects (all, those below 0, C-), and (sum of C-)^2 / n.
-
-    Source: this project.
-    Shapes: constants (B, 30) to a law of l = 1..L for each sequence (B, L).
-    Special cases: this is importance sampling of counts; q > 0 keeps it unbiased. v is
-    linear in the mask: its mean given l has each i with share l/n.
-    """
-    n = inside.sum(-1, keepdim=True).double()  # (B, 1)
-    # Ten guesses of how far off H is at a position. Larger effects, larger errors.
-    both, last = known.effects.sum(0), known.effects[3]
-    squares = [(m**2).sum(-1) / n for m in (both, both.clamp(max=0), last)]
-    scale = [inside * 0.01, known.first**2, known.at_reveal**2, known.lowest**2]
-    scale += [-known.first, -known.at_reveal, *squares, last.sum(-1) ** 2 / n]
-    total = torch.stack([s.sum(-1) for s in scale], -1)[:, None]  # (B, 1, 10)
-    # Mean over the masks of l positions: (n/l)^2 times the share l/n is 1/x.
-    count = torch.arange(1, inside.shape[1] + 1, device=n.device)
-    x = (count / n).clamp(max=1)[..., None]  # (B, L, 1)
-    terms = torch.cat([total / x, total / x * x, total / x * (1 - x) ** 4], -1)
-    v = (terms * constants[:, None]).sum(-1) * (count <= n)  # (B, L)
-    # The variance of an importance-weighted mean is least with a law in proportion to
-    # the root of the mean square. The 3 % keep each q(l), by which is divided, above 0.
-    q = (v + 0.03 * v.sum(-1, keepdim=True) / n).sqrt() * (count <= n)
-    return q / q.sum(-1, keepdim=True)
-
-
-def control_variate_plan(
-    rollout: Rollout,
-    generator: torch.Generator,
-    *,
-    num_states: int,
-    domain: str,
-    constants: Float[Tensor, "2 57"] | None,
-) -> Plan:
-    """(2.12) ELBO from arcs (2.11), their counts drawn from q (2.14), with a control
-    variate H (2.13) from the states that the rollout has visited:
-
-        ll = c + 1/K sum_k 1/(n q(l_k)) [n/l_k sum_{i in M_k} logp_i - H(M_k) + E H - c]
-
-    ``constants`` are those of unsolved and of solved responses: 20 of H, 30 of q, and 7
-    of c, which is linear, too. They are read with the records ``seen_logp`` and
-    ``solved``. The part without logp is ``Plan.shift``.
-
-    Source: this project.
-    Shapes: a plan of K = num_states states, with a shift (B,).
-    Special cases: unbiased, whatever H, c and q > 0 are, if they are fixed before the
-    masks are drawn: the mean of 1/(n q) [.] over counts from q is that over uniform
-    counts. Constants that were fitted on other responses cost variance, never bias; how
-    much they save has no guarantee. None means no control variate and uniform counts,
-    which is ``arc_plan``.
-    """
-    if constants is None:
-        return arc_plan(rollout, generator, num_states=num_states, domain=domain)
-    _check_count("plan.num_states", num_states)
-    inside = _domain(rollout, domain)
-    n, known = inside.sum(-1), visited(rollout, inside)
-    # All that is fixed before a mask is drawn: the constants, by the verdict on the
-    # response, and with them q, H and c.
-    own = constants.to(n.device)[record(rollout, "solved").long()]  # (B, 57)
-    of_terms, of_law, of_centre = own.split([20, 30, 7], -1)
-    q = law_of_counts(known, inside, of_law)  # (B, L)
-    # Counts by inverting the distribution function of q at strata of [0, 1).
-    u = _in_strata(_uniform((num_states, len(n)), generator, inside.device))
-    count = torch.minimum((q.cumsum(-1) <= u[..., None]).sum(-1) + 1, n)  # (K, B)
-    masked = _arcs(generator, inside, count)  # (K, B, L)
-    # 1/(n q) turns counts from q into uniform ones. Of logp it leaves 1/(K q l).
-    chance = q.expand(num_states, -1, -1).gather(2, count[..., None] - 1)[..., 0]
-    plan = _response_plan(rollout, masked, inside, 1 / (num_states * chance * count))
-    # H - E H has mean 0. Taken off, it carries away the noise that it shares with the
-    # estimate.
-    guess = surrogate_terms(known, masked, inside) - surrogate_means(known, inside)
-    guess = (guess * of_terms).sum(-1)  # (K, B)
-    # The weights 1/(n q) vary, too: their noise multiplies what is left, so that a
-    # guess c of its mean is taken off first and added outside.
-    centre = (_centre_terms(known, n) * of_centre).sum(-1)  # (B,)
-    shift = centre - ((guess + centre) / (num_states * n * chance)).sum(0)
-    return replace(plan, shift=shift.to(rollout.logp.dtype))
-
-
-def _centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
-    # Of c: 1, n, and sums of at_reveal, first, lowest, A+ and A-.
-    above, below = known.effects[:2].sum((2, 3))
-    sums = [x.sum(-1) for x in (known.at_reveal, known.first, known.lowest)]
-    return torch.stack([torch.ones_like(above), n.double(), *sums, above, below], -1)

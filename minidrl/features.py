@@ -42,8 +42,8 @@ class Network(Protocol):
     vocab_size: int
 
     def encode(
-        self, tokens: Int[Tensor, "N T"], attention_mask: Bool[Tensor, "N T"] | None
-    ) -> Float[Tensor, "N T D"]:
+        self, tokens: Int[Tensor, "S PL"], attention_mask: Bool[Tensor, "S PL"] | None
+    ) -> Float[Tensor, "S PL D"]:
         """Hidden states of every position; the one at position i predicts token i."""
 
     def head(self, h: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
