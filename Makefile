@@ -3,6 +3,7 @@
 # make lessons    all lessons executed, their outputs compared with the stored ones
 # make slow       the slow tests: processes, runs that are killed, hostile answers
 # make lab        Jupyter Lab on the first lesson; LAB="--no-browser" goes to it
+# make book       lessons, pages and the reference of the code as a site, in build/book
 # make notebooks  executes lessons and exercises again in place
 # make lint       ruff
 #
@@ -29,7 +30,7 @@ NBVAL := $(RUN) -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile --no-loads
 unexport JUPYTER_PATH PYTHONPATH PYTHONHOME PIP_FLAGS
 
 .DELETE_ON_ERROR:
-.PHONY: train test lessons slow lab notebooks lint
+.PHONY: train test lessons slow lab book notebooks lint
 
 train: $(STAMP)
 	$(PY) -m minidrl train tiny_configs/countdown20_cpu.yaml --out runs/countdown20_cpu $(ARGS)
@@ -48,6 +49,10 @@ slow: $(STAMP)
 # From here, so that links to docs/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)
 	$(PY) -m jupyter lab --ServerApp.root_dir=. $(LAB) notebooks/00_quickstart.ipynb
+
+book: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable ".[book]"
+	$(RUN) -m sphinx --quiet --conf-dir docs/book --doctree-dir build/doctrees . build/book
 
 notebooks: $(STAMP)
 	$(PY) notebooks/execute.py notebooks/*.ipynb notebooks/exercises/*.ipynb
