@@ -156,8 +156,12 @@ def escaped(text: str) -> str:
     """The characters that reStructuredText would take for its own, outside of code; a tag becomes a link."""
     parts = re.split(r"(``.+?``)", text)
     plain = (re.sub(r"([*|`_\\])", r"\\\1", part) for part in parts[::2])
-    linked = [re.sub(TAG, lambda tag: f":ref:`{tag[0]} <eq-{tag[1]}>`" if tag[1] in EQUATIONS else tag[0], part) for part in plain]
+    linked = [re.sub(TAG, equation_role, part) for part in plain]
     return "".join(a + b for a, b in zip(linked, [*parts[1::2], ""], strict=True))
+
+
+def equation_role(tag: re.Match) -> str:
+    return f":ref:`{tag[0]} <eq-{tag[1]}>`" if tag[1] in EQUATIONS else tag[0]
 
 
 class Links(SphinxTransform):
@@ -188,7 +192,8 @@ class Links(SphinxTransform):
         domain.labels[f"eq-{tag}"] = page, f"eq-{tag}", f"({tag})"
         if tag in FUNCTIONS:
             line = nodes.paragraph(classes=["in-code"])
-            line += [nodes.Text("in code: "), self.pending("py", "obj", f"minidrl.algorithms.{FUNCTIONS[tag]}", FUNCTIONS[tag], True)]
+            name = FUNCTIONS[tag]
+            line += [nodes.Text("in code: "), self.pending("py", "obj", f"minidrl.algorithms.{name}", name, True)]
             block.parent.insert(block.parent.index(block) + 1, line)
 
     def to_code(self, module: str, node: nodes.Element) -> nodes.Node:
