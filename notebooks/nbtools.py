@@ -1,5 +1,6 @@
 """What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `exercises` the reader's answers, `show` prints
-shipped source, `mean_interval` says how sure a mean is, `table` and `draw_plan` display rows and plans, `style` sets plots.
+shipped source, `mean_interval` says how sure a mean is, `table`, `draw_plan` and `draw_cube` display rows, plans and all
+masked states of a text, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
 outputs can therefore be compared literally.
@@ -7,6 +8,7 @@ outputs can therefore be compared literally.
 
 import ast
 import inspect
+import itertools
 import json
 import math
 import statistics
@@ -20,7 +22,7 @@ import torch
 from IPython.display import Markdown, display
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from answers import ANSWERS
 from minidrl.algorithms import Plan
@@ -203,6 +205,42 @@ def _rulers(ax: Axes, plan: Plan, prompt: int) -> None:
             ax.axvline(prompt + place, color="black", lw=0.8)
         for state in range(plan.blocks, len(plan.scored), plan.blocks):
             ax.axhline(state, color=ORANGE, lw=2)
+
+
+def draw_cube(ax: Axes, text: Sequence[str], *, order: Sequence[int] = (), looks: Sequence = (), title: str = "") -> None:
+    """Picture the 2^L masked states of a short text: everything hidden on the left, nothing hidden on the right.
+
+    A line reveals one token; a column, a level, has all states that hide l tokens. Cells are coloured as by `draw_plan`: white
+    is visible, grey hidden, blue hidden and scored.
+
+    order: positions as a sampler writes them; its path is drawn, and in each state the token that it writes next is scored.
+    looks: sets of hidden positions at which an estimator looks and scores all that is hidden.
+    """
+    length = len(text)
+    levels = [list(itertools.combinations(range(length), l)) for l in range(length + 1)]
+    place = {frozenset(M): (length - l, (len(level) - 1) / 2 - k) for l, level in enumerate(levels) for k, M in enumerate(level)}
+    path = [frozenset(order[k:]) for k in range(len(order) + 1)] if order else []
+    scored = {M: M for M in map(frozenset, looks)} | {M: M - after for M, after in itertools.pairwise(path)}
+    for before, after in ((M, M - {i}) for M in place for i in M):
+        on = (before, after) in itertools.pairwise(path)
+        ends = zip(place[before], place[after], strict=True)
+        ax.plot(*ends, color=ORANGE if on else "#cccccc", lw=3 if on else 0.8, zorder=1)
+    wide, high = 0.19, 0.34
+    for M, (x, y) in place.items():
+        for i, token in enumerate(text):
+            color = BLUE if i in scored.get(M, ()) else "#cccccc" if i in M else "white"
+            corner = (x + wide * (i - length / 2), y - high / 2)
+            ax.add_patch(Rectangle(corner, wide, high, fc=color, ec=GREY, lw=0.6, zorder=2))
+            if i not in M or color == BLUE:
+                ink = "white" if color == BLUE else "black"
+                ax.text(corner[0] + wide / 2, y, token, color=ink, ha="center", va="center_baseline", fontsize=8, zorder=3)
+    tall = max(map(len, levels)) / 2
+    ax.set(xlim=(-0.45, length + 0.45), ylim=(-tall, tall), yticks=[], xlabel="$l$, tokens that are hidden")
+    ax.set_xticks(range(length + 1), range(length, -1, -1))
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    ax.set_title(title, fontsize=9)
 
 
 def bands(axes: Sequence[Axes], labels: Sequence[str], colors: Sequence[str]) -> list[float]:
