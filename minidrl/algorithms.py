@@ -862,7 +862,9 @@ def scheduled_plan(
 # action reveals some tokens. For samplers whose choice of positions does not depend on
 # the weights (random or fixed order) the log-probability of a step is exactly the sum
 # of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the
-# exact policy gradient. For confidence-ordered samplers the choice of positions depends
+# exact policy gradient. Where positions are chosen by the entropy or the margin of a
+# state's predictions, that holds wherever J is differentiable: the choice looks at no
+# drawn token, and J jumps where it changes. For confidence-ordered samplers the choice of positions depends
 # on the weights too, and the token-only score of the released code of EGSPO, d2 and
 # TraceRL is biased (notebook 03). The missing factor is the feature (4.2), for
 # threshold decoding (4.5).

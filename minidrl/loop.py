@@ -112,7 +112,7 @@ def collect(run: Run, step: int) -> Experience:
     experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved)
     if s.sampler.cache in sampler.APPROXIMATE:
         experience.kl = bookkeeping.rollout_kl(run, step, rollout)  # bookkeeping
-    elif run.actor is run.network:  # sampled by exactly these weights: their logp is on record
+    elif run.actor is run.network and s.sampler.top_p == 1:  # their own logp is on record
         experience.updates = run.updates
     return experience
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 State = tuple[int, ...]
-ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
+ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left", "entropy", "margin")
 
 
 # ---------------------------------- The model: a table that holds one row of logits for every state
@@ -389,10 +389,28 @@ class Trajectory:
     unmask_step: State
 
 
+def policy(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """The probabilities (L, V) from which tokens are drawn: softmax(logits / temperature), at
+    temperature 0 softmax(logits). With a top_p they are those of the nucleus, the fewest likeliest
+    tokens that together have this probability."""
+    probs = log_softmax(logits / (temperature or 1.0)).exp()
+    kept = torch.zeros_like(probs)
+    for i, row in enumerate(probs.tolist()):
+        mass = 0.0
+        for v in sorted(range(len(row)), key=lambda v: -row[v]):
+            if mass < top_p:
+                kept[i, v], mass = 1.0, mass + row[v]
+    return probs if top_p == 1 else probs * kept / (probs * kept).sum(-1, keepdim=True)
+
+
 def proposals(
-    model: TabularDenoiser, state: State, positions: Iterable[int], temperature: float
+    model: TabularDenoiser,
+    state: State,
+    positions: Iterable[int],
+    temperature: float,
+    top_p: float = 1.0,
 ) -> list[tuple[dict[int, int], Tensor]]:
-    """All joint draws of tokens at `positions`, each from its softmax(logits / temperature).
+    """All joint draws of tokens at `positions`, each from its `policy`.
 
     Returns:
         [({position: token}, probability)]. At temperature 0 the one greedy draw with probability 1,
@@ -403,7 +421,7 @@ def proposals(
     if temperature == 0:
         greedy = {i: max(tokens, key=lambda v: (logits[i, v].item(), -v)) for i in positions}
         return [(greedy, one)]
-    probs, draws = log_softmax(logits / temperature).exp(), []
+    probs, draws = policy(logits, temperature, top_p), []
     for drawn in itertools.product(tokens, repeat=len(positions)):
         pairs = dict(zip(positions, drawn, strict=True))
         prob = math.prod((probs[i, v] for i, v in pairs.items()), start=one)
@@ -439,6 +457,20 @@ def at_least(logits: Tensor, proposed: dict[int, int], threshold: float) -> list
     )
 
 
+def surest(probs: Tensor, hidden: Iterable[int], order: str, n: int) -> list[int]:
+    """The n hidden positions of lowest entropy, or of the widest margin between their two largest
+    probabilities, rounded to float32; equal ones go to the lower position. `probs` (L, V)."""
+
+    def sure(row: list[float]) -> float:
+        if order == "entropy":
+            return sum(p * math.log(p) for p in row if p > 0)
+        first, second = sorted(row, reverse=True)[:2]
+        return first - second
+
+    found = torch.tensor([sure(row) for row in probs.tolist()], dtype=torch.float64).float()
+    return sorted(sorted(hidden), key=lambda i: -found[i].item())[:n]  # stable
+
+
 def transition(
     model: TabularDenoiser,
     state: State,
@@ -447,17 +479,21 @@ def transition(
     temperature: float,
     tokens_per_step: int,
     threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> dict[State, Tensor]:
     """Exact distribution of the next state: `tokens_per_step` = n of m hidden tokens are revealed.
 
-    The m are the hidden positions of `block`. With p = softmax(logits / temperature), p1 =
-    softmax(logits), x the new tokens and U the positions they go to:
+    The m are the hidden positions of `block`. With p their `policy`, p1 = softmax(logits), x the
+    new tokens and U the positions they go to:
 
         random           P(next) = 1 / C(m, n) prod_{j in U} p_j(x_j)
         left_to_right    P(next) = prod_{j in U} p_j(x_j),  U the n lowest hidden positions
         right_to_left    the same with the n highest hidden positions
         low_confidence   tokens are proposed at all m positions, each from p_j, and U are the n
                          proposals of highest p1
+        entropy, margin  P(next) = prod_{j in U} p_j(x_j),  U the n hidden positions that are
+                         `surest` by p: a function of the state, so that the gradient is that of
+                         the tokens alone wherever U does not jump
 
     For low_confidence this function adds up all V^m proposals and merges those that reveal the same
     tokens at the same positions. Where no two confidences are equal, the sum has the closed form
@@ -474,7 +510,8 @@ def transition(
 
     Source: remasking "random" and "low_confidence" of LLaDA, arXiv 2502.09992, and its released
     sampler (ML-GSAI/LLaDA, generate.py); the closed form is derived here and checked in the tests.
-    Threshold: Fast-dLLM, arXiv 2505.22618.
+    Threshold: Fast-dLLM, arXiv 2505.22618. Entropy and margin: Dream, arXiv 2508.15487, and its
+    released sampler (DreamLM/Dream, generation_utils.py).
 
     Returns:
         {next state: probability}, probabilities sum to 1. Cost V^m (low_confidence), C(m, n) V^n
@@ -491,7 +528,7 @@ def transition(
 
     if order == "low_confidence":
         logits = model.logits_at(state)
-        for proposed, prob in proposals(model, state, hidden, temperature):
+        for proposed, prob in proposals(model, state, hidden, temperature, top_p):
             if threshold is None:
                 add(most_confident(logits, proposed, tokens_per_step), proposed, prob)
             else:
@@ -502,8 +539,11 @@ def transition(
         choices = choices[:1]  # in lexicographic order: the first holds the lowest positions
     if order == "right_to_left":
         choices = choices[-1:]
+    if order in ("entropy", "margin"):
+        probs = policy(model.logits_at(state), temperature, top_p)
+        choices = [surest(probs, hidden, order, tokens_per_step)]
     for chosen in choices:
-        for proposed, prob in proposals(model, state, chosen, temperature):
+        for proposed, prob in proposals(model, state, chosen, temperature, top_p):
             add(chosen, proposed, prob / len(choices))
     return kernel
 
@@ -516,6 +556,7 @@ def trajectories(
     block_length: int | None = None,
     eos_token_id: int | None = None,
     threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> list[Trajectory]:
     """Every trajectory of the block-wise sampler, with P(tau) = prod_s transition_s.
 
@@ -533,6 +574,7 @@ def trajectories(
             later blocks are never revealed: the response is filled with the token and unmask_step
             is -1 there.
         threshold: that of threshold decoding, with low_confidence and one token a step; None = not.
+        top_p: tokens are drawn from the nucleus of this probability; 1 = from all.
 
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
@@ -545,7 +587,7 @@ def trajectories(
     ):
         if whole % size:
             raise ValueError(f"{key}: got {size}; allowed divisors of {whole}")
-    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step, threshold)
+    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step, threshold, top_p)
     one = torch.ones((), dtype=torch.float64)
     paths = [((mask,) * model.length, (-1,) * model.length, one)]
     for step in range(model.length // tokens_per_step):
@@ -602,6 +644,7 @@ def policy_gradient(
     block_length: int | None = None,
     eos_token_id: int | None = None,
     threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> Tensor:
     """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
@@ -611,7 +654,7 @@ def policy_gradient(
 
     Arguments and cost as `trajectories`.
     """
-    words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold)
+    words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold, top_p)
     outcomes = trajectories(model, *words)
     return table_gradient(model, expected_reward(outcomes, reward))
 

@@ -29,14 +29,14 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, TopPLogitsWarper
 
 from minidrl import decoding
 from minidrl.algorithms import Rollout
 from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
-ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
+ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left", "entropy", "margin")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
 OF_REST = (*COMPLETIONS, "seen_logp")  # records that look at every hidden position
 RECORDS = ("entropy", *COMPLETIONS, "topk", "seen_logp")
@@ -68,11 +68,18 @@ class Sampler:
                           temperature 1 whatever ``temperature`` is, compared as float32 logarithms;
                           on ties the lower position goes first;
         "left_to_right"   the n lowest hidden positions;
-        "right_to_left"   the n highest: working backwards from where the response ends.
+        "right_to_left"   the n highest: working backwards from where the response ends;
+        "entropy"         those whose token's distribution has the lowest entropy (Dream's code,
+                          arXiv 2508.15487);
+        "margin"          those where its two largest probabilities differ most (also there). The
+                          distribution of both is that from which a token is drawn, at temperature
+                          0 softmax(z): the choice depends on the state, not on what is drawn.
     threshold        tau, from 0 to 1: a step reveals every hidden position of the block whose
                      confidence is at least tau, and at least the one of highest confidence. For
                      the order "low_confidence" with ``tokens_per_step`` 1, the fewest. None: n a
                      step.
+    top_p            nucleus sampling: tokens are drawn from the fewest that together have this
+                     probability. Below 1 a rollout is off-policy, as with an approximate cache.
     attention        what the network is: "bidirectional" (every token sees every other), or
                      "block_causal" (no token sees a later block, of this block_length).
     cache            keys and values that are kept: "none"; "exact" for block-causal attention,
@@ -88,6 +95,7 @@ class Sampler:
     attention: str = "bidirectional"
     cache: str = "none"
     threshold: float | None = None
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         def check(key: str, right: bool, allowed: str) -> None:
@@ -99,6 +107,7 @@ class Sampler:
         caches = CACHES[self.attention]
         check("cache", self.cache in caches, f"{', '.join(caches)} ({self.attention} attention)")
         check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        check("top_p", 0 < self.top_p <= 1, "above 0, up to 1")
         for key in ("length", "block_length", "tokens_per_step"):
             check(key, getattr(self, key) >= 1, "an integer >= 1")
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
@@ -259,7 +268,7 @@ def reveal(
     positions = candidates(trace, step, rows)  # (R, C)
     logits = model.head(at(h, positions - start))  # (R, C, V)
     u = None if noise.uniform is None else noise.uniform[step, rows]  # (R, C)
-    token, logp, logq = propose(logits, settings.temperature, u)
+    token, logp, logq = propose(logits, settings, u)
 
     # 3. Records of the state as it was before this step.
     #    (With a threshold each row counts its own: one whose block is full waits for the others.)
@@ -270,9 +279,9 @@ def reveal(
 
     # 4. Which of the proposals are revealed. An order that is known beforehand proposes no others.
     sure = None  # all of them
-    if settings.order == "low_confidence":
+    if noise.order is None:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0  # (R, C)
-        conf = confidence(logits, token)
+        conf = confidence(logits, token, logq, settings)
         first = most_confident(conf, hidden, settings.tokens_per_step)  # (R, n)
         if settings.threshold is None:
             positions, token, logp = (x.gather(1, first) for x in (positions, token, logp))
@@ -287,10 +296,10 @@ def reveal(
 # ------------------------------------------------------------------------- what a run starts from
 @dataclass(frozen=True)
 class Noise:
-    """All the randomness of a call; C, where a step draws: the block for low_confidence, else n.
+    """All the randomness of a call; C, where a step draws: n positions, or the block.
 
-    order       position, counted from the start of its block, in the order of revealing; None for
-                low_confidence.
+    order       position, counted from the start of its block, in the order of revealing; None where
+                that depends on what the network predicts, and then C is the block.
     uniform     in [0, 1), one per step, row and drawn position; None at temperature 0.
     completion  in [0, 1), one per step, row and position, for completions that are drawn; None
                 without them.
@@ -415,20 +424,29 @@ def at(h: Float[Tensor, "R L D"], positions: Int[Tensor, "R C"]) -> Float[Tensor
 
 
 def propose(
-    logits: Float[Tensor, "R C V"], temperature: float, u: Float[Tensor, "R C"] | None
+    logits: Float[Tensor, "R C V"], settings: Sampler, u: Float[Tensor, "R C"] | None
 ) -> tuple[Int[Tensor, "R C"], Float[Tensor, "R C"], Float[Tensor, "R C V"] | None]:
-    """token ~ softmax(logits / temperature); the argmax at temperature 0.
+    """token ~ q, below; the argmax at temperature 0.
 
     The distribution of LLaDA's Gumbel-max sampling, drawn through the inverse CDF instead. Returns
     the token, log q(token) and log q, the distribution from which it was drawn; at temperature 0
     that is a point mass, with log q(token) = 0 and None for log q.
     """
-    if temperature == 0:
+    if settings.temperature == 0:
         best, token = logits.max(-1)
         return token, best - best, None  # 0; NaN for broken logits, so that ``finish`` sees it
-    logq = (logits / temperature).log_softmax(-1)
+    logq = log_policy(logits, settings)
     token = inverse_cdf(logq, u)
     return token, logq.gather(-1, token[..., None])[..., 0], logq
+
+
+def log_policy(logits: Float[Tensor, "R C V"], settings: Sampler) -> Float[Tensor, "R C V"]:
+    """log q = log softmax(z / T), of its nucleus where there is a top_p; T = 1 at temperature 0."""
+    logq = (logits / (settings.temperature or 1.0)).log_softmax(-1)
+    if settings.top_p == 1:
+        return logq
+    nucleus = TopPLogitsWarper(settings.top_p)(None, logq.flatten(0, 1))
+    return nucleus.view_as(logq).log_softmax(-1)
 
 
 def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tensor, "*S"]:
@@ -441,16 +459,28 @@ def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tens
     return token.clamp_max(logq.shape[-1] - 1)  # past the end: of NaN, on which ``finish`` raises
 
 
-def confidence(logits: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Tensor, "R C"]:
-    """log softmax(z)[token]: as LLaDA's rule has it, at temperature 1 whatever the sampler's."""
-    return (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).float()
+def confidence(
+    logits: Float[Tensor, "R C V"],
+    token: Int[Tensor, "R C"],
+    logq: Float[Tensor, "R C V"] | None,
+    settings: Sampler,
+) -> Float[Tensor, "R C"]:
+    """How sure a candidate is. LLaDA's rule: log softmax(z)[token], at temperature 1 whatever the
+    sampler's. Dream's: less the entropy of q, or the margin between its two largest numbers."""
+    if settings.order == "low_confidence":
+        return (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).float()
+    q = (log_policy(logits, settings) if logq is None else logq).exp()
+    if settings.order == "entropy":
+        return -torch.special.entr(q).sum(-1).float()
+    first, second = q.topk(2, -1).values.unbind(-1)
+    return (first - second).float()
 
 
 def most_confident(
     conf: Float[Tensor, "R C"], hidden: Bool[Tensor, "R C"], n: int
 ) -> Int[Tensor, "R n"]:
-    """Low-confidence remasking: the n hidden candidates of highest confidence, ties to the lower.
-    (``topk`` promises no order on ties.)"""
+    """The n hidden candidates of highest confidence, ties to the lower. (``topk`` promises no order
+    on ties.)"""
     ranked = conf.masked_fill(~hidden, -math.inf).sort(dim=1, descending=True, stable=True)
     return ranked.indices[:, :n]
 
@@ -533,7 +563,7 @@ def one_step_completion(
             parts.append(logits.argmax(-1))
         else:
             share = u[:, -rest:][:, start : start + width]
-            parts.append(propose(logits, settings.temperature, share)[0])
+            parts.append(propose(logits, settings, share)[0])
     done, current = tokens[:, -settings.length :].split([settings.length - rest, rest], 1)
     guess = torch.cat(parts, 1)
     return torch.cat([done, torch.where(current == model.mask_token_id, guess, current)], 1)

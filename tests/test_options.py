@@ -11,7 +11,7 @@ from laws import refuses
 from minidrl import algorithms as alg
 from minidrl import methods
 from minidrl.methods import METHODS, with_options
-from minidrl.run import config, train
+from minidrl.run import config, precheck, train
 
 PARTS = ("plan", "credit", "objective", "extra")
 PENALTY = ["kl.form", "kl.beta", "kl.of", "kl.target"]
@@ -126,6 +126,13 @@ def test_gdpo_with_arcs_is_the_method_of_that_name():
     assert (chosen.plan.func, chosen.plan.keywords) == (row.plan.func, row.plan.keywords)
     told = {name: getattr(row, name) for name in ("name", "family", "title", "source", "differs", "plan")}
     assert dataclasses.replace(chosen, **told) == row
+
+
+@pytest.mark.parametrize(("key", "value"), [("order", "entropy"), ("order", "margin"), ("top_p", 0.9)])
+def test_the_choice_of_positions_is_not_scored_where_it_is_another(key, value):
+    settings = tiny.settings("base", method="egspo-exact", sampler=tiny.sampler_of("egspo-exact", **{key: value}))
+    refuses(lambda: precheck.method_of(settings), f"sampler.{key}", repr(value), "egspo-exact")
+    assert precheck.method_of(dataclasses.replace(settings, method="egspo-accounts")).anchor == "behaviour"
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL

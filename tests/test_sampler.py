@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from minidrl import sampler
-from minidrl.oracle import TabularDenoiser, token_logp, trajectories
-from minidrl.sampler import RECORDS, TOP_K, Sampler, network_calls, steps_run
+from minidrl.oracle import TabularDenoiser, policy, token_logp, trajectories
+from minidrl.sampler import ORDERS, RECORDS, TOP_K, Sampler, network_calls, steps_run
 
-ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
 LOW, LEFT = "low_confidence", "left_to_right"
 GREEDY_RECORDS = tuple(name for name in RECORDS if name != "topk")  # those that temperature 0 has
 
@@ -82,9 +81,9 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def settings_of(order, temperature=1.0, length=4, block_length=4, tokens_per_step=1, threshold=None):
+def settings_of(order, temperature=1.0, length=4, block_length=4, tokens_per_step=1, threshold=None, **more):
     words = {"length": length, "block_length": block_length, "tokens_per_step": tokens_per_step}
-    return Sampler(order=order, temperature=temperature, threshold=threshold, **words)
+    return Sampler(order=order, temperature=temperature, threshold=threshold, **words, **more)
 
 
 def empty_prompt(groups=1):
@@ -134,13 +133,13 @@ def replayed(rollout, model, step):
 
 
 # ----------------------------------------------------------------------------------------------------------------- laws
-def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4, vocab=2, eos=None, draws=20_000):
+def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4, vocab=2, eos=None, draws=20_000, top_p=1.0):
     """(response, unmask_step) has the distribution that enumeration gives, and so has the response alone."""
     model = TabularDenoiser.random(4, vocab, seeded(7), scale=1.5)
-    settings = settings_of(order, temperature, 4, block_length, tokens_per_step)
+    settings = settings_of(order, temperature, 4, block_length, tokens_per_step, top_p=top_p)
     out = run(model, settings, eos_token_id=eos, num_generations=draws)
     with torch.no_grad():
-        exact = trajectories(model, order, temperature, tokens_per_step, block_length=block_length, eos_token_id=eos)
+        exact = trajectories(model, order, temperature, tokens_per_step, block_length, eos, top_p=top_p)
     joint, response = Counter(), Counter()
     for path in exact:
         joint[tuple(path.response), tuple(path.unmask_step)] += float(path.prob)
@@ -151,10 +150,10 @@ def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4
     assert chi_square_p(Counter(r for r, _ in rows), response) > 1e-4
 
 
-def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0):
+def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0, top_p=1.0):
     """logp, entropy, topk and one_step equal what the network says of the replayed states."""
     model, records = model or ContextDenoiser(), RECORDS if temperature else GREEDY_RECORDS
-    settings = settings_of(order, temperature, 6, 3, 1, threshold)
+    settings = settings_of(order, temperature, 6, 3, 1, threshold, top_p=top_p)
     out = run(model, settings, eos_token_id=eos, num_generations=6, records=records)
     logp, entropy, taken = torch.zeros_like(out.logp), torch.zeros_like(out.logp), steps_run(out.unmask_step)
     for step in range(settings.num_steps):
@@ -166,7 +165,7 @@ def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0)
         if temperature == 0:
             assert torch.equal(logits.argmax(-1)[now], out.response[now])
             continue
-        logq = (logits.to(logp.dtype) / temperature).log_softmax(-1)
+        logq = torch.stack([policy(row, temperature, top_p) for row in logits.to(logp.dtype)]).log()
         logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
         entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
         assert_topk(out, logq, now)
@@ -417,10 +416,10 @@ class HostQuestions(TorchDispatchMode):
 
 
 def law_head_sees_only_what_it_must(order):
-    """Positions given to head: the block for low_confidence, the n revealed ones for the other orders."""
+    """Positions given to head: the n revealed ones where the order is known beforehand, else the block."""
     model = Spy(ContextDenoiser())
     run(model, settings_of(order, 1.0, 8, 4, 2))
-    assert model.positions == [3 * (4 if order == "low_confidence" else 2)] * 4
+    assert model.positions == [3 * (2 if order in ("random", LEFT, "right_to_left") else 4)] * 4
 
 
 # ------------------------------------------------------------------------------------------------------- the laws hold
@@ -436,13 +435,14 @@ def test_exact_distribution(order):
 @each_order
 def test_exact_distribution_with_eos_and_greedy(order):
     law_exact_distribution(order, 0.7, 1, 2, vocab=3, eos=1)
-    law_exact_distribution(order, 0.0, 1, 4, vocab=2, draws=500)
+    law_exact_distribution(order, 0.0, 1, 4, vocab=4, draws=500)
+    law_exact_distribution(order, 0.7, 2, 4, vocab=4, top_p=0.6)
 
 
 @each_order
 def test_scores_replay(order):
     law_scores_replay(order)
-    law_scores_replay(order, 1.0, ContextDenoiser(dtype=torch.float32), eos=None)
+    law_scores_replay(order, 1.0, ContextDenoiser(dtype=torch.float32), eos=None, top_p=0.8)
 
 
 @each_order
@@ -533,7 +533,8 @@ VALID = settings_of("random", 1.0, 8, 4, 2)
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"order": "confidence"}, "order: got 'confidence'; allowed random, low_confidence, left_to_right, right_to_left"),
+        ({"order": "confidence"}, f"order: got 'confidence'; allowed {', '.join(ORDERS)}"),
+        ({"top_p": 0.0}, "top_p: got 0.0; allowed above 0, up to 1"),
         ({"temperature": -0.1}, "temperature: got -0.1; allowed 0 (greedy) or a positive number"),
         ({"length": 0}, "length: got 0; allowed an integer >= 1"),
         ({"tokens_per_step": 3}, "tokens_per_step: got 3; allowed a divisor of block_length = 4"),
@@ -586,6 +587,21 @@ MUTANTS = {  # what is wrong: (function of the sampler, a passage of it, its rep
     "confidence at the sampling temperature": (
         ("reveal", "confidence(logits,", "confidence(logits / settings.temperature,"),
         partial(exact, LOW, 0.7, 2, vocab=4),
+    ),
+    "most entropy first": (("confidence", "-torch.special", "torch.special"), partial(exact, "entropy", 0.7, 2, vocab=4)),
+    "entropy of all tokens": (
+        ("confidence", "log_policy(logits, settings) if logq is None else logq", "logits.log_softmax(-1)"),
+        partial(exact, "entropy", 0.7, 2, 4, vocab=4, top_p=0.6),
+    ),
+    "no second best": (("confidence", "first - second", "first"), partial(exact, "margin", 0.7, vocab=4)),
+    "narrow margins first": (("confidence", "first - second", "second - first"), partial(exact, "margin", 0.7, vocab=4)),
+    "a nucleus too small": (
+        ("log_policy", "(settings.top_p)", "(settings.top_p / 2)"),
+        partial(exact, LEFT, 1.0, top_p=0.8),
+    ),
+    "a nucleus that is not a distribution": (
+        ("log_policy", "view_as(logq).log_softmax(-1)", "view_as(logq)"),
+        partial(scores, LEFT, top_p=0.8),
     ),
     "rotations only": (("draw_noise", "uniform(*block).argsort(-1)", ROTATIONS), partial(exact, "random", 1.0)),
     "scores at temperature 1": (("propose", "logq.gather(-1", "logits.log_softmax(-1).gather(-1"), partial(scores, LEFT)),

@@ -178,7 +178,7 @@ def _transient(run: _Run) -> dict[str, int]:
     unpacked = s.quantize * size * shape.hidden_size * shape.intermediate_size
     there, returning = _gathered(run) if run.gpus > 1 else (0, 0)
     # Positions of a sequence at which a step of the sampler applies the head.
-    block = s.sampler.order == "low_confidence"
+    block = s.sampler.order in ("low_confidence", "entropy", "margin")
     block = block or any(name.startswith("one_step") for name in run.method.needs)
     candidates = s.sampler.block_length if block else s.sampler.tokens_per_step
     drawing = drawn * candidates * DRAW * shape.vocab_size

@@ -230,6 +230,8 @@ WALKS = (
     Walk(4, 2, "left_to_right", 1, 2, eos=1),
     Walk(4, 2, "left_to_right", 2, 4),
     Walk(3, 2, "right_to_left", 1, 3, eos=1),
+    Walk(4, 2, "entropy", 1, 4, eos=1),
+    Walk(3, 3, "margin", 1, 3),
 )
 
 

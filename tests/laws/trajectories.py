@@ -87,7 +87,10 @@ def law_replay_reproduces_the_sampler(alg: Any) -> None:
 @judges("3.1", "8.1")
 @rejects("3.1", ("valid = steps <= last", "valid = steps < last"))
 def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
-    """Over all trajectories E[reward grad ll] is the policy gradient for random and fixed orders, with later steps left out."""
+    """Over all trajectories E[reward grad ll] is the policy gradient where the order looks at no drawn token.
+
+    Random and fixed orders, entropy and margin; with later steps left out.
+    """
     for case in WALKS:
         model, paths, chance, reward = walk(case)
         rollout = recorded(alg, paths, case.eos)
