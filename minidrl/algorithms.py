@@ -864,10 +864,10 @@ def scheduled_plan(
 # of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the
 # exact policy gradient. Where positions are chosen by the entropy or the margin of a
 # state's predictions, that holds wherever J is differentiable: the choice looks at no
-# drawn token, and J jumps where it changes. For confidence-ordered samplers the choice of positions depends
-# on the weights too, and the token-only score of the released code of EGSPO, d2 and
-# TraceRL is biased (notebook 03). The missing factor is the feature (4.2), for
-# threshold decoding (4.5).
+# drawn token, and J jumps where it changes. For confidence-ordered samplers the choice
+# of positions depends on the weights and the tokens, and the token-only score of the
+# released code of EGSPO, d2 and TraceRL is biased (notebook 03). The missing factor is
+# the feature (4.2), for threshold decoding (4.5).
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
