@@ -24,7 +24,9 @@ from minidrl.algorithms import Plan, Rollout
 from minidrl.gradient import Alone, shared_features
 from minidrl.keyed import keyed_generator
 from minidrl.methods import Method
+from minidrl.sampler import is_end
 from minidrl.tasks import Problem, Task
+from minidrl.tasks.text import end_ids
 
 
 @dataclass
@@ -92,9 +94,10 @@ class Run:
 class Experience:
     """One rollout and what the task said about it; a problem for each prompt.
 
-    ``updates``: how many updates the weights had seen that sampled it, if they are the trained
-    weights and their policy was not approximated; else None. ``kl``: KL of the sampler's policy to
-    the trained one, where the sampler approximated.
+    ``readable``: where the verifier found an answer of the asked form. ``updates``: how many
+    updates the weights had seen that sampled it, if they are the trained weights and their policy
+    was not approximated; else None. ``kl``: KL of the sampler's policy to the trained one, where
+    the sampler approximated.
     """
 
     problems: Sequence[Problem]
@@ -102,6 +105,7 @@ class Experience:
     texts: list[str]
     reward: Tensor
     solved: Tensor
+    readable: Tensor
     updates: int | None = None
     kl: float | None = None
 
@@ -122,6 +126,7 @@ class Experience:
             texts=[self.texts[i] for i in rows.tolist()],
             reward=self.reward[rows],
             solved=self.solved[rows],
+            readable=self.readable[rows],
         )
 
 
@@ -132,6 +137,7 @@ def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> di
     """The metrics of a step: of its rollout, the mean of its updates' rows, and the clock's."""
     reward, rollout, groups = experience.reward, experience.rollout, experience.groups
     several, alike = groups.shape[1] > 1, (groups == groups[:, :1]).all(1)
+    ended = is_end(rollout.response, end_ids(run.tok)).any(1)
     found = {
         "step": step + 1,
         "reward": float(reward.mean()),
@@ -140,6 +146,8 @@ def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> di
         "frac_reward_zero_std": float(alike.double().mean()),
         "completions/mean_length": float(rollout.lengths.double().mean()),
         "completions/tokens": int(rollout.lengths.sum()),
+        "completions/clipped_ratio": 1.0 - float(ended.double().mean()),
+        "completions/readable": float(experience.readable.double().mean()),
         "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
     }
     if experience.kl is not None:

@@ -37,7 +37,7 @@ from minidrl.bookkeeping import Clock, Experience, Run
 from minidrl.gradient import Alone, backward, likelihood, score
 from minidrl.keyed import keyed_generator, keyed_seed
 from minidrl.tasks import Problem, verdicts
-from minidrl.tasks.text import decode, encode_prompts
+from minidrl.tasks.text import decode, encode_prompts, end_ids
 
 __all__ = ["Experience", "Run", "collect", "score", "take_step", "train"]
 
@@ -96,7 +96,7 @@ def collect(run: Run, step: int) -> Experience:
             prompt,
             mask,
             s.sampler,
-            eos_token_id=run.tok.eos_token_id,
+            eos_token_id=end_ids(run.tok),
             num_generations=s.num_generations,
             generator=keyed_generator(s.seed, step, "rollout"),
             records=sorted({*method.needs, "entropy"}),  # the entropy is always logged
@@ -106,10 +106,10 @@ def collect(run: Run, step: int) -> Experience:
 
     # The rewards: a verifier reads the text of each answer.
     texts = decode(run.tok, rollout.response)
-    reward, solved = judge(run, problems, texts)
+    reward, solved, readable = judge(run, problems, texts)
     if "seen_logp" in rollout.records:  # the control variate (2.12) has constants for each verdict
         rollout.records["solved"] = solved
-    experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved)
+    experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved, readable)
     if s.sampler.cache in sampler.APPROXIMATE:
         experience.kl = bookkeeping.rollout_kl(run, step, rollout)  # bookkeeping
     elif run.actor is run.network and s.sampler.top_p == 1:  # their own logp is on record
@@ -117,11 +117,12 @@ def collect(run: Run, step: int) -> Experience:
     return experience
 
 
-def judge(run: Run, problems: Sequence[Problem], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """(rewards, solved), both (B,). ``texts`` are answers to the problems, as many to each."""
+def judge(run: Run, problems: Sequence[Problem], texts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+    """(reward, solved, readable), each (B,), of ``texts``: answers, as many to each problem."""
     found = run.processes.on_main(lambda: verdicts(run.task, problems, texts))
     reward = torch.tensor([verdict.reward for verdict in found], dtype=torch.float64)
-    return reward, torch.tensor([verdict.solved for verdict in found])
+    solved = torch.tensor([verdict.solved for verdict in found])
+    return reward, solved, torch.tensor([verdict.readable for verdict in found])
 
 
 def plans(run: Run, step: int, experience: Experience) -> list[tuple[Plan, Tensor]]:

@@ -46,6 +46,7 @@ CHUNK = decoding.CHUNK  # the most logits that a record makes at a time
 TOP_K = 20  # what inference servers return at most: no method should need more
 
 Rows = Int[Tensor, " R"]  # numbers of rows of the batch, ascending
+Ends = int | Sequence[int] | None  # EOS, or all tokens that end a response, EOS first
 Steps = int | Int[Tensor, " R"]  # the step that rows are at; with a threshold each has its own
 
 
@@ -142,7 +143,7 @@ def generate(
     prompt_mask: Bool[Tensor, "G P"],
     settings: Sampler,
     *,
-    eos_token_id: int | None,
+    eos_token_id: Ends,
     num_generations: int = 1,
     generator: torch.Generator | None,
     records: Sequence[str] = (),
@@ -157,9 +158,10 @@ def generate(
 
     model         in eval mode; its logits are float32 at least.
     prompt        left-padded; ``prompt_mask`` is True at real tokens.
-    eos_token_id  the blocks after the one that holds a row's first EOS are not revealed: there
-                  ``response`` is EOS, ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False.
-                  None: nothing ends a response.
+    eos_token_id  EOS, or several tokens that end a response, EOS first. The blocks after the one
+                  that holds a row's first end are not revealed: there ``response`` is EOS,
+                  ``unmask_step`` -1, ``logp`` and entropy 0, ``keep`` False. None: nothing ends a
+                  response.
     generator     source of all randomness, on any device; unused (None is accepted) when nothing is
                   random, which is temperature 0 with an order other than "random".
     records       what else to keep, below.
@@ -221,7 +223,7 @@ def decode(
     trace: Trace,
     rows: Rows,
     size: int,
-    eos_token_id: int | None,
+    eos_token_id: Ends,
     early_stop: bool,
     agree: Callable[[Tensor, Tensor], Tensor],
     cache: DynamicCache | None,
@@ -570,38 +572,42 @@ def one_step_completion(
 
 
 # ------------------------------------------------------------------------------------------- ending
-def unfinished(trace: Trace, rows: Rows, block: int, eos_token_id: int) -> Int[Tensor, " S"]:
+def is_end(tokens: Int[Tensor, "..."], eos_token_id: Ends) -> Bool[Tensor, "..."]:
+    """True at the tokens that end a response."""
+    ends = [] if eos_token_id is None else eos_token_id
+    return torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype, device=tokens.device))
+
+
+def unfinished(trace: Trace, rows: Rows, block: int, eos_token_id: Ends) -> Int[Tensor, " S"]:
     """The rows without EOS up to the block just finished: the only question of a block that the
     host waits for (``Denoiser.encode`` adds two to each forward; a threshold has its own)."""
     start = trace.tokens.shape[1] - trace.settings.length
     written = trace.tokens[rows, start : start + (block + 1) * trace.settings.block_length]
-    return rows[~(written == eos_token_id).any(1)]
+    return rows[~is_end(written, eos_token_id).any(1)]
 
 
 def after_end(
-    response: Int[Tensor, "B L"], block_length: int, eos_token_id: int | None
+    response: Int[Tensor, "B L"], block_length: int, eos_token_id: Ends
 ) -> Bool[Tensor, "B L"]:
     """True in the blocks that follow the one with the first EOS."""
-    if eos_token_id is None:
-        return torch.zeros_like(response, dtype=torch.bool)
-    has_eos = (response == eos_token_id).unflatten(1, (-1, block_length)).any(-1).int()
+    has_eos = is_end(response, eos_token_id).unflatten(1, (-1, block_length)).any(-1).int()
     return (has_eos.cumsum(1) - has_eos > 0).repeat_interleave(block_length, 1)
 
 
-def keep_mask(response: Int[Tensor, "B L"], eos_token_id: int | None) -> Bool[Tensor, "B L"]:
+def keep_mask(response: Int[Tensor, "B L"], eos_token_id: Ends) -> Bool[Tensor, "B L"]:
     """True up to and including the first EOS; everywhere when there is none."""
-    if eos_token_id is None:
-        return torch.ones_like(response, dtype=torch.bool)
-    is_eos = (response == eos_token_id).int()
+    is_eos = is_end(response, eos_token_id).int()
     return is_eos.cumsum(1) - is_eos == 0
 
 
-def finish(trace: Trace, eos_token_id: int | None, num_generations: int) -> Rollout:
+def finish(trace: Trace, eos_token_id: Ends, num_generations: int) -> Rollout:
     """Trace -> Rollout; after the end all is wiped: early stopping can't change the result."""
     settings = trace.settings
     response = trace.tokens[:, -settings.length :]
     over = after_end(response, settings.block_length, eos_token_id)
-    response = response if eos_token_id is None else response.masked_fill(over, eos_token_id)
+    if eos_token_id is not None:
+        eos = eos_token_id if isinstance(eos_token_id, int) else eos_token_id[0]
+        response = response.masked_fill(over, eos)
     step, logp = trace.unmask_step.masked_fill(over, -1), trace.logp.masked_fill(over, 0.0)
     if not torch.isfinite(logp).all():
         raise FloatingPointError("logits: the model returned NaN or +inf")

@@ -199,7 +199,15 @@ def test_a_step_of_every_method_has_all_metrics_and_leaves_the_global_generators
     row = loop.take_step(run, 0)
     assert states() == before and run.updates == 2
     always = {"step", "reward", "reward_std", "solved", "frac_reward_zero_std", "completions/mean_length", "entropy", "loss"}
-    always |= {"completions/tokens", "grad_norm", "learning_rate", "seconds/rollout", "network_calls/update"}
+    always |= {
+        "completions/tokens",
+        "completions/clipped_ratio",
+        "completions/readable",
+        "grad_norm",
+        "learning_rate",
+        "seconds/rollout",
+        "network_calls/update",
+    }
     assert row.keys() >= always and all(math.isfinite(value) for value in row.values())
     assert ("kl" in row) == (run.method.kl is not None)
     if run.method.anchor != "none":

@@ -209,7 +209,7 @@ def test_the_peak_of_a_step_is_within_15_percent_of_the_prediction(case, parts_o
     if parts_of_a_head:
         monkeypatch.setattr(feat, "HEAD_NUMBERS", 8 * 2000)
     rewards = lambda texts: torch.arange(len(texts)).double() / len(texts)  # noqa: E731
-    monkeypatch.setattr(loop, "judge", lambda _, problems, texts: (rewards(texts), rewards(texts) == 1))
+    monkeypatch.setattr(loop, "judge", lambda _, problems, texts: (rewards(texts), *[rewards(texts) == 1] * 2))
     words = {"sampler": DECODING, "num_prompts": 2, "num_generations": 4, "num_iterations": 2, "micro_batch": 4}
     words |= {"method": "stabledrl-elbo", "method_options": {}}
     settings = tiny.settings(shapes[shape], **{**words, **changes})

@@ -143,8 +143,9 @@ def experience(run: loop.Run) -> loop.Experience:
     reward = torch.rand(len(made.response), generator=torch.Generator().manual_seed(2), dtype=made.logp.dtype)
     puzzles = TASK.problems(GROUPS, np.random.default_rng(3))
     decoded = texts.decode(run.tok, made.response)
-    solved = torch.tensor([TASK.judge(puzzles[i // GENERATIONS], text).solved for i, text in enumerate(decoded)])
-    return loop.Experience(puzzles, made, decoded, reward, solved)
+    found = [TASK.judge(puzzles[i // GENERATIONS], text) for i, text in enumerate(decoded)]
+    solved, readable = (torch.tensor([getattr(verdict, name) for verdict in found]) for name in ("solved", "readable"))
+    return loop.Experience(puzzles, made, decoded, reward, solved, readable)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

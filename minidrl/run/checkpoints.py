@@ -215,7 +215,8 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
     with _reading(folder):
         kind = PreTrainedTokenizerFast if whole else family.tokenizer
         tokenizer = kind.from_pretrained(folder, padding_side="left")
-        named = raw | (_read_json(generation) if generation.is_file() else {})
+        told = _read_json(generation) if generation.is_file() else {}
+    named = raw | told
     named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
     for name in ("mask_token", "eos_token", "pad_token"):
         index = named.get(f"{name}_id")
@@ -223,6 +224,8 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
         if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
     tokenizer.template_words = dict(family.template_words)
+    ends = told.get("eos_token_id") or []  # one, or several: each ends an answer (text.end_ids)
+    tokenizer.more_ends = [ends] if isinstance(ends, int) else ends
     return tokenizer
 
 

@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     show_remarks()
     arguments = sys.argv[1:] if argv is None else argv
+    if sys.platform == "win32":
+        return _report("Windows itself cannot run this; under WSL 2 everything works", 2)
     try:
         with typer.main.get_command(app).make_context("minidrl", list(arguments)) as context:
             context.command.invoke(context)

@@ -45,6 +45,7 @@ Norm = Annotated[float, Field(gt=0, allow_inf_nan=True)]
 Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_named``
+DATA_PATHS = ("path", "train_path", "held_out_path", "exclude")  # of a task: files of problems
 # Keys of older configs, and what took their places.
 SUCCESSORS = {key: f"task.{key}" for key in ("hit_share", "late_hit_share")}
 
@@ -231,7 +232,7 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     if isinstance(data.get("model"), str):
         data["model"] = _model(path.parent, data["model"])
     if isinstance(task := data.get("task"), dict):
-        for key in {"path", "train_path", "held_out_path", "exclude"} & task.keys():
+        for key in {*DATA_PATHS} & task.keys():
             task[key] = str((path.parent / str(task[key])).resolve()) if task[key] else task[key]
     if "method" in overrides and "method_options" not in overrides:
         _leave_out_options(data, overrides["method"])
@@ -413,8 +414,18 @@ def of_run(kind: type, folder: Path) -> Any:
 
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
     """ValueError if a key outside ``free`` differs from those with which the run was started."""
-    started = to_dict(of_run(type(settings), folder))  # a key newer than the run had its default
-    for key, value in to_dict(settings).items():
-        if key not in free and started[key] != value:
-            allowed = f"{started[key]!r}, with which the run in {folder} was started"
-            raise ValueError(f"{key}: got {value!r}; allowed {allowed}")
+    # A key newer than the run had its default.
+    started, now = (_flat(to_dict(s)) for s in (of_run(type(settings), folder), settings))
+    for key in started | now:
+        is_free = key in free or key.partition(".")[0] in free
+        if not is_free and started.get(key) != now.get(key):
+            allowed = f"{started.get(key)!r}, with which the run in {folder} was started"
+            raise ValueError(f"{key}: got {now.get(key)!r}; allowed {allowed}")
+
+
+def _flat(data: dict, where: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in data.items():
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{where}{key}.") if inner else {where + key: value}
+    return flat

@@ -38,7 +38,7 @@ from minidrl.keyed import keyed_generator
 from minidrl.run import distributed, folders
 from minidrl.sampler import Sampler, check_positions
 from minidrl.tasks import Task, held_out, verdicts
-from minidrl.tasks.text import decode, encode_prompts
+from minidrl.tasks.text import decode, encode_prompts, end_ids
 
 Row = dict[str, Any]
 
@@ -96,7 +96,7 @@ class _Asked:
             self.prompt,
             self.mask,
             self.settings,
-            eos_token_id=self.tok.eos_token_id,
+            eos_token_id=end_ids(self.tok),
             num_generations=self.samples,
             generator=keyed_generator(self.seed, 0, "evaluate"),
             micro_batch=self.micro_batch,

@@ -14,6 +14,7 @@ A rename happens or does not: what has its name is whole, whatever ends the proc
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl.denoiser import has_adapters, trained
+from minidrl.loop import learning_rate
 from minidrl.run import checkpoints, config, distributed
 from minidrl.run.launch import one_line
 
@@ -39,6 +41,7 @@ PART, OLD = ".part", ".old"
 # What may differ when a run is continued: how long, how observed, on what machine.
 FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
 FREE_ON_RESUME += ("device", "threads", "workers", "compile", "tensorboard")
+FREE_ON_RESUME += ("task.max_prompt_length",)  # which all prompts are checked to fit
 
 log = logging.getLogger("minidrl")
 
@@ -299,11 +302,45 @@ def _resumed(out: Path, settings: Any) -> Path:
     if damaged:
         log.warning(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
     config.check_unchanged(settings, checkpoint, free=FREE_ON_RESUME)
+    _check_data(settings.task, checkpoint)
     step = step_of(checkpoint)
     if step > settings.steps or (step == settings.steps and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
         raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
+    _tell_schedule(settings, checkpoint)
     return checkpoint
+
+
+def data_sums(task: Any) -> dict[str, str]:
+    """The SHA-256 of each file of problems that a task is asked from, by its setting."""
+    paths = {
+        key: Path(getattr(task, key, "")) for key in config.DATA_PATHS if getattr(task, key, "")
+    }
+    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items()}
+
+
+def _check_data(task: Any, checkpoint: Path) -> None:
+    # A checkpoint of an older version says nothing of its data.
+    known = json.loads((checkpoint / STATE).read_text(encoding="utf-8")).get("data", {})
+    for key, digest in data_sums(task).items():
+        if digest != known.get(key, digest):
+            got = f"{getattr(task, key)!r}, which has changed since {checkpoint} was written"
+            allowed = f"the file as it was, or a new run: --model {checkpoint} --out another"
+            raise ValueError(f"task.{key}: got {got}; allowed {allowed}")
+
+
+def _tell_schedule(settings: Any, checkpoint: Path) -> None:
+    """A remark where a cosine, which ends with the steps, is made longer or shorter."""
+    before, s = config.of_run(type(settings), checkpoint).steps, settings.optimizer
+    if s.schedule == "cosine" and before != settings.steps:
+        updates, step = getattr(settings, "num_iterations", 1), step_of(checkpoint)
+        was, now = (
+            learning_rate(s, step * updates, steps * updates) for steps in (before, settings.steps)
+        )
+        said = f"the cosine of {before} steps becomes one of {settings.steps}"
+        log.warning(
+            f"optimizer.schedule: {said}: the rate of step {step + 1} is {now:.3g}, not {was:.3g}"
+        )
 
 
 def write_config(out: Path, settings: Any) -> None:

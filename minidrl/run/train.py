@@ -28,9 +28,10 @@ from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import Interrupted, RunError, stop_requests
 from minidrl.run.precheck import method_of
 from minidrl.tasks import held_out
-from minidrl.tasks.text import encode_prompts
+from minidrl.tasks.text import check_lengths, encode_prompts
 
 log = logging.getLogger("minidrl")
+LEAST_READABLE = 0.05  # share of a step's answers, below which a remark is due
 
 
 def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
@@ -52,6 +53,7 @@ def _train(run: loop.Run, out: Path, resume: bool) -> dict:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
             state |= distributed.collectively(lambda: restore(run, checkpoint))
+        state["data"] = folders.data_sums(settings.task)
         rows = distributed.collectively(
             lambda: MetricsLog(out, checkpoint, state["step"], settings.tensorboard)
         )
@@ -72,6 +74,7 @@ def _steps(
     started = time.perf_counter() - state["seconds"]
     words = {"desc": run.method.name, "initial": first, "total": s.steps, "mininterval": 1}
     quiet = {} if distributed.is_main() else {"disable": True}  # else as TQDM_DISABLE says
+    warned = False
     with tqdm(**words, **quiet) as bar:
         steps = loop.train(run, first)
         for step in range(first, s.steps):
@@ -89,14 +92,30 @@ def _steps(
                 tqdm.write(f"memory: {memory.compared(s)}", file=sys.stderr)
             seconds = time.perf_counter() - started
             state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
-            bar.set_postfix(reward=f"{row['reward']:.3f}", solved=f"{row['solved']:.1%}")
+            shown = {"solved": "solved", "readable": "completions/readable"}
+            shown |= {"clipped": "completions/clipped_ratio"}
+            shares = {word: f"{row[key]:.1%}" for word, key in shown.items()}
+            bar.set_postfix(reward=f"{row['reward']:.3f}", **shares)
             bar.update()
+            warned = warned or _warn_unreadable(run, row)
             rows.write(row | {"seconds": seconds})
             if step + 1 < s.steps:
                 if s.evaluate.every and (step + 1) % s.evaluate.every == 0:
                     _evaluate(run, rows, step + 1, seconds)
                 if s.save_every and (step + 1) % s.save_every == 0:
                     save(run, out / f"checkpoint-{step + 1}", state)
+
+
+def _warn_unreadable(run: loop.Run, row: dict) -> bool:
+    """One line, once, where the verifier can read next to no answer: nothing would be learned."""
+    if row["completions/readable"] >= LEAST_READABLE:
+        return False
+    share = f"{row['completions/readable']:.1%} of the answers of step {row['step']}"
+    why = f"{row['completions/clipped_ratio']:.1%} never ended"
+    keys = [key for key in ("prompt_format", "wording", "protocol") if hasattr(run.task, key)]
+    look = ", ".join(["sampler.length", *(f"task.{key}" for key in keys)])
+    log.warning(f"only {share} can be read by the verifier of {run.task.name} ({why}); see {look}")
+    return True
 
 
 def stopped(signal: int, out: Path, step: int, steps: int) -> Interrupted:
@@ -224,6 +243,8 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
 def _check_fits(model: denoiser.Denoiser, tok: Any, settings: config.Train) -> None:
     """ValueError where prompts, positions or attention of the run do not fit the network."""
     width, length = settings.task.prompt_length, settings.sampler.length
+    if problems := getattr(settings.task, "from_files", list)():  # all that the run may ask
+        check_lengths(tok, problems, width, settings.task.prompt_format)
     if settings.task.prompt_format == "chat":  # what it refuses, it refuses here
         encode_prompts(tok, settings.task.held_out(1), width, prompt_format="chat")
     else:

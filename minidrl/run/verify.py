@@ -37,7 +37,7 @@ from minidrl.denoiser import Denoiser
 from minidrl.run import checkpoints, config, memory, train
 from minidrl.run.launch import one_line
 from minidrl.tasks import DEFAULT, TASKS, Example, Task, Verdict, task_class
-from minidrl.tasks.text import chats, decode, encode_prompts
+from minidrl.tasks.text import chats, decode, encode_prompts, end_ids
 
 SENTENCE = (
     "The capital of France is Paris, the capital of Italy is Rome, "
@@ -188,7 +188,7 @@ def _answer(model: Denoiser, tok: Any, question: Example) -> str:
     batch = tok([text], add_special_tokens=False, return_tensors="pt").to(model.device)
     how = {"order": "low_confidence", "temperature": 0.0, "tokens_per_step": 1}
     greedy = sampler.Sampler(**how, **_blocks(model, question.length))
-    words = {"eos_token_id": tok.eos_token_id, "generator": None}
+    words = {"eos_token_id": end_ids(tok), "generator": None}
     made = sampler.generate(model, batch.input_ids, batch.attention_mask.bool(), greedy, **words)
     reply = decode(tok, made.response)[0]
     if not re.search(rf"(?<!\w){re.escape(question.answer)}(?!\w)", reply):

@@ -39,6 +39,11 @@ class Verdict(NamedTuple):
     solved: bool  # whether the problem is solved, whatever the reward pays for
     marks: dict[str, float]  # further marks, from 0 to 1; their means are columns of an evaluation
 
+    @property
+    def readable(self) -> bool:
+        """Whether an answer of the asked form was found: the first mark, where there is one."""
+        return bool(next(iter(self.marks.values()), True))
+
 
 class Example(NamedTuple):
     """What ``verify`` asks a network that was trained on the task alone.
@@ -60,8 +65,9 @@ class Task(Protocol):
     The splits "train" (for RL) and "held_out" share no problem. That is decided by the problem
     alone, so that no seed and no order of drawing can mix them.
 
-    A task may also have ``shortest_response``, tokens below which no response is a solution, and
-    ``at_once``, how many verdicts are worth waiting for together, where they are other processes'.
+    A task may also have ``shortest_response``, tokens below which no response is a solution;
+    ``at_once``, how many verdicts are worth waiting for together, where they are other processes';
+    and ``from_files()``, all problems of files that may be asked, each with its ``place`` there.
     A task on which a network is pre-trained from scratch has a third split, "pretrain", and
     ``demonstrations(problems, rng, progress)``, a text to learn from for each problem;
     ``tokenizer()``, one of the task's own alphabet; and ``example()``, an Example.

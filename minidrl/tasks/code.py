@@ -19,6 +19,7 @@ argument that is to be changed in place, ``check`` finds: it runs each row's own
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -27,7 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -68,6 +69,7 @@ class Exercise:
     before: str
     solution: str
     shown: str = ""
+    place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
 
     @property
     def prompt(self) -> str:
@@ -243,7 +245,10 @@ def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
         said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
         text = f"task code: {path}: {len(found)} rows, left out: {said}"
         logging.getLogger("minidrl").warning(text)
-    return list(fitting.values())
+    return [
+        dataclasses.replace(exercise, place=f"{path} row {number}")
+        for number, exercise in fitting.items()
+    ]
 
 
 # ---------------------------------------------------------------------------------------- the task
@@ -307,6 +312,10 @@ class Code:
             allowed = f"a .json or .jsonl file of rows in the format {self.format}"
             raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
         return _fitting(path, self.format, self.show_tests)
+
+    def from_files(self) -> list[Exercise]:
+        """All exercises that may be asked."""
+        return self._splits["train"] + self._splits["held_out"]
 
     def _is_held_out(self, exercise: Exercise) -> bool:
         digest = hashlib.sha256(exercise.key.encode("utf-8", "backslashreplace")).digest()

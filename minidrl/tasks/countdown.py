@@ -38,7 +38,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar
@@ -66,6 +66,7 @@ class Puzzle:
     numbers: tuple[int, ...]
     target: int
     wording: str = "ours"
+    place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
 
     @property
     def prompt(self) -> str:

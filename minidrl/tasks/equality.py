@@ -122,7 +122,9 @@ def installed() -> bool:
 
 
 def needs(task: str) -> None:
-    """ValueError unless math-verify is installed."""
+    """ValueError unless math-verify is installed, and its process can be limited."""
+    if sys.platform == "darwin":
+        raise ValueError(f"task {task} needs Linux, as macOS limits no process's memory")
     if not installed():
         raise ValueError(f"task {task} needs math-verify: pip install 'minidrl[math]'")
 

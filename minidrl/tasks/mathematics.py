@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -58,6 +58,7 @@ class Question:
     solution: str
     instruction: str = ""
     opening: str = ""
+    place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
 
     @property
     def prompt(self) -> str:
@@ -137,15 +138,23 @@ class Mathematics:
         shots = self._shots(kept.get("train", []))
         return {split: [self._asked(q, shots) for q in kept[split]] for split in kept}
 
+    def from_files(self) -> list[Question]:
+        """All questions that may be asked."""
+        return [question for split in self._questions.values() for question in split]
+
     def _read(self, split: str) -> list[Question]:
-        path = self.train_path if split == "train" else self.path
-        if path:
-            key = "task.train_path" if split == "train" else "task.path"
-            return self.questions_of(rows.of_file(key, path), path)
-        if self.path or split not in self.splits:
+        where = self.train_path if split == "train" else self.path
+        if where:
+            found = rows.of_file("task.train_path" if split == "train" else "task.path", where)
+        elif self.path or split not in self.splits:
             return []
-        source = (self.repo, self.subset, self.revision, self.splits[split])
-        return self.questions_of(rows.of_hub(self.name, *source), f"{self.repo} {source[-1]}")
+        else:
+            source = (self.repo, self.subset, self.revision, self.splits[split])
+            found, where = rows.of_hub(self.name, *source), f"{self.repo} {source[-1]}"
+        return [
+            dataclasses.replace(question, place=f"{where} row {number}")
+            for number, question in enumerate(self.questions_of(found, where), 1)
+        ]
 
     # --------------------------------------------------------------------------------- the question
     def _shots(self, train: Sequence[Question]) -> str:

@@ -7,6 +7,7 @@ sets of the Hub are read by the package ``datasets``, which runs no code of thei
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import json
 import tempfile
@@ -145,12 +146,17 @@ class Puzzles:
         """The puzzles that are not trained on."""
         return self.of_path + (self.read("task.exclude", self.exclude) if self.exclude else [])
 
+    def from_files(self) -> list[Any]:
+        """Those of ``path``: each may be asked."""
+        return self.of_path
+
     def read(self, key: str, path: str) -> list[Any]:
         """The puzzles of a file; ``key``: what names it."""
         found = []
         for number, row in enumerate(of_file(key, path), 1):
             try:
-                found.append(self.puzzle_of(row))
+                puzzle = self.puzzle_of(row)
+                found.append(dataclasses.replace(puzzle, place=f"{path} row {number}"))
             except ValueError as error:
                 raise ValueError(f"{path} row {number}: {error}") from None
         return found

@@ -19,7 +19,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -121,6 +121,7 @@ class Puzzle:
     clues: str
     solution: str = ""  # the one that a file names
     wording: str = "ours"
+    place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
 
     @property
     def prompt(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from minidrl.sampler import keep_mask
+from minidrl.sampler import is_end, keep_mask
 from minidrl.tasks import Problem
 
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
@@ -127,9 +127,8 @@ def encode_prompts(
     if prompt_format == "chat":
         asked = asked_in_chats(tok, problems)
         batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
-        if (found := batch.input_ids.shape[1]) > width:
-            allowed = f"from {found}, as a prompt has"
-            raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
+        if batch.input_ids.shape[1] > width:
+            check_lengths(tok, problems, width, prompt_format)
     else:
         asked = [problem.prompt for problem in problems]
         batch = tok(asked, padding="max_length", max_length=width)
@@ -162,6 +161,15 @@ def prompt_lengths(tok: Any, problems: Sequence[Problem], prompt_format: str) ->
     chat = prompt_format == "chat"
     words = asked_in_chats(tok, problems) if chat else [problem.prompt for problem in problems]
     return [len(row) for row in tok(words, add_special_tokens=False).input_ids]
+
+
+def check_lengths(tok: Any, problems: Sequence[Problem], width: int, prompt_format: str) -> None:
+    """ValueError, which says where the longest prompt stands, unless all fit ``width`` tokens."""
+    lengths = prompt_lengths(tok, problems, prompt_format)
+    if (longest := max(lengths)) > width:
+        place = getattr(problems[lengths.index(longest)], "place", "")
+        allowed = f"from {longest}, as {place or 'a prompt'} has"
+        raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
 
 
 def asked_in_chats(tok: Any, problems: Sequence[Problem]) -> list[str]:
@@ -199,13 +207,18 @@ def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
     return torch.tensor(ids)
 
 
+def end_ids(tok: Any) -> list[int]:
+    """The tokens that end an answer: the tokenizer's, and what generation_config.json names."""
+    return list(dict.fromkeys([tok.eos_token_id, *getattr(tok, "more_ends", ())]))
+
+
 def decode(tok: Any, responses: Tensor) -> list[str]:
-    """The text of each response (B, L), up to its first [EOS].
+    """The text of each response (B, L), up to its first end.
 
     Other special tokens are part of the text: without its [PAD], ``5*[PAD]8`` would be read as
     ``5*8``, which the model has not said.
     """
-    said = keep_mask(responses, tok.eos_token_id) & (responses != tok.eos_token_id)
+    said = keep_mask(responses, end_ids(tok)) & ~is_end(responses, end_ids(tok))
     lengths = said.sum(1).tolist()
     rows = [row[:length] for row, length in zip(responses.tolist(), lengths, strict=True)]
     return tok.batch_decode(rows, skip_special_tokens=False)
