@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from dataclasses import replace
 from minidrl.tasks.countdown import Countdown
 """
-NAMES = "task VOCAB PAD P AIMED ID to_ids to_text demonstrations turned Layer Transformer real_of hidden_logp hide minus_elbo learn STEPS"
+NAMES = "task VOCAB PAD P AIMED ID to_ids to_text demonstrations turned Layer Transformer hidden_logp hide minus_elbo learn STEPS"
 
 
 def notebook() -> dict:

@@ -1,4 +1,4 @@
-"""The code of README.md and docs/ runs, and has the gradients of minidrl's own loop."""
+"""The code of docs/ runs, and has the gradients of minidrl's own loop."""
 
 import importlib.util
 import re
@@ -90,9 +90,9 @@ def test_what_would_teach_nothing_is_refused(lost, monkeypatch):
         plain.prepare(run.model, run.method, plain.Rollout.of(rollout.response, **words), reward, torch.Generator())
 
 
-def test_the_code_of_readme_runs(monkeypatch, capsys):
+def test_the_code_of_the_commands_page_runs(monkeypatch, capsys):
     monkeypatch.chdir(tiny.ROOT)
-    (block,) = re.findall(r"^```python\n(.*?)\n```$", Path("README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```python\n(.*?)\n```$", Path("docs/commands.md").read_text(), re.MULTILINE | re.DOTALL)
     exec(block, {})
     assert capsys.readouterr().out.startswith("step 1: solved 0.")
 
