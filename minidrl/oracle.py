@@ -232,8 +232,8 @@ def elbo(model: TabularDenoiser, response: State) -> Tensor:
         B = E_{l ~ U{1..L}} E_{|M| = l} [ (L / l) S(M) ] = sum_l a(l)  <=  any_order_log_likelihood
 
     Equals the integral of `elbo_integrand` over t in [0, 1], the 1/t form of the same bound, and
-    the mean over orders `permutation_elbo`. Equality with the log-likelihood holds iff all orders
-    give the response the same probability.
+    the mean over the orders of revelation of log prod_j p(y_s(j) | y_s(1), .., y_s(j-1)). Equality
+    with the log-likelihood holds iff all orders give the response the same probability.
 
     Source: LLaDA, arXiv 2502.09992, eq. 6; LLaDA 1.5, arXiv 2505.19223, eqs. 14-15. Nats.
     Cost 2^L L.
@@ -277,8 +277,8 @@ def any_order_log_likelihood(
     tokens_per_step=1)`.
 
     Returns:
-        Scalar, nats; -inf for an impossible response. Cost 2^L L instead of the L! L of
-        `permutation_log_likelihood`.
+        Scalar, nats; -inf for an impossible response. Cost 2^L L instead of the L! L of a sum over
+        the orders.
     """
     log_p = {frozenset(): torch.zeros((), dtype=torch.float64)}
     for hidden in all_subsets(model.length)[1:]:
@@ -286,39 +286,6 @@ def any_order_log_likelihood(
         routes = torch.stack([logp[i] + log_p[hidden - {i}] for i in logp])
         log_p[hidden] = torch.logsumexp(routes, dim=0) - math.log(len(hidden))
     return log_p[frozenset(range(model.length))]
-
-
-def order_log_likelihoods(
-    model: TabularDenoiser, response: State, temperature: float = 1.0
-) -> list[Tensor]:
-    """log prod_j p(y_s(j) | y_s(1), .., y_s(j-1)) for each of the L! orders s. Nats. Cost L! L."""
-
-    def logp(order: tuple[int, ...], j: int) -> Tensor:
-        return token_logp(model, response, frozenset(order[j:]), temperature)[order[j]]
-
-    orders = itertools.permutations(range(model.length))
-    return [sum(logp(order, j) for j in range(model.length)) for order in orders]
-
-
-def permutation_elbo(model: TabularDenoiser, response: State) -> Tensor:
-    """The ELBO as a mean over the L! orders of revelation, a second opinion on `elbo`:
-
-        B = mean over s of log prod_j p(y_s(j) | y_s(1), .., y_s(j-1))
-
-    Nats. Cost L! L.
-    """
-    return torch.stack(order_log_likelihoods(model, response)).mean()
-
-
-def permutation_log_likelihood(
-    model: TabularDenoiser, response: State, temperature: float = 1.0
-) -> Tensor:
-    """log p_AO (nats) as a sum over the L! orders, a second opinion on `any_order_log_likelihood`.
-
-    Cost L! L.
-    """
-    scores = torch.stack(order_log_likelihoods(model, response, temperature))
-    return torch.logsumexp(scores, dim=0) - math.log(len(scores))
 
 
 def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Tensor:

@@ -202,30 +202,6 @@ def law_stepwise_advantage(alg: Any) -> None:
         assert bool(got.isfinite().all()), "ranks without a member"
 
 
-@judges("6.4", "6.1")
-@rejects("6.4", ("return R_k - _average", "return base - _average"))
-def law_stepwise_advantage_algebra(alg: Any) -> None:
-    """Advantages sum to 0 in each rank and group, do not see a constant in all rewards, and obey four identities."""
-    reward, value, _, time = credit_case()
-    valid = torch.ones(K, 8, dtype=torch.bool)
-    credit = lambda r, v, **changed: alg.stepwise_advantage(r, N, v, valid, time, **{**CREDIT, **changed})  # noqa: E731
-    sums = lambda x: x.unflatten(1, (2, N)).sum(-1)  # noqa: E731
-    by_group = reward.unflatten(0, (2, N))
-    centred = (by_group - by_group.mean(1, keepdim=True)).flatten()
-    for normalize, schedule in itertools.product((False, True), alg.SCHEDULES):
-        got = credit(reward, value, normalize=normalize, schedule=schedule)
-        close(sums(got), torch.zeros(K, 2), "sum over the group")
-        if not normalize or schedule == "constant":  # else R counts a constant 1 / (1 + lam_k) times, unlike for each member
-            close(credit(reward + 3, value + 3, normalize=normalize, schedule=schedule), got, "a constant in all rewards")
-        close(credit(reward, value, lam=0.0, normalize=normalize, schedule=schedule), centred.expand(K, -1), "lam = 0")
-    close(credit(reward, reward.expand(K, -1), normalize=True), (centred / 1.5).expand(K, -1), "step reward = reward")
-    control = reward - 0.5 / 1.5 * value  # R = reward - lam/(1 + lam) step reward
-    mean = control.unflatten(1, (2, N)).mean(-1, keepdim=True)
-    close(credit(reward, value), (control.unflatten(1, (2, N)) - mean).flatten(1), "control variate of coefficient 1/3")
-    apart = credit(reward, value, center="reward")
-    close(sums(apart) * 1.5, 0.5 * sums(reward - value), "center reward: the second part keeps its mean")
-
-
 @judges("6.4")
 @rejects("6.4", ("-1, num_generations)", "num_generations, -1)).transpose(1, 2"))
 def law_stepwise_groups_stay_apart(alg: Any) -> None:

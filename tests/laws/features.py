@@ -17,7 +17,6 @@ from laws.tools import (
     RESPONSE,
     Watched,
     close,
-    double,
     experience,
     graph_features,
     likeliest,
@@ -318,21 +317,3 @@ def law_exact_kl(alg: Any) -> None:
         half = oracle.TabularDenoiser(ref.table.detach() / 2)
         half.head = lambda h: ref.head(2 * h)
         close(ask(reference=half)["kl_ref"].unflatten(0, got.shape[:2]), got, "read by the reference's own head")
-
-
-@judges("4.1", "7.2")
-@rejects("4.1", ("log_p - log_ref", "log_ref.exp() - log_p.exp()"))
-def law_exact_kl_is_the_mean_of_k3(alg: Any) -> None:
-    """For tokens of a step drawn from the policy the mean of k3 on the step's sum is the sum of the tokens' exact KL."""
-    _, _, new, ref, _ = experience()
-    hidden = frozenset({0, 1, 3})
-    rows = [(a, b, 2, c) for a, b, c in itertools.product(range(3), repeat=3)]
-    rollout = rollout_of(alg, rows)
-    scored = torch.tensor([[[1, 1, 0, 1]] * 27]).bool()
-    plan = alg.Plan(torch.cat([torch.zeros(1, 27, 3).bool(), scored], -1), scored, torch.ones(1, 27), scored.any(-1))
-    read = partial(alg.features, rollout=rollout, plan=plan, temperature=0.8)
-    mine = read(new, names=("logp", "kl_ref"), reference=ref)
-    ll, other = mine["logp"].sum(-1), read(ref)["logp"].sum(-1)
-    chance = double([math.exp(sum(oracle.token_logp(new, y, hidden, 0.8).values()).item()) for y in rows])
-    close(chance.sum(), 1.0, "the outcomes of the step")
-    close((chance * alg.kl_term(ll, other, form="k3")).sum(), mine["kl_ref"].sum(-1).mean(), "k3 and the exact KL")

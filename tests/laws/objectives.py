@@ -130,20 +130,6 @@ def law_self_normalized_gradient(alg: Any) -> None:
         close(other, -got, "weights do not see the sign of adv")
 
 
-@judges("8.4", "8.1", "6.1")
-@rejects("8.4", ("loss = -weights * adv * (ll", "loss = weights * adv * (ll"))
-def law_self_normalized_on_policy_is_reinforce(alg: Any) -> None:
-    """Equal ratios give the mean-centred gradient of reinforce over N, and equal rewards give none."""
-    ll, reward = normal(8, seed=34), normal(8, seed=35)
-    adv = alg.group_mean(reward, 4)
-    loss = lambda x, a: alg.self_normalized_clip(x[None, :, None], ll[None, :, None], a[None, :, None], 4, cap=5.0).loss  # noqa: E731
-    got = coefficients(lambda x: loss(x, adv), ll)
-    close(got, coefficients(lambda x: alg.reinforce(x, None, adv, 4).loss, ll) / 4)
-    close(got, [-(r - sum(reward.tolist()[4 * (j // 4) :][:4]) / 4) / 4 for j, r in enumerate(reward.tolist())])
-    still = alg.group_mean(torch.ones(8, dtype=torch.float64), 4)
-    close(coefficients(lambda x: loss(x, still), ll + normal(8, seed=36)), torch.zeros(8))
-
-
 SIDES = {"epsilon_low": 0.2, "epsilon_high": 0.3}
 
 
@@ -333,45 +319,6 @@ def law_score_carries_the_gradient(alg: Any) -> None:
         close(through[1], -double(weight)[None, :, None] * adv, name)
 
 
-@judges("8.3", "8.4", "8.2")
-@rejects("8.3", ("clamp(max=log_cap)", "clamp(max=math.log1p(math.exp(log_cap)))"))
-def law_published_vector(alg: Any) -> None:
-    """Ratios 1, 2, 10, 1/4 with adv 1, -1, 1/2, -1/2 have the weighted sum 1/6 at cap 5, beside GRPO's coefficients.
-
-    The weighted advantages do not sum to 0 although the advantages do: the weights move the baseline.
-    """
-    ratio, adv = double([1.0, 2.0, 10.0, 0.25]), double([1.0, -1.0, 0.5, -0.5])
-    anchor = torch.zeros(1, 4, 1, dtype=torch.float64)
-    loss = lambda x: alg.self_normalized_clip(x[None, :, None], anchor, adv[None, :, None], 4, cap=5.0).loss  # noqa: E731
-    weighted = -coefficients(loss, ratio.log())
-    close(weighted, [4 / 33, -8 / 33, 10 / 33, -1 / 66], "cap 5")
-    close(weighted.sum(), 1 / 6, "sum")
-    clip = functools.partial(alg.ppo_clip, anchor=anchor[0, :, 0], adv=adv, num_generations=4)
-    grpo = lambda x: clip(x, epsilon_low=0.2, epsilon_high=0.2).loss / 4  # noqa: E731
-    close(-coefficients(grpo, ratio.log()), [0.25, -0.5, 0.0, 0.0], "GRPO")
-
-
-@judges("8.3")
-@rejects("8.3", (".clamp(max=log_cap)", ""))
-def law_concentration_needs_a_floor(alg: Any) -> None:
-    """For ratios in [low, cap] the largest weight and the effective sample size are bounded. Without a floor they are not.
-
-    Largest: cap / (cap + (N-1) low). Effective sample size 1 / sum w^2: at least 4 low cap N / (low + cap)^2 (Kantorovich).
-    """
-    for group, low, cap, seed in itertools.product((4, 8), (0.1, 0.5), (2.0, 6.0), range(5)):
-        u = normal(group, seed=seed, scale=3.0).sigmoid()
-        ends = double([1.0] + [0.0] * (group - 1)) if seed == 0 else u.round() if seed == 1 else u
-        logs = (low + (2 * cap - low) * ends).log()  # some of them above the cap
-        w = weights_of(alg, logs, group, cap)
-        size = 1 / w.square().sum().item()
-        assert w.max().item() <= cap / (cap + (group - 1) * low) + 1e-12, "the largest weight"
-        assert 4 * low * cap * group / (low + cap) ** 2 - 1e-9 <= size <= group + 1e-9, "effective sample size"
-        if seed == 0:
-            close(w.max(), cap / (cap + (group - 1) * low), "the bound is reached")
-    alone = weights_of(alg, double([1e6, 1e-9, 1e-9, 1e-9]).log(), 4, 6.0)
-    assert alone.max().item() > 1 - 1e-8, "the cap bounds no share"
-
-
 @judges("8.4", "8.2", "8.5")
 @rejects("8.2", ("minimum(ratio *", "minimum(ratio.clamp(max=1e3) *"))
 def law_one_large_ratio(alg: Any) -> None:
@@ -394,19 +341,6 @@ def law_one_large_ratio(alg: Any) -> None:
     assert max(norms["clip"]) <= 6 * limit and norms["clip"][0] == norms["clip"][2], "stops at the cap"
     assert max(norms["stable"]) <= limit and max(norms["normalised"]) <= limit, "in the hull, whatever the cap"
     close(norms["normalised"][2], (adv[1] * g[1]).norm().item(), "without a cap one answer is the whole gradient", 1e-4)
-
-
-@judges("7.1", "8.4")
-@rejects("8.5", ("anchor).exp()", "anchor)"))
-def law_common_noise_cancels(alg: Any) -> None:
-    """Noise that a group shares leaves its normalised weights alone below the cap; clipped weights move with it."""
-    logs, adv = normal(8, seed=72, scale=0.3), normal(8, seed=73)
-    anchor = torch.zeros(8, dtype=torch.float64)
-    stable = lambda x: alg.self_normalized_clip(x[None, :, None], anchor[None, :, None], adv[None, :, None], 4, cap=50.0).loss  # noqa: E731
-    clip = lambda x: alg.truncated_is(x, anchor, adv, 4, floor=0.0, cap=50.0).loss  # noqa: E731
-    for shift in (-2.0, 1.5):
-        close(coefficients(stable, logs + shift), coefficients(stable, logs), "normalised")
-        close(coefficients(clip, logs + shift), math.exp(shift) * coefficients(clip, logs), "clipped", 1e-9)
 
 
 @judges("8.14")

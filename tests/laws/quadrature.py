@@ -21,7 +21,6 @@ from laws.tools import (
     close,
     double,
     frequencies_agree,
-    graph_logp,
     ll_of,
     noise,
     normal,
@@ -35,7 +34,7 @@ from laws.tools import (
     subset_scores,
     tabular,
 )
-from minidrl import methods, oracle
+from minidrl import oracle
 
 COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
 
@@ -185,19 +184,6 @@ def law_gauss_legendre(alg: Any) -> None:
         refuses(lambda wrong=wrong: alg.gauss_legendre(wrong), "plan.num_nodes", str(wrong), "1")
 
 
-@judges("2.5")
-@rejects("2.5", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"))
-def law_gauss_legendre_moments(alg: Any) -> None:
-    """Integrals of t^m are exact up to m = 2N - 1. At m = 2N they miss C_N (2N)!, with C_N = 1/24, 1/4320, 1/2016000, .."""
-    close([error_constant(n) for n in (1, 2, 3)], [1 / 24, 1 / 4320, 1 / 2016000], "published constants", 1e-18)
-    for nodes in range(1, 7):
-        t, w = alg.gauss_legendre(nodes)
-        moment = [float((w * t**m).sum()) for m in range(2 * nodes + 1)]
-        close(moment[:-1], [1 / (m + 1) for m in range(2 * nodes)], f"{nodes} nodes: moments", 1e-13)
-        missing = 1 / (2 * nodes + 1) - moment[-1]
-        close(missing / (error_constant(nodes) * math.factorial(2 * nodes)), 1.0, f"{nodes} nodes: first error", 1e-6)
-
-
 @judges("2.6", "5.1")
 @rejects("2.6", ("(1 + t * (n - 1) + up).floor()", "(t * n + up).floor()"), where="_count_at")
 def law_quadrature_expectation(alg: Any) -> None:
@@ -229,20 +215,6 @@ def law_quadrature_is_exact_from_half_the_length(alg: Any) -> None:
         for nodes in range(1, enough):
             gap = abs(quadrature_mean(alg, model, response, nodes) - truth)
             assert 1e-4 < gap, f"n={length}: {nodes} nodes are exact, by accident of the fixture"
-
-
-@judges("2.6", "2.5")
-@rejects("2.6", ("(1 / t).expand(", "t.expand("))
-def law_quadrature_is_exact_for_smooth_models(alg: Any) -> None:
-    """With bernoulli counts it is exact where the mean logp has degree 2N - 1 in the count, not at degree 2N."""
-    for nodes, length in ((1, 5), (2, 6)):
-        for degree in (2 * nodes - 1, 2 * nodes):
-            a = [-0.2 - 1.5 * (count / length) ** degree for count in range(1, length + 1)]
-            gap = quadrature_mean(alg, count_model(a), (0,) * length, nodes) - sum(a)
-            if degree < 2 * nodes:
-                close(gap, 0.0, f"{nodes} nodes, degree {degree}")
-            else:
-                assert abs(gap) > 1e-6, f"{nodes} nodes, degree {degree}: {gap}"
 
 
 @judges("2.6", "2.5")
@@ -315,30 +287,6 @@ def law_constant_models_show_the_scale(alg: Any) -> None:
         rollout_of(alg, [[1] * 8]), seeded(), num_nodes=3, masks_per_node=1, counts="floor", domain="all"
     )
     assert plan.scored.any(-1).tolist() == [[False], [True], [True]] and plan.network_calls == 2, "the first node is lost"
-
-
-@judges("2.6", "2.1")
-@rejects("2.6", ("None]) & inside", "None]).all(-1, keepdim=True) & inside"))
-@rejects("2.6", ("leggauss(num_nodes)", "leggauss(max(1, num_nodes - 1))"), where="gauss_legendre")
-def law_quadrature_fails_where_the_doubt_is_at_one_end(alg: Any) -> None:
-    """Two equal texts, and a parity, have their doubt at one end: the sum is wrong by formula."""
-    length, ln2 = 6, math.log(2)
-    copy, parity = torch.zeros((2,) * length), torch.zeros((2,) * length)
-    copy[(0,) * length] = copy[(1,) * length] = 1.0
-    for text in itertools.product((0, 1), repeat=length):
-        parity[text] = 1.0 - sum(text) % 2
-    for nodes in (1, 2, 3):
-        t, w = (double(v) for v in rule(nodes))
-        mean = quadrature_mean(alg, oracle.consistent_denoiser(copy), (0,) * length, nodes)
-        close(mean, -length * ln2 * (w * t ** (length - 1)).sum(), f"copies, {nodes} nodes")
-        mean = quadrature_mean(alg, oracle.consistent_denoiser(parity), (1, 1) + (0,) * (length - 2), nodes)
-        close(mean, -length * ln2 * (w * (1 - (1 - t) ** (length - 1))).sum(), f"parity, {nodes} nodes")
-    close(mean, -(length - 1) * ln2, "three nodes are enough for six positions")
-    rollout = rollout_of(alg, torch.zeros(1, 256, dtype=torch.long))
-    plan = alg.quadrature_plan(rollout, seeded(), num_nodes=3, masks_per_node=1, counts="rounded", domain="keep")
-    assert not plan.scored.all(-1).any(), "256 positions: no node looks at the one state in which copies are uncertain"
-    one_step = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0)
-    close((one_step.weight * one_step.scored.sum(-1)).sum() * -ln2, -256 * ln2, "where mean field sees nothing else")
 
 
 @judges("2.6")
@@ -453,27 +401,3 @@ def law_quadrature_rows_are_their_own(alg: Any) -> None:
             small = scripted(alg, alone, 2, 2, how, u[:, b : b + 1], place[:, b : b + 1], "keep")
             assert torch.equal(small.hidden[:, 0], large.hidden[:, b]), f"{how}: row {b} alone"
             close(small.weight[:, 0], large.weight[:, b], f"{how}: weight of row {b} alone")
-
-
-@judges("2.6", "7.1", "8.2", "10.1")
-@rejects("10.1", ("sequence_mean_token_mean", "sequence_mean"), where="row.gdpo-sequence")
-def law_shared_masks_make_the_first_update_on_policy(alg: Any) -> None:
-    """At equal weights one plan has ratio 1, and two plans have the mean ratio E e^B E e^-B > 1."""
-    model, n = tabular(3, 3), 3
-    method = methods.with_options(alg.METHODS["gdpo-sequence"], {"plan.num_nodes": 2})
-    rollout, plan, chance = joint_outcomes(alg, n, 2, 1, "bernoulli")
-    feature = {"logp": graph_logp(alg, model, rollout, plan)}
-    ll, adv = alg.reduced(method, plan, rollout, feature), normal(len(chance), seed=68)
-    close(alg.log_ratio(ll, ll.detach()), torch.zeros_like(ll), "shared masks")
-    loss = alg.method_loss(method, plan, rollout, feature, adv, ll.detach(), None)
-    got = oracle.table_gradient(model, loss)
-    close(got, oracle.table_gradient(model, -(adv * ll[0, :, 0]).sum() / (n * len(adv))), "gradient at ratio 1")
-    value, scores = ll.detach()[0, :, 0], subset_scores(model, RESPONSE[:n], frozenset(range(n)))
-    r = alg.log_ratio(value[:, None].expand(-1, len(value)), value.expand(len(value), -1)).exp()
-    got = (chance[:, None] * chance * r).sum()
-    truth = 1.0
-    for t, w in zip(*rule(2), strict=True):
-        drawn = [(p, w * c * scores[sum(2**i for i in m)].item() if m else 0.0) for p, c, m in node_draws(t, n, "bernoulli")]
-        truth *= sum(p * math.exp(x) for p, x in drawn) * sum(p * math.exp(-x) for p, x in drawn)
-    close(got, truth, "mean ratio of independent masks")
-    assert truth > 1.5, f"mean ratio {truth}"

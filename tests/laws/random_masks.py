@@ -15,7 +15,6 @@ from laws.tools import (
     MODEL,
     RESPONSE,
     Walk,
-    all_orders,
     close,
     count_noise,
     double,
@@ -67,18 +66,6 @@ def law_mean_field_frequencies(alg: Any) -> None:
     plan = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=p)
     frequencies_agree(subset_number(plan.hidden[0, :, 1:3]), double([0.49, 0.21, 0.21, 0.09]), "hidden prompt tokens")
     assert not alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0).hidden[..., :3].any()
-
-
-@judges("2.1", "5.1")
-@rejects("2.1", ("= rollout.keep[", "= torch.ones_like(rollout.keep)["))
-def law_mean_field_is_integrand_at_one(alg: Any) -> None:
-    """With p_mask_prompt = 0 the value is g(1), the ELBO's integrand where everything is hidden, of kept tokens only."""
-    model = tabular(*MODEL)
-    rollout = rollout_of(alg, [RESPONSE] * 3, KEEPS)
-    got = ll_of(alg, model, rollout, alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0))
-    logp = oracle.token_logp(model, RESPONSE, frozenset(range(4)))
-    close(got[0, :, 0], [sum(logp[i].item() for i in positions(keep)) for keep in KEEPS])
-    close(got[0, 0, 0], oracle.elbo_integrand(model, RESPONSE, 1.0).item())
 
 
 def gauss(nodes: int, low: float) -> tuple[list[float], list[float]]:
@@ -274,33 +261,6 @@ def law_strata_do_not_raise_the_variance(alg: Any) -> None:
         assert found[True] < found[False] - 1e-6, f"strata {found[True]}, independent {found[False]}"
 
 
-@judges("2.3")
-@rejects("2.3", ("(u * n).floor(", "(u.square() * n).floor("))
-def law_count_plan_is_exact_for_consistent_models(alg: Any) -> None:
-    """For the conditionals of one joint distribution the mean is the log-likelihood."""
-    joint = normal(2, 2, 2, seed=5).exp()
-    model, response = oracle.consistent_denoiser(joint), (1, 0, 1)
-    u, order = count_noise(3, 3, 2)
-    with noise(alg, u, order):
-        rollout = repeated(alg, response, (1, 1, 1), u.shape[1])
-        plan = alg.elbo_count_plan(rollout, seeded(), num_states=2, domain="all", strata=True)
-    close(ll_of(alg, model, rollout, plan).mean(), math.log(joint[response] / joint.sum()))
-
-
-@judges("2.3", "2.4")
-@rejects("2.3", ("sum(-1)\n    u =", "sum(-1) * 0 + inside.shape[1]\n    u ="))
-def law_single_position_is_exact(alg: Any) -> None:
-    """For n = 1 every draw of either form is the token's own log-probability."""
-    model, keep = tabular(*MODEL), KEEPS[2]
-    truth = oracle.token_logp(model, RESPONSE, frozenset(range(4)))[0].item()
-    rollout = repeated(alg, RESPONSE, keep, 8)
-    for states, strata in ((1, False), (3, True)):
-        plan = alg.elbo_count_plan(rollout, seeded(6), num_states=states, domain="keep", strata=strata)
-        close(ll_of(alg, model, rollout, plan).flatten(), [truth] * 8)
-    pairs = alg.complementary_plan(rollout, seeded(6), num_states=4, domain="keep")
-    close(ll_of(alg, model, rollout, pairs).flatten(), [truth] * 8)
-
-
 @judges("2.4")
 @rejects("2.4", ("(num_states * both.sum(-1)", "(pairs * both.sum(-1)"))
 def law_complementary_states(alg: Any) -> None:
@@ -440,33 +400,6 @@ def law_plan_refusals(alg: Any) -> None:
         refuses(lambda: make(on, seeded(), **{**options, key: wrong}), f"plan.{key}", repr(wrong), *words)  # noqa: B023
     refuses(lambda: alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.1), "records", "'entropy'")
     refuses(lambda: alg.entropy_plan(rollout, seeded(), **right[alg.entropy_plan][1]), "records", "'entropy'", "needs")
-
-
-@judges("2.3")
-@rejects("2.3", ("/ (num_states * count)", "/ num_states + 0 * count"))
-def law_total_variance_and_its_allocation(alg: Any) -> None:
-    """N counts with M masks each have Var_l(E[.|l]) / N + E_l(Var(.|l)) / (N M), so that M = 1 is best at equal N M."""
-    model, n = tabular(3, 3), 3
-    scores = subset_scores(model, RESPONSE[:n], frozenset(range(n)))
-    given = []
-    for count in range(1, n + 1):
-        masks = oracle.subsets_of_size(n, count)
-        given.append(oracle.moments([(1 / len(masks), n / count * scores[sum(2**i for i in m)]) for m in masks]))
-    of_count = oracle.moments([(1 / n, mean) for mean, _ in given])[1].item()
-    of_mask = sum(v.item() for _, v in given) / n
-    found, orders = {}, double(all_orders(n))
-    for times, masks in ((1, 1), (2, 1), (1, 2), (2, 2)):
-        pick = torch.cartesian_prod(*[torch.arange(n)] * times, *[torch.arange(len(orders))] * (times * masks))
-        pick = pick.reshape(len(pick), -1).T
-        u, place = (pick[:times].double() + 0.5) / n, orders[pick[times:]]
-        rollout = repeated(alg, RESPONSE[:n], (1,) * n, pick.shape[1])
-        with noise(alg, u.repeat_interleave(masks, 0), place):
-            plan = alg.elbo_count_plan(rollout, seeded(), num_states=times * masks, domain="keep", strata=False)
-        values = scored_values(plan, scores)
-        found[times, masks] = (values - values.mean()).square().mean().item()
-        close(values.mean(), elbo_on(model, RESPONSE[:n], frozenset(range(n))), "mean")
-        close(found[times, masks], of_count / times + of_mask / (times * masks), f"{times} counts, {masks} masks")
-    assert found[2, 1] < found[1, 2] and of_count > 0.01, "two calls: two counts are better than one"
 
 
 @judges("2.9", "5.1")

@@ -21,7 +21,6 @@ from laws.tools import (
     recorded,
     refuses,
     repeated,
-    reward_of,
     seeded,
     tabular,
     walk,
@@ -169,17 +168,3 @@ def law_token_ratios_at_the_wrong_temperature(alg: Any) -> None:
     assert bool(((truth - 1).abs() > 0.01).all()), truth.tolist()
     same = token_ratios(alg, "random", scored=1.3, scale=0.0)[1]
     assert float((same - 1).abs().max()) > 0.1, "the policy alone"
-
-
-@judges("7.1", "3.1", "8.10")
-@rejects("7.1", ("return ll - anchor", "return (ll - anchor) / 2"))
-def law_left_to_right_ratios_are_importance_weights(alg: Any) -> None:
-    """Their product is P_new(y)/P_old(y) of the whole sequence, so reweighted rewards give the new policy's J exactly."""
-    chance, r, paths = token_ratios(alg, "left_to_right")
-    model = walk(Walk(3, 2, "left_to_right", 1, 3))[0]
-    after = oracle.trajectories(changed(model), "left_to_right", 0.7, 1, 3)
-    old, new = (oracle.response_distribution(x) for x in (paths, after))
-    close(r.prod(-1), [new[path.response].item() / old[path.response].item() for path in paths], "product")
-    reward = double([reward_of(path.response, None) for path in paths])
-    close((chance * r.prod(-1)) @ reward, oracle.expected_reward(after, lambda y: reward_of(y, None)), "J")
-    close(chance @ r.prod(-1), 1.0, "mean")

@@ -12,7 +12,6 @@ from torch import Tensor
 from laws.registry import judges, rejects
 from laws.tools import (
     Walk,
-    Watched,
     close,
     double,
     features_of,
@@ -357,25 +356,6 @@ def law_other_orders_have_no_position_factor(alg: Any) -> None:
     close(torch.autograd.grad(passed.sum(), log_f)[0], torch.zeros(6), "candidates, and nothing scored: gradient")
 
 
-@judges("4.2", "4.1")
-@rejects("4.2", ("states) & ~scored", "states) | scored"), where="_order_logp")
-def law_exact_kernel_costs_rows_of_the_head_only(alg: Any) -> None:
-    """order_logp needs no network call. It needs the rows of the head of the block's hidden positions."""
-    model, rollout, _, _ = with_entropy(alg, EXACT[3])
-    plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
-    scored = candidates = 0
-    for k, b in plan.valid.nonzero().tolist():
-        block = range(0, 2) if min(positions(plan.scored[k, b])) < 2 else range(2, 4)
-        scored += int(plan.scored[k, b].sum())
-        candidates += len(positions(plan.hidden[k, b, 3:]) & set(block))
-    for names, rows in ((("logp",), scored), (("logp", "order_logp"), candidates)):
-        watched = Watched(model)
-        alg.features(watched, rollout, plan, temperature=0.7, names=names)
-        assert sum(watched.sequences) == plan.network_calls, f"{names}: {watched.sequences}, not {plan.network_calls}"
-        assert sum(watched.rows) == rows, f"{names}: {watched.rows} rows of logits, not {rows}"
-    assert scored < candidates < scored * 2
-
-
 @judges("10.1", "4.2", "4.5", "3.2")
 @rejects("4.2", ('["order_logp"]', '["order_logp"].detach()'), where="reduced")
 def law_egspo_exact_row(alg: Any) -> None:
@@ -409,26 +389,6 @@ def law_egspo_exact_row(alg: Any) -> None:
                     total = total + surrogate(step[0] / step[1].detach(), centred, 0.2, 0.5)
         close(got, oracle.table_gradient(new, total / 8), f"gradient, {case}")
         assert max(ratios) > 1.2 and min(ratios) < 0.9, f"ratios {ratios}"
-
-
-@judges("3.5", "3.1")
-@rejects("3.5", ("first.where(first >= 0, at_most", "at_most.expand_as(first"))
-def law_threshold_staircase(alg: Any) -> None:
-    """Where blocks differ in their steps the staircase scores each token once, where the sampler drew it, and as (3.1) does."""
-    for eos, threshold in ((1, 0.65), (None, 0.65), (None, 0.55)):
-        case = Walk(4, 2, "low_confidence", 1, 2, eos, threshold)
-        model, rollout, chance, reward = with_entropy(alg, case)
-        truth = walk_gradient(case)
-        steps = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
-        plan = alg.block_replay_plan(rollout, seeded())
-        assert plan.network_calls < steps.network_calls and bool((plan.scored.sum(0) <= 1).all())
-        assert torch.equal(plan.scored.any(0), steps.scored.any(0)), "the tokens that are scored"
-        names = ("logp", "order_logp")
-        one, many = (graph_features(alg, model, rollout, p, names, 0.7) for p in (plan, steps))
-        for name in names:
-            close(one[name].sum(0), many[name].sum(0), name)
-        ll = (one["logp"] + one["order_logp"]).sum((0, 2))
-        close(oracle.table_gradient(model, (chance * reward * ll).sum()), truth, "policy gradient")
 
 
 def share(own: Tensor, best: list[Tensor]) -> Tensor:

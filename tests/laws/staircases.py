@@ -82,22 +82,6 @@ def law_one_forward_is_all_forwards(alg: Any) -> None:
             assert not got["logp"][~plan.scored].any()
 
 
-@judges("4.1")
-@rejects("4.1", ("rollout).expand(", "rollout).flip(0).expand("), where="_staircase")
-def law_staircase_features_are_those_of_the_model(alg: Any) -> None:
-    """logp and entropy of a table's staircase are the oracle's, state by state."""
-    for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2):
-        got = alg.features(model, rollout, plan, temperature=0.6, names=("logp", "entropy"))
-        for k, b in itertools.product(range(len(plan.scored)), range(5)):
-            response, hidden = tuple(rollout.response[b].tolist()), positions(plan.hidden[k, b, 3:])
-            logp, scored = oracle.token_logp(model, response, hidden, 0.6), positions(plan.scored[k, b])
-            close(got["logp"][k, b], [logp[i].item() if i in scored else 0.0 for i in range(6)], f"{name}: logp")
-            state = tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response))
-            p = (model.logits_at(state).detach() / 0.6).softmax(-1)
-            entropy = [-float((p[i] * p[i].log()).sum()) if i in scored else 0.0 for i in range(6)]
-            close(got["entropy"][k, b], entropy, f"{name}: entropy")
-
-
 def joint_loss(plan: Any) -> Callable[[dict], Tensor]:
     """A function of all features that no sum of their parts gives: exponentials of sequence sums, and products of features."""
     c = normal(len(ALL), *plan.scored.shape, seed=7)
@@ -156,23 +140,6 @@ def law_staircase_mask(alg: Any) -> None:
     for size in (0, 3):
         refuses(lambda size=size: alg.staircase_mask(prompt_mask, 4, size, clean="block"), "block_length", str(size), "4")
     refuses(lambda: alg.staircase_mask(prompt_mask, 4, 2, clean="all"), "clean stream", "'all'", "block", "causal")
-
-
-@judges("4.1", "4.2", "2.8", "3.5")
-@rejects("", (":, None]).split(", ":, None] * 0).split("), where="state_chunks")
-def law_two_passes_of_a_staircase_are_the_joint_graph(alg: Any) -> None:
-    """The gradient of a loss of all features is that of one graph with a forward for each state."""
-    for name, model, reference, rollout, plan in staircases(alg):
-        loss, more = joint_loss(plan), {"temperature": 0.7, "names": ALL, "reference": reference}
-        feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ALL, 0.7, reference=reference)
-        value = loss(feature)
-        value.backward()
-        truth = tiny.gradient(model)
-        assert float(truth.abs().max()) > 0.1, f"{name}: no gradient"
-        for size in (1, 4, 256):
-            close(alg.two_pass_backward(model, rollout, plan, loss, size=size, **more).loss, value, f"{name}: loss", 1e-12)
-            close(tiny.gradient(model), truth, f"{name}: gradient, {size} forwards at a time", 1e-12)
-        assert not any(p.grad is not None and bool(p.grad.any()) for p in reference.parameters()), "the reference is data"
 
 
 @judges("4.1")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from laws.tools import (
     subset_number,
     tabular,
     walk,
-    walk_entropy,
     walk_gradient,
     with_entropy,
 )
@@ -189,28 +187,6 @@ def law_replay_entropy_threshold(alg: Any) -> None:
     close(alone.valid, [[1], [0]], "a batch in which every reward is decided before the last step")
 
 
-@judges("3.1")
-@rejects("3.1", (">= min_entropy)", "< min_entropy)"))
-def law_replay_entropy_loss_is_bounded(alg: Any) -> None:
-    """Without near-certain steps the mean score stays 0, and the gradient moves by a bounded amount."""
-    for case in (WALKS[0], WALKS[3]):
-        model, paths, chance, reward = walk(case, 0.4)
-        entropy = double([walk_entropy(model, path, 0.4) for path in paths])
-        rollout = recorded(alg, paths, case.eos, records={"entropy": entropy})
-        threshold = 0.45
-        full = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
-        plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=threshold)
-        left_out = full.scored.any(0) & (entropy < threshold)  # one token a step
-        assert 0 < int(left_out.sum()) < int(full.scored.sum()), "the threshold does nothing on this fixture"
-        assert torch.equal(plan.scored.any(0), full.scored.any(0) & ~left_out), "steps left out"
-        score = replay_gradient(alg, model, rollout, plan, chance, 0.4)
-        close(score, torch.zeros(score.shape), "mean score")
-        moved = replay_gradient(alg, model, rollout, full, chance * reward, 0.4)
-        moved = (moved - replay_gradient(alg, model, rollout, plan, chance * reward, 0.4)) * 0.4
-        bound = 2 * reward.abs().max() * (chance[:, None] * entropy * left_out).sum()
-        assert float(moved.abs().sum()) <= float(bound), f"moved {float(moved.abs().sum())}, bound {float(bound)}"
-
-
 # Four trajectories of T = 4 steps, n = 2 tokens a step. Row 1 is decided after step 1 (kept: the first three positions), row 2
 # after step 0, row 3 ends early: its last two steps were never run. In row 0 steps 0 and 1 have
 # equal entropies, to the bit: its numbers are sums of powers of 2.
@@ -359,40 +335,6 @@ def law_entropy_bounds_what_a_fixed_selection_loses(alg: Any) -> None:
         close(lost, 0.0, "all steps")
         best = frozenset(sorted(steps, key=lambda t: -expected[t])[:1])
         assert bounds[best] == min(bound for chosen, bound in bounds.items() if len(chosen) == 1)
-
-
-@judges("4.1")
-@rejects("4.1", ("(log_p, log_p)", "(log_p, log_p) / 2"))
-def law_entropy_bounds_the_score(alg: Any) -> None:
-    """The entropy H bounds the score: E|e_a - p|_1 = 2 (1 - |p|^2) <= 2 H, and E|e_a - p|_2 <= 2 (1 - |p|^2)."""
-    model, rollout = tabular(4, 3, 21), rollout_of(alg, [[1, 0, 2, 1]])
-    plan = alg.mean_field_plan(rollout, seeded(), p_mask_prompt=0.0)
-    for temperature in (2.0, 1.0, 0.3, 0.05):
-        entropy = alg.features(model, rollout, plan, temperature=temperature, names=("entropy",))["entropy"][0, 0]
-        p = (model.logits_at((3,) * 4) / temperature).softmax(-1).tolist()
-        for h, row in zip(entropy.tolist(), p, strict=True):
-            rest = 1 - sum(v * v for v in row)
-            apart = [[float(a == v) - row[v] for v in range(3)] for a in range(3)]
-            one = sum(row[a] * sum(abs(x) for x in apart[a]) for a in range(3))
-            two = sum(row[a] * math.sqrt(sum(x * x for x in apart[a])) for a in range(3))
-            close(one, 2 * rest, "mean 1-norm of the score")
-            assert rest <= h + 1e-15 and one <= 2 * h + 1e-15 and two <= 2 * rest + 1e-15
-            assert h <= math.log(3) + 1e-12, "nats"
-
-
-@judges("4.1", "3.1")
-@rejects("4.1", ("(logits / temperature)", "logits"))
-def law_score_at_another_temperature(alg: Any) -> None:
-    """Tokens sampled at 0.8 need the score at 0.8: that at 1 misses the policy gradient by over 5 per cent."""
-    for case in WALKS[:3]:
-        model, paths, chance, reward = walk(case, 0.8)
-        rollout = recorded(alg, paths, case.eos)
-        plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
-        truth = walk_gradient(case, 0.8)
-        for temperature, low, high in ((0.8, 0.0, 1e-8), (1.0, 0.05, math.inf)):
-            got = replay_gradient(alg, model, rollout, plan, chance * reward, temperature)
-            error = float((got - truth).norm() / truth.norm())
-            assert low <= error <= high, f"{case}, scored at {temperature}: relative error {error}"
 
 
 @judges("3.3")
