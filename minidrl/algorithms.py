@@ -18,54 +18,40 @@ comes from, ``Shapes`` what goes in and comes out, ``Special cases`` how an esti
 biased, what gradient an objective has, when two functions agree, and what is refused.
 The comments inside the functions are the steps of the derivation.
 
-Where to find what, by its usual name
+Where to find what, by its usual name and section
 
-    2. random masks       one-step likelihood, prompt masking (d1)    mean_field_plan
-                          ELBO over times; over counts                elbo_time_plan,
-                                                                      elbo_count_plan
-                          SDMC: its nodes; its masks (GDPO)           gauss_legendre,
-                                                                      quadrature_plan
-                          block-wise masks (StableDRL's code, SPG)    block_plan
-                          states of a block model (staircase)         block_elbo_plan
-                          antithetic and coupled masks                complementary_plan,
-                                                                      coupled_plan
-                          growing masks (UniGRPO)                     scheduled_plan
-    3. the trajectory     every step, or some of them by lot          replay_plan
-                          steps of highest entropy (EGSPO)            entropy_plan
-                          merged steps (TraceRL, d2)                  merged_plan
-                          predictions of each step (MDPO)             prediction_plan
-                          the steps of blocks in parallel             block_replay_plan
-    4. features           log-probability, entropy, exact KL          token_features
-                          staircase attention                         staircase_mask
-                          choice of positions: exact; of MAPG         order_logp,
-                                                                      position_logp
-    5. reductions         ratio of a token, step or sequence, with    reduce_logp
-                          the length normaliser of GSPO
-                          EUBO; sandwiched with the ELBO (SPG)        eubo, sandwich
-    6. credit             group mean (Dr. GRPO); z-score (GRPO)       group_mean,
-                                                                      group_z_score
-                          stepwise advantage (EGSPO-SA)               stepwise_advantage
-                          leave-one-out (RLOO)                        leave_one_out
-                          process reward (MDPO)                       progress_advantage
-                          exponential weights (wd1)                   softmax_contrast
-    7. ratios and KL      importance ratio; k1, k2, k3                log_ratio, kl_term
-    8. objectives         policy gradient without a ratio             reinforce
-                          PPO's clip; GSPO, on sequences              ppo_clip
-                          unconditional clip and self-normalisation   self_normalized_weights,
-                          (StableDRL): the weights; the loss          self_normalized_clip
-                          DPPO: its divergences; its mask; the loss   binary_divergence,
-                                                                      topk_divergence,
-                                                                      trust_mask, dppo
-                          DRPO: its quadratic and its weight          drpo
-                          truncated importance sampling, CISPO        truncated_is
-                          dual clip; verl's DPPO; SPO                 dual_clip,
-                                                                      dppo_released, spo
-                          MDPO's clip; GDSD; BGPO                     confident_clip,
-                                                                      regression, tangent
-    9., 10. the loss      means over tokens, responses, groups        aggregate, total_loss
-    11. own research      arcs; control variate from the rollout      arc_plan,
-                                                                      control_variate_plan
-                          order of threshold decoding                 threshold_logp
+    2   one-step likelihood, prompt masking (d1)     mean_field_plan
+    2   ELBO over times; over counts                 elbo_time_plan, elbo_count_plan
+    2   SDMC: its nodes; its masks (GDPO)            gauss_legendre, quadrature_plan
+    2   block-wise masks; states of a block model    block_plan, block_elbo_plan
+    2   antithetic, coupled, growing masks           complementary_plan, coupled_plan,
+                                                     scheduled_plan
+    3   every step of the trajectory, or some by lot replay_plan, block_replay_plan
+    3   entropy selection: steps of highest entropy  entropy_plan
+    3   merged steps; predictions of each step       merged_plan, prediction_plan
+    4   log-probability, entropy, exact KL           token_features
+    4   staircase attention                          staircase_mask
+    4   choice of positions: exact; of MAPG          order_logp, position_logp
+    5   ratio of a token, step, sequence (GSPO's)    reduce_logp
+    5   EUBO; sandwich of bounds (SPG)               eubo, sandwich
+    6   group mean (Dr. GRPO); z-score (GRPO)        group_mean, group_z_score
+    6   stepwise advantage (EGSPO-SA)                stepwise_advantage
+    6   leave-one-out; process reward; wd1's weights leave_one_out, progress_advantage,
+                                                     softmax_contrast
+    7   importance ratio; KL penalty, k1, k2, k3     log_ratio, kl_term
+    8   policy gradient without a ratio              reinforce
+    8   PPO's clip, and GSPO's                       ppo_clip
+    8   self-normalisation (StableDRL)               self_normalized_weights
+    8   unconditional clip (StableDRL)               self_normalized_clip
+    8   DPPO: divergences; mask; loss                binary_divergence, topk_divergence,
+                                                     trust_mask, dppo
+    8   DRPO's weight and quadratic penalty          drpo
+    8   truncated weights (CISPO); dual clip; SPO    truncated_is, dual_clip, spo
+    8   verl's DPPO; MDPO; GDSD; BGPO                dppo_released, confident_clip,
+                                                     regression, tangent
+    9   means over tokens, responses, groups         aggregate, total_loss
+    11  arcs; a control variate; threshold decoding  arc_plan, control_variate_plan,
+                                                     threshold_logp
 
 Notation
 
@@ -134,17 +120,8 @@ class Rollout:
     s the hidden positions are those with ``unmask_step >= s`` and those that were never
     revealed (-1). ``logp`` are the log-probabilities with which the revealed tokens
     were really drawn: at the sampling temperature, in the state before their step, and
-    0 where nothing was revealed. ``records`` holds what the method asked the sampler
-    for:
-
-    entropy            entropy of each revealed token's distribution         (B, L)
-    one_step           completions of every state in one step, greedy     (B, T, L)
-    one_step_sampled   the same, every token drawn                        (B, T, L)
-    one_step_proposed  the same, and the step took its tokens from it     (B, T, L)
-    seen_logp          log p of the response's hidden tokens before every step
-                       (B, T, L), and with it ``solved (B,)``
-    topk_ids           the likeliest tokens of each position when it was revealed,
-                       and ``topk_logp``, their log-probabilities         (B, L, M)
+    0 where nothing was revealed. ``records`` holds what else the method asked the
+    sampler for, by the names that ``sampler.generate`` lists.
     """
 
     prompt: Int[Tensor, "B P"]
@@ -2474,8 +2451,7 @@ class Visited(NamedTuple):
 
 
 def visited(rollout: Rollout, inside: Bool[Tensor, "B L"]) -> Visited:
-    """Read the record ``seen_logp (B, T, L)`` at the positions ``inside``; float64.
-    """
+    """Read the record ``seen_logp (B, T, L)`` at the positions ``inside``; float64."""
     seen = record(rollout, "seen_logp").double()  # (B, T, L)
     steps, length = seen.shape[1:]
     step = rollout.unmask_step.clamp(min=0)  # r_i: (B, L)

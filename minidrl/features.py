@@ -1,12 +1,7 @@
 """From a network to features: the small per-token tensors through which alone a loss touches it.
 
-A loss is algebra on the features of a plan (algorithms.py), and the two-pass backward (gradient.py)
-needs to know nothing but them. That is why memory does not grow with the number of states: the
-features of all states fit anywhere, the network's activations exist for one micro-batch at a time.
-
-The logits of a state are needed at its scored positions only. With 126k tokens and 256 positions
-those of one sequence take 130 MB in float32: hidden states are selected before the vocabulary head,
-never after it, and go through it in parts.
+Section 4 of algorithms.py says what they are. Here states become inputs, hidden states are selected
+before the vocabulary head, and go through it in parts.
 """
 
 from __future__ import annotations

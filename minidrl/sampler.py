@@ -147,7 +147,6 @@ def generate(
     num_generations: int = 1,
     generator: torch.Generator | None,
     records: Sequence[str] = (),
-    early_stop: bool = True,
     micro_batch: int | None = None,
     rows: Int[Tensor, " R"] | None = None,
     agree: Callable[[Tensor, Tensor], Tensor] = lambda rows, left: left,
@@ -165,13 +164,13 @@ def generate(
     generator     source of all randomness, on any device; unused (None is accepted) when nothing is
                   random, which is temperature 0 with an order other than "random".
     records       what else to keep, below.
-    early_stop    finished rows leave the batch, asked once per block. It changes the cost only.
     micro_batch   rows per network call; None is all. It changes the memory only.
     rows          the rows to generate, ascending; None: all. The others stay blank. Noise is drawn
                   for all: a row does not depend on which others are generated here, and which by
                   another process.
     agree         (rows of a call, those without an end) -> the rows that go on: processes that must
-                  work in step add some that have ended, whose further tokens are wiped.
+                  work in step add some that have ended, whose further tokens are wiped. Asked once
+                  a block; it changes the cost only.
 
     Records:
 
@@ -214,7 +213,7 @@ def generate(
         cache = None
         if settings.cache == "exact":
             cache = decoding.prompt_cache(model, *prompts, part // num_generations)
-        decode(model, trace, part, size, eos_token_id, early_stop, agree, cache)
+        decode(model, trace, part, size, eos_token_id, agree, cache)
     return finish(trace, eos_token_id, num_generations)
 
 
@@ -224,7 +223,6 @@ def decode(
     rows: Rows,
     size: int,
     eos_token_id: Ends,
-    early_stop: bool,
     agree: Callable[[Tensor, Tensor], Tensor],
     cache: DynamicCache | None,
 ) -> None:
@@ -242,11 +240,11 @@ def decode(
             for part in going.split(size):
                 reveal(model, trace, block * settings.steps_per_block + within, part, cache)
             # Steps of a fixed number of tokens fill all rows at once; with a threshold, some early.
-            if early_stop and settings.threshold is not None:
+            if settings.threshold is not None:
                 going = decoding.still_going(trace, going, block, within, agree, cache)
                 if len(going) == 0:
                     break
-        if early_stop and eos_token_id is not None:
+        if eos_token_id is not None:
             left = agree(rows, unfinished(trace, rows, block, eos_token_id))
             if len(left) == 0:
                 break

@@ -19,7 +19,7 @@ from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.run import checkpoints
 from minidrl.sampler import Sampler, network_calls, steps_run
-from test_sampler import assert_topk, chi_square_p, install, seeded
+from test_sampler import EVERYONE, assert_topk, chi_square_p, install, seeded
 
 L, N, EOS = 8, 4, 1
 CUTS = [(1, 1), (2, 1), (4, 2), (4, 1), (8, 1)]  # block_length, tokens_per_step
@@ -117,9 +117,9 @@ def law_scores_replay(model, settings: Sampler, given=None, **words) -> None:
 
 
 def law_the_cost_changes_nothing(model, settings: Sampler, given=None) -> None:
-    """early_stop and micro_batch, one that divides the rows of a prompt and others; and the generator is left the same."""
+    """Who goes on and micro_batch, one that divides the rows of a prompt and others; and the generator is left the same."""
     outs, ends = [], set()
-    for words in ({"early_stop": stop, "micro_batch": size} for stop in (True, False) for size in (None, 1, 5)):
+    for words in ({**agree, "micro_batch": size} for agree in ({}, EVERYONE) for size in (None, 1, 5)):
         g = seeded(3)
         outs.append(run(model, settings, given, generator=g, **words))
         ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))
@@ -202,7 +202,7 @@ def test_a_step_computes_its_block_alone():
     assert model.shapes == [(3, 5), (12, 4), (12, 4), (rows, 8), (rows, 4)] and 0 < rows < 12
     assert sum(n for n, _ in model.shapes[1:]) == network_calls(out)
     model.shapes.clear()
-    run(model, settings_of(4, 2, "random"), micro_batch=5, early_stop=False)
+    run(model, settings_of(4, 2, "random"), micro_batch=5, **EVERYONE)
     assert model.shapes == [(2, 5), *[(5, 4)] * 2, (5, 8), (5, 4)] * 2 + [(1, 5), *[(2, 4)] * 2, (2, 8), (2, 4)]
 
 

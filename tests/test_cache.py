@@ -23,7 +23,7 @@ from minidrl.run import checkpoints, train
 from minidrl.sampler import APPROXIMATE, Sampler, network_calls, steps_run
 from minidrl.tasks.countdown import Countdown, tokenizer
 from test_block_sampler import L, Spy, law_the_cost_changes_nothing, network, prompts, run, same
-from test_sampler import install, seeded
+from test_sampler import EVERYONE, install, seeded
 
 T = 0.7
 SHIFTED = checkpoints.FAMILIES["Dream"]
@@ -243,7 +243,7 @@ def test_a_step_computes_what_it_says():
         APPROXIMATE * 2, ("llama", "llama", "Dream", "Dream"), (prefix, dual, *shifted), strict=True
     ):
         model = Spy(network(None, family=family))
-        run(model, settings_of(cache), early_stop=False, records=())
+        run(model, settings_of(cache), records=(), **EVERYONE)
         assert model.shapes == [(12, width) for width in widths]
         model.shapes.clear()
         out = run(model, settings_of(cache), micro_batch=5)
@@ -265,7 +265,7 @@ class Heads(Spy):
 
 def test_completions_in_chunks(monkeypatch):
     """Never more rows of logits than fit in CHUNK, or one a sequence; those of hidden blocks only; and the same tokens."""
-    settings, words = settings_of("prefix", 4, 2, "random"), {"records": sampler.COMPLETIONS, "early_stop": False}
+    settings, words = settings_of("prefix", 4, 2, "random"), {"records": sampler.COMPLETIONS, **EVERYONE}
     whole = run(network(None), settings, **words)
     for chunk, largest in ((3 * 12 * 7, 36), (1, 24), (2**26, 48)):
         monkeypatch.setattr(sampler, "CHUNK", chunk)

@@ -18,6 +18,7 @@ from minidrl.oracle import TabularDenoiser, policy, token_logp, trajectories
 from minidrl.sampler import ORDERS, RECORDS, TOP_K, Sampler, network_calls, steps_run
 
 LOW, LEFT = "low_confidence", "left_to_right"
+EVERYONE = {"agree": lambda rows, left: rows}  # no row stops early
 GREEDY_RECORDS = tuple(name for name in RECORDS if name != "topk")  # those that temperature 0 has
 
 
@@ -302,13 +303,13 @@ def law_each_step_reveals_n(order):
 
 
 def law_same_whatever_the_cost(order, temperature):
-    """early_stop and micro_batch change neither the Rollout nor the state in which the generator is left."""
+    """Who goes on and micro_batch change neither the Rollout nor the state in which the generator is left."""
     settings, records = settings_of(order, temperature, 6, 2, 1), RECORDS if temperature else GREEDY_RECORDS
     outs, ends = [], set()
-    for stop, size in product((True, False), (None, 1, 4)):
+    for everyone, size in product(({}, EVERYONE), (None, 1, 4)):
         g, model = seeded(5), TabularDenoiser.random(6, 3, seeded(1))
         how = {"eos_token_id": 2, "num_generations": 2, "generator": g, "records": records}
-        outs.append(run(model, settings, empty_prompt(7), early_stop=stop, micro_batch=size, **how))
+        outs.append(run(model, settings, empty_prompt(7), micro_batch=size, **everyone, **how))
         ends.add(float(torch.rand((), generator=g, dtype=torch.float64)))
     assert len(ends) == 1
     for other in outs[1:]:

@@ -18,6 +18,7 @@ from minidrl.decoding import LOOK_EVERY
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.sampler import RECORDS, Noise, Sampler, network_calls, steps_run
 from test_sampler import (
+    EVERYONE,
     ContextDenoiser,
     FixedDenoiser,
     HostQuestions,
@@ -111,11 +112,11 @@ def law_drawn_from_it(eos=1, tau=0.6, draws=20_000):
 
 
 def law_same_whatever_the_cost(block_length=12, tau=0.6):
-    """early_stop, micro_batch and who else goes on change neither the Rollout nor the state of the generator."""
+    """micro_batch and who else goes on change neither the Rollout nor the state of the generator."""
     ends = set()
     outs, calls = [], []
     agree = lambda rows, left: torch.cat([left, rows[~torch.isin(rows, left)][:1]]).sort().values if len(left) else left  # noqa: E731
-    variants = [{"early_stop": stop, "micro_batch": size} for stop in (True, False) for size in (None, 1, 4)]
+    variants = [{**everyone, "micro_batch": size} for everyone in ({}, EVERYONE) for size in (None, 1, 4)]
     for words in [*variants, {"agree": agree}, {"agree": agree, "micro_batch": 4}]:
         g, model = seeded(5), Spy(ContextDenoiser())
         settings = settings_of(tau, 0.7, 24, block_length)
@@ -132,12 +133,11 @@ def law_same_whatever_the_cost(block_length=12, tau=0.6):
 
 
 def law_host_is_asked_every_few_steps():
-    """At most one question per LOOK_EVERY steps and one a block; without early stopping none but the last."""
+    """At most one question per LOOK_EVERY steps and one a block."""
     settings = settings_of(0.95, 1.0, 24, 12)
-    for stop, most in ((True, settings.num_blocks * (12 // LOOK_EVERY) + 1), (False, 1)):
-        with HostQuestions() as questions:
-            drawn(settings=settings, records=RECORDS, early_stop=stop)
-        assert 1 <= questions.count <= most, questions.count
+    with HostQuestions() as questions:
+        drawn(settings=settings, records=RECORDS)
+    assert 1 <= questions.count <= settings.num_blocks * (12 // LOOK_EVERY) + 1, questions.count
 
 
 # --------------------------------------------------------------------------------------------- the laws hold in minidrl
@@ -192,7 +192,7 @@ def test_at_tau_is_revealed():
 def law_the_cost_changes_nothing_with_a_cache(model, settings):
     """Rows that leave a block, and micro-batches, change no row."""
     out = test_block_sampler.run(model, settings)
-    for words in ({"early_stop": False}, {"micro_batch": 1}, {"micro_batch": 5}):
+    for words in (EVERYONE, {"micro_batch": 1}, {"micro_batch": 5}):
         test_block_sampler.same(out, test_block_sampler.run(model, settings, **words))
     return out
 

@@ -143,7 +143,6 @@ def sampler_row(run: loop.Run, rate: float, order: str, count: int, repeats: int
             s,
             eos_token_id=None,
             generator=torch.Generator().manual_seed(0),
-            early_stop=False,
             micro_batch=run.settings.micro_batch,
         )
 
