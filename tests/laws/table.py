@@ -229,7 +229,7 @@ def law_draw(alg: Any) -> None:
 
 @judges("10.1")
 @rejects("10.1", ("if value not in allowed:", "if False:"), where="Method.__post_init__")
-@rejects("10.1", ('"left_to_right", "right_to_left")', '"left_to_right")'), where="CHOICES")
+@rejects("10.1", ('"right_to_left", "entropy"', '"entropy"'), where="CHOICES")
 @rejects("10.1", ('order: str = "any"', 'order: str = "random"'), where="Method.order")
 def law_order_of_a_row(alg: Any) -> None:
     """A method is about any order or about one of the sampler's, and another word is refused."""
