@@ -117,7 +117,7 @@ class Denoiser(nn.Module):
 
         The zero masking probabilities of MDLM's SUBS parameterization (arXiv 2406.07524).
         """
-        logits = self.model.lm_head(h)
+        logits = self.model.get_output_embeddings()(h)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_token_id
         return logits.masked_fill(banned, -torch.inf)
@@ -195,10 +195,17 @@ class Denoiser(nn.Module):
         if getattr(config, "is_causal", True):
             allowed = "False, a denoiser sees both sides of a [MASK]"
             raise ValueError(f"is_causal: got True; allowed {allowed}")
+        head = getattr(self.model, "head", None)  # ModernBERT's, in front of the vocabulary's
+        if head is not None and cache is not None:
+            raise ValueError("sampler.cache: got one for an encoder, which has none; allowed none")
+        if head is not None and visible is not None and visible.ndim == 4:
+            near = (position[:, :, None] - position[:, None]).abs() <= config.sliding_window
+            visible = {"full_attention": visible, "sliding_attention": visible & near[:, None]}
         where = {"attention_mask": visible, "position_ids": position}
         kept = {"past_key_values": cache, "use_cache": cache is not None}
         with _recomputing(self.model.model):
-            return self.model.model(input_ids=tokens, **where, **kept).last_hidden_state
+            h = self.model.model(input_ids=tokens, **where, **kept).last_hidden_state
+        return h if head is None else head(h)
 
     def _blocks(self, position: Int[Tensor, "#N T"]) -> Int[Tensor, "#N T"]:
         """The number of each token's block: -1 for the last W real tokens, -2 for those before."""

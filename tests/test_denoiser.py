@@ -1,16 +1,12 @@
-"""The network: bidirectional, blind to padding, and back from disk to the bit or not at all."""
+"""The network: bidirectional, and blind to padding."""
 
-import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 import tiny
 from minidrl import denoiser
-from minidrl.run import checkpoints
 from minidrl.tasks.countdown import tokenizer
 
 TOKENS = torch.randint(3, 23, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -109,52 +105,3 @@ def test_no_embedding_row_is_frozen():
 def test_sizes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="network.hidden_size: got 30; allowed multiples of"):
         denoiser.build({**tiny.SIZES, "hidden_size": 30}, tokenizer(), 0)
-
-
-# ---------------------------------------------------------------------------------------------------------- save and load
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    return tiny.checkpoint(tmp_path_factory.mktemp("denoiser") / "model")
-
-
-def test_a_saved_network_comes_back_to_the_bit(saved, tmp_path, capfd):
-    before = tiny.weights(tiny.network())
-    checkpoints.save(*checkpoints.load(saved), tmp_path / "again")
-    model, tok = checkpoints.load(tmp_path / "again")
-    after = model.state_dict()
-    assert before.keys() == after.keys() and len(before) > 10
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not model.training and model.mask_token_id == tok.mask_token_id and tok.padding_side == "left"
-    assert tok("5*8=40").input_ids == tokenizer()("5*8=40").input_ids
-    assert capfd.readouterr() == ("", ""), "progress bars of a library are no business of the user's"
-
-
-def causal(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_causal": True}))
-
-
-def truncate(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-
-
-BROKEN = {
-    "config.json is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json holds no JSON object"),
-    "causal llama": (causal, "with is_causal True; allowed for llama is False"),
-    "half a weights file": (truncate, "cannot be read.*not fully covered"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_folder_is_one_line_that_names_it(name, saved, tmp_path, capfd):
-    damage, message = BROKEN[name]
-    folder = tmp_path / "copy"
-    shutil.copytree(saved, folder)
-    damage(folder)
-    with pytest.raises(ValueError, match=f"^model: got .*copy.*{message}") as caught:
-        checkpoints.load(folder)
-    assert "\n" not in str(caught.value)
-    assert capfd.readouterr() == ("", ""), "no report beside the line"

@@ -7,12 +7,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import test_chat
 import test_loading
 import tiny
 from minidrl import denoiser, loop
 from minidrl.run import checkpoints, config, report, train
+from minidrl.run.cli import main
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 ALL = config.Lora().target_modules
@@ -160,14 +162,38 @@ def test_peft_opens_a_saved_adapter_with_the_same_logits(tmp_path):
     assert not (tmp_path / "model.safetensors").exists() and not (tmp_path / "config.json").exists()
 
 
-def test_a_llada_adapter_keeps_the_tokenizer_files_and_loads_with_its_base(llada, tmp_path):
-    model, tok = checkpoints.load(llada)
-    denoiser.add_adapters(model, **NARROW, seed=0, base=llada)
-    checkpoints.save(moved(model), tok, tmp_path)
-    again, _ = checkpoints.load(tmp_path)
-    assert torch.equal(logits(again), logits(model)) and not torch.equal(logits(again), logits(checkpoints.load(llada)[0]))
-    assert (tmp_path / "tokenizer.json").read_bytes() == (llada / "tokenizer.json").read_bytes()
-    assert not (tmp_path / "config.json").exists()
+TARGETS = {"llada": ALL, "modernbert": ["Wqkv", "Wi", "decoder"], "a2d-qwen3": [*ALL, "lm_head"]}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # what merging must cope with
+@pytest.mark.parametrize("family", test_loading.MAKERS)
+def test_merged_adapters_are_weights_of_the_released_class(family, tmp_path, capsys):
+    """By the verb, from a run; against the run's own logits, and for transformers' families in transformers' own class."""
+    base, out = tmp_path / "base", tmp_path / "merged"
+    base.mkdir()
+    test_loading.MAKERS[family](base)
+    model, tok = checkpoints.load(base)
+    targets = TARGETS.get(family, NARROW["target_modules"])
+    denoiser.add_adapters(model, **NARROW | {"target_modules": targets}, seed=0, base=base)
+    checkpoints.save(moved(model), tok, tmp_path / "run/checkpoint-12")
+    (tmp_path / "run/checkpoint-9").mkdir()  # an older one
+    files = {path.name for path in (tmp_path / "run/checkpoint-12").iterdir()}
+    assert "tokenizer_config.json" in files and "config.json" not in files, "it would seem to be a base"
+    assert main(["merge", str(tmp_path / "run"), str(out)]) == 0
+    assert "checkpoint-12 with its adapters added" in capsys.readouterr().out
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
+    apart = {test_loading.HEADS.get(family, "lm_head.weight")} & (after.keys() - before.keys())
+    assert after.keys() - apart == before.keys() and bool(apart) == (family in ("modernbert", "a2d-qwen3"))
+    merged, _ = checkpoints.load(out)
+    ids, mask = test_loading.batch(model)
+    z = model.head(model.encode(ids, mask))[mask]
+    others = test_loading.others(model)
+    torch.testing.assert_close(merged.head(merged.encode(ids, mask))[mask][:, others], z[:, others], atol=1e-4, rtol=0)
+    if family in test_loading.A2D:
+        sees = test_loading.additive(mask[:, None, None].expand(-1, 1, 14, -1))
+        theirs = test_loading.reference(out)(input_ids=ids, attention_mask=sees).logits[mask]
+        torch.testing.assert_close(theirs[:, others], z[:, others], atol=1e-4, rtol=0)
+    assert main(["merge", str(base), str(tmp_path / "other")]) == 2 and "holds no adapters" in capsys.readouterr().err
 
 
 def saved(base: Path, folder: Path) -> Path:
@@ -226,21 +252,6 @@ def test_a_layer_is_computed_twice_with_a_graph_and_once_without(monkeypatch):
     assert not any(module.training for module in model.modules())
 
 
-def test_staircase_forwards_are_checkpointed_too(monkeypatch):
-    model = tiny.network()
-    prompt = IDS[:, :1]
-    words = {"block_length": 4, "clean_stream": "block"}
-
-    def loss(m) -> torch.Tensor:
-        return m.encode_staircase(prompt, prompt > 0, IDS[:, 1:], IDS[:, 1:], **words).square().sum()
-
-    expected = gradients(model, lambda: loss(model))
-    denoiser.checkpoint_activations(model)
-    seen = forwards_of_a_layer(model, monkeypatch)
-    assert_same(expected, gradients(model, lambda: loss(model)))
-    assert len(seen) == 2
-
-
 # --------------------------------------------------------------------------------------------------------------- 4 bits
 def test_a_base_in_4_bits_is_near_the_base_and_its_adapters_learn(tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -290,11 +301,3 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path):
 def test_a_folder_of_adapters_is_no_base_of_a_run(base, tmp_path):
     with pytest.raises(ValueError, match="which holds adapters; allowed a base"):
         train.start(settings(saved(base, tmp_path)))
-
-
-@pytest.mark.parametrize("method", ["diffu-grpo-paper", "gdpo-sequence"])
-def test_the_methods_of_the_8b_configs_run_on_a_llada_checkpoint_with_adapters(method, llada):
-    run = train.start(settings(llada, method=method, dtype="bfloat16", method_options=tiny.options(method)))
-    before = tiny.weights(run.model)
-    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in [loop.take_step(run, 0)])
-    assert any(not torch.equal(value, before[name]) for name, value in tiny.weights(run.model).items())

@@ -6,8 +6,9 @@ What tells one family from another stands in families.py.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import dataclasses
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,17 +25,19 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
+from transformers.utils import logging as their_log
 
 from minidrl.denoiser import Denoiser, has_adapters, inject_adapters, peft
-from minidrl.run.families import FAMILIES, PUBLISHED, Family, own_name, stored_name
+from minidrl.run.families import FAMILIES, OWN, PUBLISHED, Family, own_name, stored_name
 from minidrl.run.launch import one_line
 
+# transformers' bars and reports: of no interest, or raised here as one line.
+their_log.set_verbosity(logging.CRITICAL)
+their_log.disable_progress_bar()
+log = logging.getLogger("minidrl")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 INDEX = "model.safetensors.index.json"
 CONSTANTS = "control_variate.json"
-NUMBERS = 57  # of (2.12): 20 of the surrogate, 30 of the law, from 0, and 7 of the centre
 FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
     "config.json",
     "generation_config.json",
@@ -49,6 +52,14 @@ FILES = (  # of a checkpoint, beside its weights: no code, nothing pickled
 )
 
 
+FOUR_BITS = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.bfloat16,
+}
+
+
 # ------------------------------------------------------------------------------------------ loading
 def load(
     source: str | Path,
@@ -57,43 +68,53 @@ def load(
     *,
     quantize: bool = False,
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
-    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of LLaDA, Dream, SDAR or A2D.
+    """(denoiser in eval mode, tokenizer) of what ``save`` wrote, or of a published ``Family``.
 
     source         a folder, or the name of a model on the Hub ("GSAI-ML/LLaDA-8B-Instruct"): its
                    weights as safetensors, its configuration and tokenizer files are downloaded
                    once; its code is not. A folder of adapters is loaded with the base that it
                    names.
-    dtype          of weights and activations: torch.float32, bfloat16 or float64; None: the one the
-                   weights are stored in.
+    dtype          of weights and activations; None: the one the weights are stored in, as far as
+                   the device has ``arithmetic`` for it.
     quantize       True: the linear layers in 4 bits (NF4 with double quantisation, by
                    bitsandbytes), to be used and not to be trained; embedding, head and norms in
                    ``dtype``.
 
     The ids of [MASK], end and padding and the chat template are the files'; the tokenizer carries
-    them, and pads on the left. Raises ValueError in one line when the folder is no such checkpoint,
-    or when a weight is missing, unknown, of another shape or not what the file holds: transformers
-    would only warn and leave it random.
+    them, and pads on the left. A head that is not the embedding stays apart from it, whatever
+    config.json says. Raises ValueError in one line when the folder is no such checkpoint, or when a
+    weight is missing, unknown, of another shape or not what the file holds: transformers would only
+    warn and leave it random.
     """
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype: got {dtype}; allowed {', '.join(map(str, DTYPES))}")
     folder = _folder(source)
     if (folder / ADAPTER_CONFIG).is_file():
         return _load_adapters(folder, device, dtype)
     raw = _read_config(folder)
     family = FAMILIES[raw["model_type"]]
+    if raw.get("shift"):  # of what ``convert`` made
+        family = dataclasses.replace(family, shift=True)
     block_length = _block_length(folder, raw, family)
     tokenizer = _read_tokenizer(folder, raw, family)
     with _reading(folder):
         config = _network_config(raw, family, tokenizer.mask_token_id)
+        stored = _stored_dtype(folder)
     size, mask, tokens = config.vocab_size, tokenizer.mask_token_id, len(tokenizer)
     if mask >= size or tokens > size:
         got = f" with {tokens} tokens in its tokenizer and mask_token_id {mask}"
         raise _refused(folder, f"{got}; allowed what fits its vocabulary of {size}")
+    if dtype is None and (dtype := arithmetic(stored, device)) != stored:
+        log.warning(f"{folder}: computed in float32, as this CPU has no bfloat16 of its own")
     model = _read_network(folder, config, family, dtype, device if quantize else None)
-    names = [name for name in FILES if family.fields and (folder / name).is_file()]
+    names = [name for name in FILES if family is not OWN and (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in names}
     model = model if quantize else model.to(device)
-    return Denoiser(model, family, block_length, files).eval(), tokenizer
+    denoiser = Denoiser(model, family, block_length, files).eval()
+    if _head_apart(denoiser):
+        said = (
+            "its head differs from its embedding, though config.json calls them one; both are kept"
+        )
+        log.warning(f"{folder}: {said}")
+    return denoiser, tokenizer
 
 
 def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
@@ -111,6 +132,14 @@ def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]
         shape._attn_implementation = "sdpa"
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return shape, family, getattr(torch, stored)
+
+
+def arithmetic(stored: torch.dtype, device: str | torch.device) -> torch.dtype:
+    """The dtype in which weights are best computed with: float32 for bfloat16 on a CPU without
+    instructions for it (AVX512-bf16 or AMX), where its products take some 90 times as long."""
+    probes = (torch.cpu._is_avx512_bf16_supported, torch.cpu._is_amx_tile_supported)
+    slow = stored == torch.bfloat16 and torch.device(device).type == "cpu"
+    return torch.float32 if slow and not any(probe() for probe in probes) else stored
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -151,17 +180,13 @@ def _read_json(path: Path) -> dict:
 def _read_config(folder: Path) -> dict:
     """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
     if not (folder / "config.json").is_file():
-        allowed = (
-            "a folder written by pretrain or train, or a checkpoint of LLaDA, Dream, SDAR, A2D"
-        )
+        allowed = "a folder written by pretrain or train, or a published checkpoint"
         raise _refused(folder, f", which holds no config.json; allowed {allowed}")
     with _reading(folder):
         raw = {"is_causal": True} | _read_json(folder / "config.json")
     name = raw.get("model_type")
     if name not in list(FAMILIES):
-        others = ", ".join(key for key in FAMILIES if key != "llama")
-        allowed = f"a bidirectional llama (is_causal false), {others}"
-        raise _refused(folder, f" with model_type {name!r}; allowed {allowed}")
+        raise _refused(folder, f" with model_type {name!r}; allowed {', '.join(FAMILIES)}")
     for key, value in FAMILIES[name].must.items():
         if (raw.get(key) or False) != (value or False):
             allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
@@ -172,40 +197,37 @@ def _read_config(folder: Path) -> dict:
 
 def _block_length(folder: Path, raw: dict, family: Family) -> int | None:
     """Tokens of a block where attention is block-causal; None where it is bidirectional."""
-    length = raw.get(family.block_key) if family.block_key else None
-    if length is None and (family.block_key is None or not family.fields):
-        return None  # minidrl's own checkpoint is block-causal only where it says so
+    length = raw.get(family.block_key)
+    named = family.block_key is not None and "bd3lm" in str(folder).lower()
+    if length is None and not (family.in_blocks or named):
+        return None
     if type(length) is not int or length < 1:
-        allowed = f"integers from 1 ({family.block_key})"
+        allowed = f"integers from 1, in its config.json as {family.block_key}"
         raise ValueError(f"block_length: got {length!r} for {str(folder)!r}; allowed {allowed}")
     return length
 
 
+_NOT_OURS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype")
+
+
 def _network_config(raw: dict, family: Family, mask_token_id: int) -> PreTrainedConfig:
-    """The network's configuration: of another family spelled out, as it has words of its own.
+    """The network's configuration, by its own class.
 
     ``pad_token_id`` stays None: as ``padding_idx`` it would silently freeze one embedding row, in
     LLaDA that of the end token.
     """
     ids = {"bos_token_id": None, "pad_token_id": None, "mask_token_id": mask_token_id}
-    if not family.fields:
-        return family.config.from_dict(raw | ids)
-    values = {}
-    for ours, keys in family.fields.items():
-        values[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
-        if values[ours] is None:
-            raise ValueError(f"config.json gives no {keys[0]}")
-    theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
-    if theta is None:  # the second is its place since transformers 5
-        raise ValueError("config.json gives no rope_theta")
-    return family.config(
-        **values,
-        **ids,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-        eos_token_id=raw.get("eos_token_id"),
-        is_causal=False,
-        use_cache=False,
-    )
+    kind = family.network.config_class
+    if family is OWN:
+        return kind.from_dict(raw | ids)
+    words = {key: value for key, value in raw.items() if key not in _NOT_OURS}
+    if family.fields:
+        words = {"rope_theta": raw["rope_theta"], "eos_token_id": raw.get("eos_token_id")}
+        for ours, keys in family.fields.items():
+            words[ours] = next((raw[key] for key in keys if raw.get(key) is not None), None)
+            if words[ours] is None:
+                raise ValueError(f"config.json gives no {keys[0]}")
+    return kind.from_dict({**words, **ids, "is_causal": False, "use_cache": False})
 
 
 def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
@@ -249,19 +271,20 @@ def _read_network(
     folder: Path,
     config: PreTrainedConfig,
     family: Family,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     quantize_on: Any = None,
 ) -> PreTrainedModel:
     """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
     how = {}
-    if quantize_on is not None:
-        how = {"quantization_config": _four_bits(), "device_map": {"": str(quantize_on)}}
     with _reading(folder):
+        if quantize_on is not None:
+            how = {"quantization_config": BitsAndBytesConfig(**FOUR_BITS)}
+            how["device_map"] = {"": str(quantize_on)}
         model, info = family.network.from_pretrained(
             folder,
             config=config,
             key_mapping={re.escape(theirs): ours for theirs, ours in family.keys.items()} or None,
-            dtype=dtype or "auto",
+            dtype=dtype,
             attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
@@ -275,22 +298,27 @@ def _read_network(
     if wrong:
         raise _refused(folder, f", whose weights do not match its config: {wrong}")
     with _reading(folder):
-        other = [name for path in shards(folder) for name in _misread(model, path, family)]
+        other = [name for path in shards(folder) for name in compared(model, path, family)[1]]
     if other:
         raise _refused(folder, f", of which transformers did not read {', '.join(other[:3])}")
     return model
 
 
-def _four_bits() -> BitsAndBytesConfig:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        missing = "4 bits need the package bitsandbytes, which is missing"
-        raise ValueError(f"quantize: {missing}; pip install 'minidrl[quantized]'")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+def _head_apart(denoiser: Denoiser) -> bool:
+    """Whether a head that its config.json calls the embedding is another tensor.
+
+    Then the configurations, that of the network and the one to be saved, call them two.
+    """
+    model, raw = denoiser.model, denoiser.files.get("config.json")
+    apart = model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    if not (apart and model.config.tie_word_embeddings):
+        return False
+    model.config.tie_word_embeddings = False
+    if raw is not None:
+        (key,) = denoiser.family.fields.get("tie_word_embeddings", ("tie_word_embeddings",))
+        words = json.loads(raw) | {key: False}
+        denoiser.files["config.json"] = json.dumps(words, indent=2).encode()
+    return True
 
 
 def shards(folder: Path) -> list[Path]:
@@ -301,17 +329,32 @@ def shards(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(names))]
 
 
-def _misread(model: PreTrainedModel, path: Path, family: Family) -> list[str]:
-    """Weights of a file whose first row is not in the network: loading reports, this looks."""
-    state, wrong = model.state_dict(), []
+def _stored_dtype(folder: Path) -> torch.dtype:
+    with safe_open(shards(folder)[0], framework="pt") as file:
+        return file.get_slice(next(iter(file.keys())))[:1].dtype
+
+
+def compared(
+    model: PreTrainedModel, path: Path, family: Family, whole: bool = False
+) -> tuple[set[str], list[str]]:
+    """(names of a file's weights, as the network's; those of which the first row, or the whole,
+    is not what is in the network): loading reports, this looks."""
+    state, names, wrong = model.state_dict(), set(), []
     with safe_open(path, framework="pt") as file:
         for name in file.keys():
-            stored, read = file.get_slice(name)[:1], state[own_name(name, family)][:1]
+            names.add(ours := own_name(name, family))
+            stored, read = file.get_slice(name)[: None if whole else 1], state[ours]
+            read = read[: len(stored)].to(stored.device)
             if read.dtype == torch.uint8:  # in 4 bits, which hold something near it
                 continue
             if not torch.allclose(read, stored.to(read.dtype), rtol=0, atol=0, equal_nan=True):
                 wrong.append(name)
-    return wrong
+    return names, wrong
+
+
+def not_stored(model: PreTrainedModel) -> set[str]:
+    """The names of weights that are others' under the network's configuration: a tied head."""
+    return set(model._tied_weights_keys) if model.config.tie_word_embeddings else set()
 
 
 # ----------------------------------------------------------------------------------------- adapters
@@ -369,6 +412,27 @@ def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folde
     _write({name: words for name, words in denoiser.files.items() if name not in of_base}, folder)
 
 
+def merged(source: Path) -> tuple[Denoiser, PreTrainedTokenizerBase]:
+    """The base of a folder of adapters, in its own dtype, with these added to its weights.
+
+    ``save`` writes it in its own format, which the released code of its family loads.
+    """
+    if not (source / ADAPTER_CONFIG).is_file():
+        raise _refused(source, ", which holds no adapters; allowed those of a run with LoRA")
+    with _reading(source):
+        base = peft().PeftConfig.from_pretrained(source).base_model_name_or_path
+    denoiser, tokenizer = load(source, dtype=_stored_dtype(_folder(base)))
+    model, layer_class = denoiser.model, peft().tuners.tuners_utils.BaseTunerLayer
+    for name, layer in [x for x in model.named_modules() if isinstance(x[1], layer_class)]:
+        plain = layer.get_base_layer()
+        plain.weight = torch.nn.Parameter(plain.weight.detach().clone())  # not a tied embedding's
+        layer.merge()
+        model.set_submodule(name, plain)
+    del model.peft_config
+    _head_apart(denoiser)
+    return denoiser, tokenizer
+
+
 # ------------------------------------------------------------------------------------------- saving
 def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Network (safetensors) and tokenizer, in the format that they came in.
@@ -384,13 +448,12 @@ def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | P
     if has_adapters(denoiser):
         _save_adapters(denoiser, tokenizer, folder)
     elif not denoiser.files:
-        with _quiet():
-            denoiser.model.save_pretrained(folder)
-            _save_tokenizer(tokenizer, folder)
+        denoiser.model.save_pretrained(folder)
+        _save_tokenizer(tokenizer, folder)
     else:
         weights = denoiser.model.state_dict()
-        if denoiser.model.config.tie_word_embeddings:
-            del weights["lm_head.weight"]
+        for name in not_stored(denoiser.model):
+            del weights[name]
         weights = {stored_name(name, denoiser.family): value for name, value in weights.items()}
         save_torch_state_dict(weights, folder, metadata={"format": "pt"})
         _write(denoiser.files, folder)
@@ -415,46 +478,21 @@ def save_as_llada(
 
     Both are the same Llama: only the words of config.json and the names of the weights differ.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _save_tokenizer(tokenizer, folder)
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in FILES}
     ours, family = denoiser.model.config, FAMILIES["llada"]
-    words = dict(PUBLISHED["GSAI-ML/LLaDA-8B-Base"])
-    words |= {keys[0]: getattr(ours, name) for name, keys in family.fields.items()}
-    words |= {name: getattr(ours, name) for name in ("vocab_size", "mask_token_id", "eos_token_id")}
-    words |= {
+    words = PUBLISHED["GSAI-ML/LLaDA-8B-Base"] | {
+        **{keys[0]: getattr(ours, name) for name, keys in family.fields.items()},
+        **{name: getattr(ours, name) for name in ("vocab_size", "mask_token_id", "eos_token_id")},
         "pad_token_id": tokenizer.pad_token_id,
         "rope_theta": ours.rope_parameters["rope_theta"],
         "torch_dtype": str(denoiser.model.dtype).removeprefix("torch."),
     }
+    _save_tokenizer(tokenizer, folder)
+    files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     files["config.json"] = json.dumps(words, indent=2).encode()
     save(Denoiser(denoiser.model, family, None, files), tokenizer, folder)
 
 
 # ----------------------------------------------------------------------------------------- mistakes
-@contextlib.contextmanager
-def blamed(model: Denoiser, source: str | Path):
-    """Numbers that are not finite, met inside, are the files' fault: ValueError that names them.
-
-    To look at every weight of a large model before its first use would take longer than loading.
-    """
-    try:
-        yield
-    except FloatingPointError as error:
-        check_finite(model, source)
-        raise ValueError(f"model: got {str(source)!r}, with which {error}") from None
-
-
-def check_finite(model: Denoiser, source: str | Path) -> None:
-    """ValueError that names the first weights which hold infinity, or what is no number."""
-    for name, value in model.named_parameters():
-        own = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
-        if not own.is_meta and not own.isfinite().all():  # on meta: not read here
-            got = f"{str(source)!r}, whose weights {name} are not all finite"
-            raise ValueError(f"model: got {got}; allowed finite numbers") from None
-
-
 def _refused(folder: Path, found: str) -> ValueError:
     return ValueError(f"model: got {str(folder)!r}{found}")
 
@@ -466,23 +504,8 @@ def _reading(folder: Path):
     Running out of a GPU's memory is not about the file, and the caller knows what to lower.
     """
     try:
-        with _quiet():
-            yield
+        yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Without transformers' bars and reports: of no interest, or raised as one line."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -204,6 +204,26 @@ def verify(
         raise RunError(f"verify: {share} checks failed: {', '.join(failed)}")
 
 
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(help="of a run with LoRA, or a folder of adapters")],
+    out: Annotated[Path, typer.Argument(help="a new folder")],
+) -> None:
+    """Add trained adapters to their base's weights.
+
+    The result is a checkpoint in the base's own format, for the code that it came with.
+    """
+    from minidrl.run import checkpoints, folders
+
+    if out.exists():
+        raise ValueError(f"out: got {str(out)!r}, which is there already; allowed a new folder")
+    newest = [run, *folders.checkpoint_folders(run)][-1]
+    model, tok = checkpoints.merged(newest)
+    with folders.folder(out) as part:
+        checkpoints.save(model, tok, part)
+    print(f"{out}: the base of {newest} with its adapters added")
+
+
 @app.command(context_settings=ANY_KEY)
 def evaluate(
     context: typer.Context,
@@ -258,9 +278,8 @@ def evaluate(
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
     held_out(settings.task, n)  # before anything is loaded
     network, tok = checkpoints.load(model)
-    with checkpoints.blamed(network, model):
-        asked = (network, tok, settings.task)
-        found = [evaluator.record(*asked, one, micro_batch=batch, **how) for one in samplers]
+    asked = (network, tok, settings.task)
+    found = [evaluator.record(*asked, one, micro_batch=batch, **how) for one in samplers]
     if out is not None:
         evaluator.write(out, found)
     for one in found:

@@ -276,7 +276,7 @@ def _shard(denoiser: Denoiser, policy: MixedPrecisionPolicy) -> None:
     empty = {name: p.to("meta") for name, p in denoiser.named_parameters()}
     plain = with_parameters(denoiser, empty)
     mesh = init_device_mesh(denoiser.device.type, (num_processes(),))
-    for module in (*network.model.layers, network.model, network.lm_head):
+    for module in (*network.model.layers, network.model, network.get_output_embeddings()):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for module in network.modules():
         if isinstance(module, FSDPModule):

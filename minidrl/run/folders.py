@@ -169,8 +169,8 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) ->
         stored = distributed.empty_copy(model)
         checkpoints.read_adapters(stored, path)
     else:
-        stored, _ = checkpoints.load(path)  # on the CPU: beside the network a GPU may be full
-    checkpoints.check_finite(stored, path)
+        # On the CPU: beside the network a GPU may be full.
+        stored, _ = checkpoints.load(path, dtype=model.model.dtype)
     distributed.load_weights(model, stored)
     load_optimizer(path / OPTIMIZER, model, optimizer)
     return json.loads((path / STATE).read_text(encoding="utf-8"))

@@ -90,6 +90,7 @@ def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
         network = family.network(shape)
     if settings.task.prompt_format != "chat":  # whose prompts may be shorter than they are allowed
         sampler.check_positions(network, settings.task.prompt_length, settings.sampler.length)
+    stored = checkpoints.arithmetic(stored, settings.device)
     dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
     own = settings.compute_dtype != "weights"
     size = (getattr(torch, settings.compute_dtype) if own else dtype).itemsize
@@ -182,8 +183,10 @@ def _transient(run: _Run) -> dict[str, int]:
     block = block or any(name.startswith("one_step") for name in run.method.needs)
     candidates = s.sampler.block_length if block else s.sampler.tokens_per_step
     drawing = drawn * candidates * DRAW * shape.vocab_size
-    cache = 2 * size * shape.num_hidden_layers * shape.num_key_value_heads * _head_dim(shape)
-    cache = 0 if s.sampler.cache == "none" else drawn * asked * cache
+    cache = 0
+    if s.sampler.cache != "none":
+        cache = 2 * size * shape.num_hidden_layers * shape.num_key_value_heads * _head_dim(shape)
+        cache *= drawn * asked
     return {
         "activations": tokens * (shape.num_hidden_layers * kept + _norm(shape, size, lora)),
         "layer": tokens * max(back, aside) + returning + unpacked,

@@ -60,8 +60,7 @@ def _train(run: loop.Run, out: Path, resume: bool) -> dict:
         if checkpoint is not None:
             distributed.on_main(lambda: folders.write_config(out, settings))
         if state["solved_before"] is None:
-            with checkpoints.blamed(run.model, settings.model):
-                state["solved_before"] = _evaluate(run, rows, 0, 0.0)
+            state["solved_before"] = _evaluate(run, rows, 0, 0.0)
         _steps(run, rows, out, state, asked)
         return _finish(run, rows, out, state)
 
