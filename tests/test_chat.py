@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -95,13 +94,6 @@ def test_a_mutant_is_killed(name, monkeypatch):
     module = test_countdown.module_from(source, monkeypatch)
     with pytest.raises(AssertionError):
         law_answers(module)
-
-
-def test_a_long_response_is_read_in_linear_time():
-    started = time.perf_counter()
-    for text in ("<answer>" + " " * 300_000 + "</answer>", "<answer>" * 50_000, "<answer>" + "(" * 300_000):
-        assert Countdown(prompt_format="chat").score(PUZZLE, text) == 0
-    assert time.perf_counter() - started < 5
 
 
 # ----------------------------------------------------------------------------------------------------------- the prompt

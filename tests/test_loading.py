@@ -523,32 +523,21 @@ def test_a_head_stays_what_the_file_holds_whatever_the_config_calls_it(family, e
 
 
 @pytest.mark.parametrize(
-    "fast, asked, dtype", [(True, None, "bfloat16"), (False, None, "float32"), (False, "bfloat16", "bfloat16")]
+    "fast, asked", [(True, None), (False, None), (False, "bfloat16"), (True, "float32"), (True, "float64")]
 )
-def test_a_cpu_without_bfloat16_computes_in_float32_unless_told_otherwise(fast, asked, dtype, folder, monkeypatch, caplog):
-    path = folder("a2d-qwen3")
+@pytest.mark.parametrize("family", ["llama", "llada", "a2d-qwen3"])
+def test_the_stored_dtype_if_the_cpu_has_it_unless_another_is_asked(family, fast, asked, folder, monkeypatch, caplog):
+    path, dtype = folder(family), getattr(torch, asked or ("bfloat16" if fast else "float32"))
     weights(lambda w: w.update({name: value.bfloat16() for name, value in w.items()}))(path)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    model, _ = checkpoints.load(path, dtype=asked and getattr(torch, asked))
-    assert model.model.dtype == getattr(torch, dtype)
-    assert [record.message for record in caplog.records] == (
-        [f"{path}: computed in float32, as this CPU has no bfloat16 of its own"] if dtype == "float32" else []
-    )
+    model, tokenizer = checkpoints.load(path, dtype=asked and getattr(torch, asked))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    slow = [f"{path}: computed in float32, as this CPU has no bfloat16 of its own"]
+    assert [record.message for record in caplog.records] == (slow if not fast and not asked else [])
+    checkpoints.save(model, tokenizer, path / "again")
+    assert {value.dtype for value in load_file(path / "again/model.safetensors").values()} == {dtype}
     assert checkpoints.arithmetic(torch.bfloat16, "cuda") == torch.bfloat16
-
-
-@each_family
-def test_the_stored_dtype_unless_another_is_asked(folder, family, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    path = folder(family)
-    weights = {name: value.bfloat16() for name, value in load_file(path / "model.safetensors").items()}
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    for asked, dtype in ((None, torch.bfloat16), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        model, tokenizer = checkpoints.load(path, dtype=asked)
-        assert {p.dtype for p in model.parameters()} == {dtype}
-        checkpoints.save(model, tokenizer, path / "again")
-        assert {value.dtype for value in load_file(path / "again/model.safetensors").values()} == {dtype}
 
 
 def shard(path: Path) -> None:
