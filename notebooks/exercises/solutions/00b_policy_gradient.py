@@ -1,0 +1,7 @@
+def update(model, optimizer, rollout, n):
+    group = rollout.reward.view(-1, n)
+    adv = (group - group.mean(1, keepdim=True)).flatten()
+    loss = -(adv * rollout.logp(model).sum(1)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
