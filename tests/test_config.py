@@ -103,7 +103,8 @@ def test_pretraining_has_settings_of_its_own(path):
     assert config.load(config.Pretrain, path).task.name == "countdown"
     for key, value, said in (
         ("stop_after", 4, "stop_after: got 4; allowed up to steps"),
-        ("task.name", "gsm8k", "task.name: got 'gsm8k', which has no demonstrations"),
+        ("task.name", "gsm8k", "init: got '' with task gsm8k, which has no alphabet of its own; allowed a checkpoint"),
+        ("task.name", "code", "task.name: got 'code', which has no demonstrations"),
         ("network.num_attention_heads", 0, "network.num_attention_heads: got 0; allowed"),
         ("model", "base", "model: unknown key"),
         ("hit_share", 0.5, "hit_share: no key any more; allowed in its place task.hit_share"),
@@ -171,7 +172,7 @@ def test_settings_stay_as_they_were_checked(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_config_that_ships_is_valid_and_survives_being_written_down(path):
     text = yaml.safe_load(path.read_text())
-    kind = config.Pretrain if "network" in text else config.Train
+    kind = config.Pretrain if {"network", "init"} & text.keys() else config.Train
     settings = config.load(kind, path)
     assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
     assert kind is config.Pretrain or settings.method in METHODS

@@ -330,8 +330,8 @@ def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=said):
             task.held_out(count)
-    with pytest.raises(ValueError, match="split: got 'pretrain'; allowed train, held_out"):
-        task.problems(1, np.random.default_rng(0), "pretrain")
+    with pytest.raises(ValueError, match="split: got 'test'; allowed train, held_out, pretrain"):
+        task.problems(1, np.random.default_rng(0), "test")
 
 
 def test_shots_are_the_first_training_questions_with_their_solutions(tmp_path):
@@ -417,5 +417,5 @@ def test_a_config_names_files_beside_itself(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
     task = config.load(config.Train, tmp_path / "run.yaml").task
     assert task == Gsm8k(path=str(tmp_path / "test.jsonl"), reward="d1") and len(task.held_out(3)) == 3
-    with pytest.raises(ValueError, match="task.name: got 'gsm8k', which has no demonstrations"):
+    with pytest.raises(ValueError, match="init: got '' with task gsm8k, which has no alphabet of its own"):
         tiny.pretraining(task=task)

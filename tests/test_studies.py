@@ -19,7 +19,7 @@ import tiny
 from minidrl.run import config, folders
 from minidrl.run.launch import RunError
 from minidrl.tasks import Verdict
-from minidrl.tasks.countdown import Countdown
+from minidrl.tasks.countdown import Countdown, Puzzle
 from research import controls, grid, ledger, tables
 from research.__main__ import main
 
@@ -347,3 +347,27 @@ def test_a_wrong_call_is_one_line_and_status_2(folder, capsys):
     assert (
         ended.value.code == 2 and said.startswith("minidrl: methods: got 'none'; allowed --methods") and said.count("\n") == 1
     )
+
+
+def test_answers_are_counted_by_what_a_puzzle_needs_and_by_how_they_fail(tmp_path):
+    answers = tiny.script("answers")
+    puzzle = Puzzle((35, 13), 48)
+    for text, kind in {
+        "35+13=48": "solved",
+        "35-13=48": "false, ends in the target",
+        "35-13=22": "true, of another value",
+        "35+13=44": "false, ends elsewhere",
+        "35+14=49": "other numbers",
+        "35*13=48=": "no calculation",
+    }.items():
+        assert answers.kind(puzzle, text, kind == "solved") == kind, text
+    asked = {"sums": Puzzle((5, 6, 8), 19), "differences": Puzzle((5, 6, 8), 7), "products or quotients": Puzzle((5, 6, 8), 46)}
+    assert all(answers.needs(one, 99) == need for need, one in asked.items())
+    task = Countdown(num_numbers=2, max_number=9, max_value=81)
+    rows = [{"problem": i, "text": one.prompt, "solved": i < 5} for i, one in enumerate(task.held_out(20))]
+    found = {"evaluations": [{"protocol": {"n": 20, "skip": 0}, "rows": rows}]}
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    column = answers.counted(task, tmp_path / "a.json")
+    solved = [value for name, value in column.items() if name.startswith("solved, ")]
+    assert sum(int(value.split(" of ")[0]) for value in solved) == 5 and column["solved"] == "25.0 %"
+    assert sum(int(value.split(" of ")[1]) for value in solved) == 20 and column["no calculation"] == "75.0 %"

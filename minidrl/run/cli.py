@@ -120,7 +120,7 @@ class TrainCommand(PretrainCommand):
 def pretrain(
     context: typer.Context, config_file: Config, out: Out = None, resume: Resume = False
 ) -> None:
-    """Train the tiny masked diffusion LM itself."""
+    """Train the tiny masked diffusion LM itself, or fine-tune a checkpoint (init)."""
     from minidrl.run import config
     from minidrl.run.pretrain import pretrain
 
@@ -172,6 +172,26 @@ def memory(
 
 
 # ------------------------------------------------------------------------------------------ models
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="a folder, a name on the Hub, a .gguf file or a known .whl")
+    ],
+    out: Annotated[Path, typer.Option(help="a new folder")],
+    shift: Annotated[
+        bool, typer.Option("--shift", help="the state before a token predicts it")
+    ] = False,
+    mask_token: Annotated[str, typer.Option(help="that becomes [MASK]")] = "",
+) -> None:
+    """Make a causal model bidirectional, with a mask token, for fine-tuning to start from.
+
+    Llama, Qwen2 and Qwen3. Nothing is trained here.
+    """
+    from minidrl.run.convert import convert
+
+    print(convert(source, out, shift=shift, mask_token=mask_token))
 
 
 @app.command()

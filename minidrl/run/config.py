@@ -104,8 +104,16 @@ def _default_task() -> Task:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Pretrain:
-    """Supervised training of the tiny masked diffusion LM itself, on the task's demonstrations."""
+    """Supervised training: of a fresh network, or fine-tuning of a checkpoint.
 
+    It learns from the task's demonstrations, or from the rows of a file. ``compute_dtype`` auto:
+    products in bfloat16 where the device has instructions for it; weights, gradients and the
+    optimiser's moments are float32 whatever it is.
+    """
+
+    init: str = ""  # a checkpoint to start from, with its tokenizer; "": fresh, of ``network``
+    data: str = ""  # a file of rows with prompt (or question) and answer; "": demonstrations
+    compute_dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     task: SkipValidation[Task] = field(default_factory=_default_task)
     network: Network = field(default_factory=Network)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -123,9 +131,12 @@ class Pretrain:
     compile: bool = False
 
     def __post_init__(self):
-        if not hasattr(self.task, "demonstrations"):
+        if not self.data and not hasattr(self.task, "demonstrations"):
             got = f"{self.task.name!r}, which has no demonstrations"
-            raise ValueError(f"task.name: got {got}; allowed a task that has (minidrl/tasks)")
+            raise ValueError(f"task.name: got {got}; allowed a task that has, or data, a file")
+        if not self.init and not hasattr(self.task, "tokenizer"):
+            got = f"'' with task {self.task.name}, which has no alphabet of its own"
+            raise ValueError(f"init: got {got}; allowed a checkpoint")
         if self.stop_after > self.steps:
             allowed = f"up to steps ({self.steps}), or 0 for all of them"
             raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
@@ -229,8 +240,11 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     path, overrides = Path(path), overrides or {}
     of_a_run = path.name == "config.yaml" and (path.parent / "metrics.jsonl").is_file()
     data, overrides = _named(read(path), of_a_run), _named(overrides | {"names": NAMES})
-    if isinstance(data.get("model"), str):
-        data["model"] = _model(path.parent, data["model"])
+    for key in {"model", "init"} & data.keys():
+        if isinstance(data[key], str) and data[key]:
+            data[key] = _model(path.parent, data[key])
+    if data.get("data"):
+        data["data"] = str((path.parent / str(data["data"])).resolve())
     if isinstance(task := data.get("task"), dict):
         for key in {*DATA_PATHS} & task.keys():
             task[key] = str((path.parent / str(task[key])).resolve()) if task[key] else task[key]

@@ -273,15 +273,32 @@ def check(settings: config.Train) -> None:
     processes = distributed.num_processes()
     parts = predicted_memory(settings, processes)
     asked, largest = peak(parts), max(parts, key=parts.get)
-    room, name = main_memory() // processes, "this machine"
-    if torch.device(settings.device).type == "cuda" and torch.cuda.is_available():
-        room, name = torch.cuda.get_device_properties(settings.device).total_memory, settings.device
+    room, name = _room(settings.device)
+    room //= processes if name == "this machine" else 1
     if asked > room:
         said = (
             f"{largest} alone {parts[largest] / 1e9:.1f}; python -m minidrl memory lists the parts"
         )
         got = f"{asked / 1e9:.1f} GB predicted at the peak ({said})"
         raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
+
+
+def check_weights(model: str, size: int, device: str) -> None:
+    """ValueError where ``size`` bytes for each weight of a checkpoint are beyond the memory."""
+    shape, family, _ = checkpoints.describe(model)
+    with torch.device("meta"):
+        asked = size * _count(family.network(shape))
+    room, name = _room(device)
+    if asked > room:
+        got = f"{asked / 1e9:.1f} GB for weights, gradients and moments of {model}"
+        raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
+
+
+def _room(device: str) -> tuple[int, str]:
+    """Bytes of the device, and its name."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory, device
+    return main_memory(), "this machine"
 
 
 def main_memory() -> int:

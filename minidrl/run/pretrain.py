@@ -1,46 +1,56 @@
-"""Pre-training of the tiny masked diffusion LM itself: supervised, on a task's demonstrations."""
+"""Supervised training: the tiny masked diffusion LM itself, or fine-tuning of a checkpoint.
+
+One loss serves both, the ELBO of written answers: a task's demonstrations, or the rows of a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from minidrl import algorithms as alg
-from minidrl import denoiser, loop
+from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
 from minidrl.algorithms import Rollout
 from minidrl.features import Network
 from minidrl.keyed import keyed_generator, keyed_seed
-from minidrl.run import checkpoints, config, folders
+from minidrl.run import checkpoints, config, folders, memory
 from minidrl.run.evaluate import evaluate
 from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import RunError, stop_requests
 from minidrl.run.train import make_optimizer, prepare, stopped
-from minidrl.tasks import Problem, held_out
+from minidrl.tasks import Problem, held_out, rows
 from minidrl.tasks.text import encode_prompts, encode_responses
+
+remarks = logging.getLogger("minidrl")
 
 
 def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict:
-    """Train a fresh network by maximising the ELBO (count form, padding included).
+    """Train a network by maximising the ELBO (count form, padding included).
 
     The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of
     hidden tokens equally likely. Returns and writes the summary; its ``distinct_problems`` are
     those met so far, each key once.
     """
     prepare(settings)
+    if settings.init:
+        memory.check_weights(settings.init, 16, settings.device)  # bytes a weight
     held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
     with folders.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
         try:
@@ -56,16 +66,17 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
 def _pretrain(
     settings: config.Pretrain, out: Path, checkpoint: Path | None, asked: Callable[[], int]
 ) -> dict:
-    tok, state = settings.task.tokenizer(), {"step": 0, "seconds": 0.0, "met": []}
-    model = _untrained(settings, tok)
+    state = {"step": 0, "seconds": 0.0, "met": []}
+    model, tok = _begun(settings)
     network = denoiser.compiled(model) if settings.compile else model
-    optimizer = make_optimizer(model, settings.optimizer)
+    optimizer = make_optimizer(model, settings.optimizer, fused=bool(settings.init))
     if checkpoint is not None:
         state |= folders.load_checkpoint(checkpoint, model, optimizer)
     log = MetricsLog(out, checkpoint, state["step"])
     if checkpoint is not None:
         folders.write_config(out, settings)
     started = time.perf_counter() - state["seconds"]
+    log_every = 1 if settings.init else 50
     last, met = settings.stop_after or settings.steps, set(state["met"])
     steps = range(state["step"], last)
 
@@ -73,6 +84,13 @@ def _pretrain(
         reached = {"step": step, "seconds": time.perf_counter() - started, "met": sorted(met)}
         folders.save_checkpoint(out / f"checkpoint-{step}", model, tok, optimizer, reached)
         return out / f"checkpoint-{step}"
+
+    def judged(step: int) -> dict:
+        scores = _judged(settings, model, tok)
+        if settings.evaluate.every:
+            seconds = {"step": step, "seconds": time.perf_counter() - started}
+            log.write(seconds | {f"eval/{key}": value for key, value in scores.items()})
+        return scores
 
     batches = demonstration_rollouts(settings, tok, steps)
     bar = tqdm(steps, desc="pretrain", initial=state["step"], total=last, mininterval=2)
@@ -84,8 +102,9 @@ def _pretrain(
                 raise stopped(signal, out, step, last)
             problems, rollout = next(batches)
             lr = loop.learning_rate(settings.optimizer, step, settings.steps)
-            loss = elbo_loss(network, rollout, settings, step)
-            loss.backward()
+            with precision(settings):
+                loss = elbo_loss(network, rollout, settings, step)
+                loss.backward()
             try:
                 norm = loop.optimizer_step(model, optimizer, settings.optimizer, lr)
             except FloatingPointError as error:
@@ -93,10 +112,12 @@ def _pretrain(
                     f"step {step}: {error}; stopped, {save(step)} is from before it"
                 ) from None
             met.update(problem.key for problem in problems)
-            if step % 50 == 0:
+            if step % log_every == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}")
                 measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
                 log.write({"step": step + 1} | measured)
+            if (every := settings.evaluate.every) and (step + 1) % every == 0 and step + 1 < last:
+                judged(step + 1)
             if settings.save_every and (step + 1) % settings.save_every == 0:
                 save(step + 1)
     facts = {
@@ -105,25 +126,50 @@ def _pretrain(
         "parameters": model.num_parameters(),
         "distinct_problems": len(met),
     }
-    return _pretrained(settings, out, model, tok, facts)
-
-
-def _pretrained(
-    settings: config.Pretrain, out: Path, model: denoiser.Denoiser, tok: Any, facts: dict
-) -> dict:
-    """The base is written, judged on held-out problems, and summed up."""
     with folders.into(out) as part:
         checkpoints.save(model, tok, part)
+    return folders.write_summary(out, facts | {"held_out": judged(last)})
+
+
+def _judged(settings: config.Pretrain, model: denoiser.Denoiser, tok: Any) -> dict:
+    """Shares of held-out problems, at the temperature that ``evaluate`` says."""
+    decoding = dataclasses.replace(settings.sampler, temperature=settings.evaluate.temperature)
     how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
-    judged = evaluate(model, tok, settings.task, settings.sampler, **how)
-    return folders.write_summary(out, facts | {"held_out": judged})
+    with precision(settings):
+        return evaluate(model, tok, settings.task, decoding, **how)
 
 
-def _untrained(settings: config.Pretrain, tok: Any) -> denoiser.Denoiser:
+def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
+    """(network, tokenizer): the checkpoint's, or a fresh one's with the task's alphabet."""
+    if settings.init:
+        model, tok = checkpoints.load(settings.init, settings.device, torch.float32)
+        sampler.check_attention(model, settings.sampler)
+        said = "bfloat16" if _in_bfloat16(settings) else "float32"
+        remarks.warning(f"{settings.init}: weights in float32, products in {said}")
+        return model, tok
+    tok = settings.task.tokenizer()
     block_causal = settings.sampler.attention == "block_causal"
     block_length = settings.sampler.block_length if block_causal else None
     sizes = dataclasses.asdict(settings.network)
-    return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device)
+    return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device), tok
+
+
+def _in_bfloat16(settings: config.Pretrain) -> bool:
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype == "bfloat16"
+    return checkpoints.arithmetic(torch.bfloat16, settings.device) == torch.bfloat16
+
+
+@contextlib.contextmanager
+def precision(settings: config.Pretrain) -> Iterator[None]:
+    """Products in bfloat16 where ``compute_dtype`` asks for them, the rest in float32.
+
+    Attention in short texts, and its gradient above all, is faster without the fused kernel.
+    """
+    kind, fast = torch.device(settings.device).type, _in_bfloat16(settings)
+    plain = sdpa_kernel(SDPBackend.MATH) if fast and kind == "cpu" else contextlib.nullcontext()
+    with plain, torch.autocast(kind, torch.bfloat16, enabled=fast):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +189,55 @@ class Demonstrations:
 
     def _made(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
         settings, task = self.settings, self.settings.task
+        source = Written(settings.data) if settings.data else task
         rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
-        problems = task.problems(settings.batch_size, rng, "pretrain")
+        problems = source.problems(settings.batch_size, rng, "pretrain")
         where = (task.prompt_length, "cpu", task.prompt_format)
         prompt, prompt_mask = encode_prompts(self.tok, problems, *where)
-        texts = task.demonstrations(problems, rng, step / settings.steps)
+        texts = source.demonstrations(problems, rng, step / settings.steps)
         response = encode_responses(self.tok, texts, settings.sampler.length)
         return problems, prompt, prompt_mask, response
+
+
+class Exchange(NamedTuple):
+    """A row of a file: a prompt, in whatever format it is asked, and the answer to it."""
+
+    prompt: str
+    answer: str
+
+    @property
+    def instruction(self) -> str:
+        return self.prompt
+
+    words = key = instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The rows of a file, in the place of a task's problems and demonstrations.
+
+    A row has ``prompt`` or, as GSM8K's, ``question``; and ``answer``.
+    """
+
+    path: str
+
+    def problems(self, count: int, rng: np.random.Generator, split: str) -> list[Exchange]:
+        """``count`` random rows, each drawn anew."""
+        found = _exchanges(self.path)
+        return [found[i] for i in rng.integers(len(found), size=count)]
+
+    def demonstrations(
+        self, problems: list[Exchange], rng: np.random.Generator, progress: float
+    ) -> list[str]:
+        """The answers."""
+        return [problem.answer for problem in problems]
+
+
+@functools.cache
+def _exchanges(path: str) -> list[Exchange]:
+    found = rows.of_file("data", path)
+    asked = "prompt" if "prompt" in found[0] else "question"
+    return [Exchange(*row.values()) for row in rows.texts(found, (asked, "answer"), path)]
 
 
 def _unchanged(item: Any) -> Any:

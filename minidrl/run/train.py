@@ -244,8 +244,8 @@ def _check_fits(model: denoiser.Denoiser, tok: Any, settings: config.Train) -> N
     width, length = settings.task.prompt_length, settings.sampler.length
     if problems := getattr(settings.task, "from_files", list)():  # all that the run may ask
         check_lengths(tok, problems, width, settings.task.prompt_format)
-    if settings.task.prompt_format == "chat":  # what it refuses, it refuses here
-        encode_prompts(tok, settings.task.held_out(1), width, prompt_format="chat")
+    if (asked := settings.task.prompt_format) != "plain":  # what it refuses, it refuses here
+        encode_prompts(tok, settings.task.held_out(1), width, prompt_format=asked)
     else:
         sampler.check_positions(getattr(model, "model", None), width, length)
     sampler.check_attention(model, settings.sampler)
@@ -262,8 +262,12 @@ def _with_constants(method: Method, settings: config.Train) -> Method:
     return dataclasses.replace(method, plan=partial(method.plan, constants=found))
 
 
-def make_optimizer(model: nn.Module, settings: config.Optimizer) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, settings: config.Optimizer, fused: bool | None = None
+) -> torch.optim.AdamW:
     """AdamW over the parameters that are trained: all of them, or the adapters.
+
+    ``fused``: in one kernel, which is faster for large networks and rounds differently.
 
     Its moments are there from the start, so that the first step needs as much memory as any other.
     """
@@ -273,6 +277,7 @@ def make_optimizer(model: nn.Module, settings: config.Optimizer) -> torch.optim.
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
+        fused=fused,
     )
     moments = ("exp_avg", "exp_avg_sq")
     zeros = [{key: torch.zeros_like(p) for key in moments} for p in parameters]

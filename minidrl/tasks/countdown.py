@@ -21,8 +21,9 @@ with a bounded depth and computed in ``Fraction``. The grammar:
                 another
     number      0 to 999999, without leading zeros: ``007`` is refused; no sign, no point
 
-For a network that was trained on words, ``prompt_format: chat`` asks in words, through the
-tokenizer's chat template, and reads the answer between the one <answer> and the one </answer> of
+For a network that was trained on words, ``prompt_format: words`` asks in a few (``Make 46 from 5, 6
+and 8:``) for the same bare response, and ``chat`` asks through the tokenizer's chat template, and
+reads the answer between the one <answer> and the one </answer> of
 the response; blanks beside operators do not count there.
 
 One operation between two ``=``: ``5*8=40+6=46`` is a response and ``5*8+6=46`` is not, nor is an
@@ -74,6 +75,12 @@ class Puzzle:
         return ",".join(map(str, self.numbers)) + f">{self.target}:"
 
     @property
+    def words(self) -> str:
+        """The puzzle in a few words."""
+        *most, last = map(str, self.numbers)
+        return f"Make {self.target} from {', '.join(most)} and {last}:"
+
+    @property
     def instruction(self) -> str:
         """The puzzle in words, for a chat."""
         if self.wording != "ours":
@@ -107,10 +114,11 @@ class Countdown(rows.Puzzles):
     1, decides, so the splits are disjoint whatever is drawn, in whatever order. The lowest
     ``held_out_share`` is held out, the highest ``pretrain_share`` is for pre-training, and RL
     trains on what lies between. Where ``pretrain_share`` is 0, pre-training and RL share a split.
-    ``prompt_format``: plain (``5,6,8>46:`` and a bare response) or chat, whose prompts may have
-    ``max_prompt_length`` tokens. ``wording`` and ``protocol``: its words and how answers are read,
-    ours or d1's (``tasks.d1``). ``path``: held-out puzzles of a file, whose rows have ``input``
-    (30,100,93) and ``output`` (23); ``exclude``: a file whose puzzles are not trained on.
+    ``prompt_format``: plain (``5,6,8>46:`` and a bare response), words (and the same) or chat;
+    prompts of the last two may have ``max_prompt_length`` tokens. ``wording`` and ``protocol``: a
+    chat's words and how answers are read, ours or d1's (``tasks.d1``). ``path``: held-out puzzles
+    of a file, whose rows have ``input`` (30,100,93) and ``output`` (23); ``exclude``: a file whose
+    puzzles are not trained on.
     """
 
     name: ClassVar[str] = "countdown"
@@ -147,7 +155,7 @@ class Countdown(rows.Puzzles):
         check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
         for name in ("hit_share", "late_hit_share"):
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
-        check_asked(self, REWARDS)
+        check_asked(self, REWARDS, ("plain", "words", "chat"))
         if (self.wording, self.protocol) != ("ours", "ours"):
             check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
@@ -298,7 +306,7 @@ class Countdown(rows.Puzzles):
     @property
     def prompt_length(self) -> int:
         """Tokens of the longest prompt; in the plain format a character is one."""
-        if self.prompt_format == "chat":
+        if self.prompt_format != "plain":
             return self.max_prompt_length
         if self.path:
             return max(len(puzzle.prompt) for puzzle in self.of_path)
@@ -308,7 +316,7 @@ class Countdown(rows.Puzzles):
     def shortest_response(self) -> int:
         """Tokens without which nothing can be solved: each number and the operators between them,
         such as ``5+8+6``; in a chat or of a file unknown, and 1."""
-        return 1 if self.prompt_format == "chat" or self.path else 2 * self.num_numbers - 1
+        return 1 if self.prompt_format != "plain" or self.path else 2 * self.num_numbers - 1
 
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Solved and well-formed by the protocol, whatever ``reward`` pays for."""

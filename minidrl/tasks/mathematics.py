@@ -105,12 +105,19 @@ class Mathematics:
     def problems(
         self, count: int, rng: np.random.Generator, split: str = "train"
     ) -> list[Question]:
-        """``count`` random questions of a split (``SPLITS``), each drawn anew."""
-        check_choice("split", split, SPLITS)
+        """``count`` random questions of a split, each drawn anew; "pretrain" is "train"."""
+        check_choice("split", split, (*SPLITS, "pretrain"))
+        split = "train" if split == "pretrain" else split
         if split not in self._questions:
             raise ValueError("task.train_path: got ''; allowed a file of training questions")
         pool = self._questions[split]
         return [pool[i] for i in rng.integers(len(pool), size=count)]
+
+    def demonstrations(
+        self, problems: Sequence[Question], rng: np.random.Generator, progress: float
+    ) -> list[str]:
+        """The worked solutions, each with its answer between tags."""
+        return [_worked(question) for question in problems]
 
     def held_out(self, count: int) -> list[Question]:
         """The first ``count`` held-out questions in the order of the file."""
@@ -161,10 +168,7 @@ class Mathematics:
         if self.shots > len(train):
             allowed = f"up to {len(train)}, the training questions that there are"
             raise ValueError(f"task.shots: got {self.shots}; allowed {allowed}")
-        return "".join(
-            f"Question: {q.text}\n{q.solution}\n{OPENING}{q.gold}{CLOSING}\n\n"
-            for q in train[: self.shots]
-        )
+        return "".join(f"Question: {q.text}\n{_worked(q)}\n\n" for q in train[: self.shots])
 
     def _asked(self, question: Question, shots: str) -> Question:
         if self.wording != "ours":
@@ -217,6 +221,10 @@ class Mathematics:
         more = f", {twice} of them questions that stand there twice" if twice else ""
         said = f"{path}: {len(asked)} rows{more}; all can be asked and judged by {self.name}"
         return f"{said}; {measured}"
+
+
+def _worked(question: Question) -> str:
+    return f"{question.solution}\n{OPENING}{question.gold}{CLOSING}"
 
 
 def _each_once(questions: list[Question]) -> list[Question]:

@@ -37,11 +37,13 @@ def check_setting(task: Any, key: str, right: bool, allowed: str) -> None:
         raise ValueError(f"task.{key}: got {getattr(task, key)!r}; allowed {allowed}")
 
 
-def check_asked(task: Any, rewards: tuple[str, ...]) -> None:
+def check_asked(
+    task: Any, rewards: tuple[str, ...], formats: tuple[str, ...] = PROMPT_FORMATS
+) -> None:
     """ValueError for a wrong choice of how is asked, read and paid."""
     check_setting(task, "max_prompt_length", task.max_prompt_length >= 1, "from 1")
     check_choice("task.reward", task.reward, rewards)
-    check_choice("task.prompt_format", task.prompt_format, PROMPT_FORMATS)
+    check_choice("task.prompt_format", task.prompt_format, formats)
     check_choice("task.wording", task.wording, WORDINGS)
     check_choice("task.protocol", task.protocol, PROTOCOLS)
 
@@ -118,19 +120,20 @@ def encode_prompts(
 ) -> tuple[Tensor, Tensor]:
     """Prompts (G, width), left-padded, and their mask (True = real token).
 
-    In a chat the longest prompt sets the width. ValueError for one that is longer than ``width`` or
-    has characters that the tokenizer lacks, and for a tokenizer that names no end token.
+    In words and in a chat the longest prompt sets the width. ValueError for one that is longer than
+    ``width`` or has characters that the tokenizer lacks, and for a tokenizer that names no end
+    token.
     """
     for name in ("eos_token", "pad_token"):
         if getattr(tok, f"{name}_id") is None:
             raise ValueError(f"model: got a tokenizer without {name}; allowed one that names it")
-    if prompt_format == "chat":
-        asked = asked_in_chats(tok, problems)
+    if prompt_format != "plain":
+        asked = asked_as(tok, problems, prompt_format)
         batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
         if batch.input_ids.shape[1] > width:
             check_lengths(tok, problems, width, prompt_format)
     else:
-        asked = [problem.prompt for problem in problems]
+        asked = asked_as(tok, problems, prompt_format)
         batch = tok(asked, padding="max_length", max_length=width)
         if (found := max(map(len, batch.input_ids))) > width:
             raise ValueError(
@@ -158,9 +161,8 @@ def _check_known(tok: Any, texts: list[str], ids: Tensor, mask: Tensor) -> None:
 
 def prompt_lengths(tok: Any, problems: Sequence[Problem], prompt_format: str) -> list[int]:
     """Tokens of each prompt."""
-    chat = prompt_format == "chat"
-    words = asked_in_chats(tok, problems) if chat else [problem.prompt for problem in problems]
-    return [len(row) for row in tok(words, add_special_tokens=False).input_ids]
+    asked = asked_as(tok, problems, prompt_format)
+    return [len(row) for row in tok(asked, add_special_tokens=False).input_ids]
 
 
 def check_lengths(tok: Any, problems: Sequence[Problem], width: int, prompt_format: str) -> None:
@@ -172,8 +174,12 @@ def check_lengths(tok: Any, problems: Sequence[Problem], width: int, prompt_form
         raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
 
 
-def asked_in_chats(tok: Any, problems: Sequence[Problem]) -> list[str]:
-    """Each problem in a user's turn, and the beginning of the answer's as far as it is given."""
+def asked_as(tok: Any, problems: Sequence[Problem], prompt_format: str) -> list[str]:
+    """Each problem as text: plain, in words, or in a user's turn of a chat, with the beginning of
+    the answer's as far as it is given."""
+    if prompt_format != "chat":
+        name = "prompt" if prompt_format == "plain" else "words"
+        return [getattr(problem, name) for problem in problems]
     opened = chats(tok, [problem.instruction for problem in problems])
     return [
         text + getattr(problem, "opening", "")
@@ -203,7 +209,8 @@ def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
 
     A masked diffusion model learns where a text ends from its padding.
     """
-    ids = [row[:length] + [tok.eos_token_id] * (length - len(row)) for row in tok(texts).input_ids]
+    found = tok(texts, add_special_tokens=False).input_ids
+    ids = [row[:length] + [tok.eos_token_id] * (length - len(row)) for row in found]
     return torch.tensor(ids)
 
 
