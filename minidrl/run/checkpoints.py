@@ -86,7 +86,7 @@ def load(
     weight is missing, unknown, of another shape or not what the file holds: transformers would only
     warn and leave it random.
     """
-    folder = _folder(source)
+    folder = folder_of(source)
     if (folder / ADAPTER_CONFIG).is_file():
         return _load_adapters(folder, device, dtype)
     raw = _read_config(folder)
@@ -95,7 +95,7 @@ def load(
         family = dataclasses.replace(family, shift=True)
     block_length = _block_length(folder, raw, family)
     tokenizer = _read_tokenizer(folder, raw, family)
-    with _reading(folder):
+    with reading(folder):
         config = _network_config(raw, family, tokenizer.mask_token_id)
         stored = _stored_dtype(folder)
     size, mask, tokens = config.vocab_size, tokenizer.mask_token_id, len(tokenizer)
@@ -124,10 +124,10 @@ def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]
     without a config.json.
     """
     known = source in PUBLISHED and not Path(source).exists()
-    folder = Path(source) if known else _folder(source, ["config.json"])
+    folder = Path(source) if known else folder_of(source, ["config.json"])
     raw = PUBLISHED[source] if known else _read_config(folder)
     family = FAMILIES[raw["model_type"]]
-    with _reading(folder):
+    with reading(folder):
         shape = _network_config(raw, family, raw.get("mask_token_id") or 0)
         shape._attn_implementation = "sdpa"
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
@@ -152,13 +152,15 @@ def control_variate(source: str | Path, order: str) -> torch.Tensor | None:
     """(2, 57): the constants of (2.12) for rollouts in this order, of unsolved and of solved
     responses; None for a base without them."""
     path = Path(source) / CONSTANTS
-    found = _read_json(path).get(order) if path.exists() else None
+    found = read_json(path).get(order) if path.exists() else None
     if found is None:
         return None
     return torch.tensor([found["unsolved"], found["solved"]], dtype=torch.float64)
 
 
-def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)) -> Path:
+def folder_of(
+    source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensors", INDEX)
+) -> Path:
     """A folder here as it is, or the download of what can only be a model on the Hub."""
     folder = Path(source)
     if folder.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
@@ -170,7 +172,8 @@ def _folder(source: str | Path, patterns: Sequence[str] = (*FILES, "*.safetensor
         raise ValueError(f"model: got {got}: {one_line(error)}") from None
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a file; ValueError for another content."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -182,8 +185,8 @@ def _read_config(folder: Path) -> dict:
     if not (folder / "config.json").is_file():
         allowed = "a folder written by pretrain or train, or a published checkpoint"
         raise _refused(folder, f", which holds no config.json; allowed {allowed}")
-    with _reading(folder):
-        raw = {"is_causal": True} | _read_json(folder / "config.json")
+    with reading(folder):
+        raw = {"is_causal": True} | read_json(folder / "config.json")
     name = raw.get("model_type")
     if name not in list(FAMILIES):
         raise _refused(folder, f" with model_type {name!r}; allowed {', '.join(FAMILIES)}")
@@ -234,10 +237,10 @@ def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokeni
     """The tokenizer, padding on the left, with the tokens that only other files name."""
     whole = (folder / "tokenizer.json").is_file()
     generation = folder / "generation_config.json"
-    with _reading(folder):
+    with reading(folder):
         kind = PreTrainedTokenizerFast if whole else family.tokenizer
         tokenizer = kind.from_pretrained(folder, padding_side="left")
-        told = _read_json(generation) if generation.is_file() else {}
+        told = read_json(generation) if generation.is_file() else {}
     named = raw | told
     named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
     for name in ("mask_token", "eos_token", "pad_token"):
@@ -276,7 +279,7 @@ def _read_network(
 ) -> PreTrainedModel:
     """The network with every weight of the files, no other; in 4 bits on ``quantize_on``."""
     how = {}
-    with _reading(folder):
+    with reading(folder):
         if quantize_on is not None:
             how = {"quantization_config": BitsAndBytesConfig(**FOUR_BITS)}
             how["device_map"] = {"": str(quantize_on)}
@@ -297,7 +300,7 @@ def _read_network(
             wrong[kind] = sorted(stored_name(str(key), family) for key in info[kind])[:3]
     if wrong:
         raise _refused(folder, f", whose weights do not match its config: {wrong}")
-    with _reading(folder):
+    with reading(folder):
         other = [name for path in shards(folder) for name in compared(model, path, family)[1]]
     if other:
         raise _refused(folder, f", of which transformers did not read {', '.join(other[:3])}")
@@ -325,7 +328,7 @@ def shards(folder: Path) -> list[Path]:
     """The weight files: one, or those that the index names."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    names = _read_json(folder / INDEX)["weight_map"].values()
+    names = read_json(folder / INDEX)["weight_map"].values()
     return [folder / name for name in sorted(set(names))]
 
 
@@ -365,7 +368,7 @@ def _load_adapters(
     folder: Path, device: Any, dtype: torch.dtype | None
 ) -> tuple[Denoiser, PreTrainedTokenizerBase]:
     """The base that the folder's config names, with the folder's adapters."""
-    with _reading(folder):
+    with reading(folder):
         config = peft().PeftConfig.from_pretrained(folder)
     base, kind = str(config.base_model_name_or_path), config.peft_type
     if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
@@ -375,7 +378,7 @@ def _load_adapters(
         denoiser, tokenizer = load(base, device, dtype)
     except ValueError as error:
         raise _refused(folder, f", adapters of a base that cannot be loaded: {error}") from None
-    with _reading(folder):
+    with reading(folder):
         config.inference_mode, config.init_lora_weights = False, True  # what is drawn is read over
         inject_adapters(denoiser, config, 0)
     read_adapters(denoiser, folder)
@@ -384,7 +387,7 @@ def _load_adapters(
 
 def read_adapters(denoiser: Denoiser, folder: Path) -> None:
     """The saved values into a network's adapters; ValueError unless names and shapes agree."""
-    with _reading(folder):
+    with reading(folder):
         stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
         weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
         own = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
@@ -419,9 +422,9 @@ def merged(source: Path) -> tuple[Denoiser, PreTrainedTokenizerBase]:
     """
     if not (source / ADAPTER_CONFIG).is_file():
         raise _refused(source, ", which holds no adapters; allowed those of a run with LoRA")
-    with _reading(source):
+    with reading(source):
         base = peft().PeftConfig.from_pretrained(source).base_model_name_or_path
-    denoiser, tokenizer = load(source, dtype=_stored_dtype(_folder(base)))
+    denoiser, tokenizer = load(source, dtype=_stored_dtype(folder_of(base)))
     model, layer_class = denoiser.model, peft().tuners.tuners_utils.BaseTunerLayer
     for name, layer in [x for x in model.named_modules() if isinstance(x[1], layer_class)]:
         plain = layer.get_base_layer()
@@ -498,7 +501,7 @@ def _refused(folder: Path, found: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def _reading(folder: Path):
+def reading(folder: Path):
     """What a library has to say about a file becomes one line that names the folder.
 
     Running out of a GPU's memory is not about the file, and the caller knows what to lower.

@@ -108,13 +108,13 @@ def _check_gguf(file: Path, source: str) -> str:
 
 def _check_folder(source: str) -> tuple[Path, str]:
     """The folder, here or from the Hub, and the licence that its README states."""
-    folder = checkpoints._folder(
+    folder = checkpoints.folder_of(
         source, (*checkpoints.FILES, "*.safetensors", checkpoints.INDEX, "README.md")
     )
     if not (folder / "config.json").is_file():
         allowed = "a folder with config.json, a name on the Hub, a .gguf file or a known package"
         raise ValueError(f"source: got {source!r}; allowed {allowed}")
-    _check_architecture(checkpoints._read_json(folder / "config.json").get("model_type"), source)
+    _check_architecture(checkpoints.read_json(folder / "config.json").get("model_type"), source)
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     told = re.search(r"\A---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
@@ -129,7 +129,7 @@ def _check_architecture(kind: Any, source: str) -> None:
 
 def _read(where: Path, how: dict, source: str) -> tuple[Any, Any]:
     """(model, tokenizer) by transformers; ValueError where a weight is missing or left over."""
-    with checkpoints._reading(Path(source)):
+    with checkpoints.reading(Path(source)):
         tok = AutoTokenizer.from_pretrained(where, padding_side="left", **how)
         how = how | {"dtype": torch.float32 if how else "auto", "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(where, **how)
