@@ -379,7 +379,7 @@ def test_a2d_and_encoders_see_everything_but_padding(folders, family, padded):
 
 
 @pytest.mark.parametrize("family", A2D)
-def test_a2d_of_bd3lm_is_loaded_with_its_blocks_or_not_at_all(family, tmp_path):
+def test_a2d_in_blocks_is_loaded_with_them_or_not_at_all(family, tmp_path):
     """Released sampler: blocks of the text, which padding on the left fills up until the response begins one."""
     A2D[family](tmp_path, block_size=4)
     model, _ = checkpoints.load(tmp_path)
@@ -387,12 +387,13 @@ def test_a2d_of_bd3lm_is_loaded_with_its_blocks_or_not_at_all(family, tmp_path):
     for row, start in enumerate((~mask).sum(1).tolist()):
         raw = released_sdar(tmp_path, tokens[row : row + 1, start:], 4)
         close(model.head(model.encode(tokens, mask)[row, start:])[..., others(model)], raw[..., others(model)])
-    (path := tmp_path / "models/Qwen-bd3lm-v0.1/checkpoint").mkdir(parents=True)
-    A2D[family](path)
-    with pytest.raises(
-        ValueError, match="block_length: got None for .*allowed integers from 1, in its config.json as block_size"
-    ):
-        checkpoints.load(path)
+    (named := tmp_path / "Qwen-bd3lm-v0.1/checkpoint").mkdir(parents=True)
+    (trained := tmp_path / "mine").mkdir()
+    (trained / "training_args.bin").write_bytes(b"cdllm.core.trainers.bd3lm\nBD3LMConfig\n.")  # as it is pickled
+    for path in (named, trained):
+        A2D[family](path)
+        with pytest.raises(ValueError, match="block_length: got None for .*allowed .* in its config.json as block_size"):
+            checkpoints.load(path)
 
 
 def test_an_encoder_has_staircases_and_no_cache(folders):

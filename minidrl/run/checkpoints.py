@@ -201,8 +201,10 @@ def _read_config(folder: Path) -> dict:
 def _block_length(folder: Path, raw: dict, family: Family) -> int | None:
     """Tokens of a block where attention is block-causal; None where it is bidirectional."""
     length = raw.get(family.block_key)
-    named = family.block_key is not None and "bd3lm" in str(folder).lower()
-    if length is None and not (family.in_blocks or named):
+    arguments = folder / "training_args.bin"  # a pickle, which is not opened: it names a trainer
+    told = arguments.read_bytes() if arguments.is_file() else b""
+    by_bd3lm = family.block_key is not None and b"bd3lm" in str(folder).lower().encode() + told
+    if length is None and not (family.in_blocks or by_bd3lm):
         return None
     if type(length) is not int or length < 1:
         allowed = f"integers from 1, in its config.json as {family.block_key}"
