@@ -321,10 +321,11 @@ def test_dream_predicts_token_i_from_position_i(folders):
     close(model.head(model.encode(tokens, mask))[after_first][:, others(model)], want[:, others(model)])
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 14])
-def test_sdar_sees_its_own_block_and_the_earlier_ones(size, tmp_path):
-    """Released code: the mask of whole blocks, counted from the first token. A text that is not gets padding in front of it."""
-    sdar(tmp_path, block_size=size)
+@pytest.mark.parametrize("family, size", [*(("sdar", size) for size in (1, 3, 4, 14)), *((family, 4) for family in A2D)])
+def test_a_block_sees_itself_and_the_earlier_ones(family, size, tmp_path):
+    """SDAR's code: the mask of whole blocks, counted from the first token. A text that is not gets padding in front of it, as
+    in dllm's sampler for bd3lm."""
+    MAKERS[family](tmp_path, block_size=size)
     model, _ = checkpoints.load(tmp_path)
     tokens, mask = batch(model)
     for row, start in enumerate((~mask).sum(1).tolist()):
@@ -379,14 +380,7 @@ def test_a2d_and_encoders_see_everything_but_padding(folders, family, padded):
 
 
 @pytest.mark.parametrize("family", A2D)
-def test_a2d_in_blocks_is_loaded_with_them_or_not_at_all(family, tmp_path):
-    """Released sampler: blocks of the text, which padding on the left fills up until the response begins one."""
-    A2D[family](tmp_path, block_size=4)
-    model, _ = checkpoints.load(tmp_path)
-    tokens, mask = batch(model)
-    for row, start in enumerate((~mask).sum(1).tolist()):
-        raw = released_sdar(tmp_path, tokens[row : row + 1, start:], 4)
-        close(model.head(model.encode(tokens, mask)[row, start:])[..., others(model)], raw[..., others(model)])
+def test_a2d_made_by_dllms_block_trainer_is_not_taken_for_bidirectional(family, tmp_path):
     (named := tmp_path / "Qwen-bd3lm-v0.1/checkpoint").mkdir(parents=True)
     (trained := tmp_path / "mine").mkdir()
     (trained / "training_args.bin").write_bytes(b"cdllm.core.trainers.bd3lm\nBD3LMConfig\n.")  # as it is pickled
