@@ -75,7 +75,7 @@ MISTAKES = {
     "memory base/config.json": "architectures: unknown key; allowed model,",
     "train run.yaml --model nowhere": "model: got 'nowhere', which holds no config.json",
     "evaluate nowhere --config run.yaml --n 4": "model: got 'nowhere', which holds no config.json",
-    "evaluate gpt --config run.yaml --n 4": "model: got 'gpt' with model_type 'gpt2'; allowed a bidirectional llama",
+    "evaluate gpt --config run.yaml --n 4": "model: got 'gpt' with model_type 'gpt2'; allowed llama, llada",
     "verify nowhere": "model: got 'nowhere', which holds no config.json",
     "train run.yaml --out run.yaml": "out: got 'run.yaml', which is a file",
     "tasks gsm8k --check nowhere.json": "check: got 'nowhere.json', which is no file",
