@@ -220,10 +220,10 @@ answer(
     (-(8 + 1 / 8) / 2, "The size is right; gamma is divided by A, sign included."),
     (8 + 1 / 8, "That is the sum; each sign of the noise has probability 1/2."),
 )
-# E exp(X - X') = E exp(X) E exp(-X) (30.14) with X = 0 or ln 3.
+# E exp(X - X') = E exp(X) E exp(-X) (20.10) with X = 0 or ln 3.
 answer(
     "03", "3", mean((1, 3)) * mean((1, 1 / 3)),
-    "By (30.14) the mean of the ratio is a product of two means; or list the four pairs of values.",
+    "By (20.10) of lesson 2 the mean of the ratio is a product of two means; or list the four pairs of values.",
     (1.0, "That is right for the mean of the log-ratio; the exponential comes before the mean."),
     (mean((1, 3)), "That is the noise of one side only; the old estimate has noise of its own, in the denominator."),
     (mean((3, 1 / 3)), "The two pairs with equal values count, too: their ratio is 1."),
