@@ -526,7 +526,7 @@ def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " Q"], Float[Tensor, "
     return torch.from_numpy((x + 1) / 2), torch.from_numpy(w / 2)
 
 
-COUNTS = ("bernoulli", "rounded", "stochastic", "floor")
+COUNTS = ("bernoulli", "rounded", "floor")
 
 
 def quadrature_plan(
@@ -544,8 +544,6 @@ def quadrature_plan(
     bernoulli    each position hidden with probability t, weight 1/t: GDPO, by accounts
     rounded      l = round(1 + t (n-1)) positions, weight n/l: the count that a hidden
                  position sees on average
-    stochastic   l rounded up or down at random, so that its mean is 1 + t (n-1), weight
-                 n/l
     floor        l = floor(t n) positions, weight 1/t: the released code; a node with
                  l = 0 is lost
 
@@ -578,24 +576,20 @@ def quadrature_plan(
         masked, scale = (noise < t[..., None]) & inside, (1 / t).expand(-1, len(n))
     else:
         # The time fixes how many positions are hidden; chance decides only which.
-        count, scale = _count_at(t, n, counts, generator)
+        count, scale = _count_at(t, n, counts)
         masked = _random_subset(noise, inside, count.long())
     return _response_plan(rollout, masked, inside, w * scale)
 
 
 def _count_at(
-    t: Float[Tensor, "K 1"], n: Int[Tensor, " B"], counts: str, generator: Any
+    t: Float[Tensor, "K 1"], n: Int[Tensor, " B"], counts: str
 ) -> tuple[Float[Tensor, "K B"], Float[Tensor, "K B"]]:
     # How many of n positions are hidden at time t, and the weight of their sum.
     if counts == "floor":
         return (t * n).floor(), (1 / t).expand(-1, len(n))
     # A hidden position sees itself hidden, and of the other n - 1 a share t: 1 + t(n-1)
-    # on average. Adding 1/2 before the floor rounds that to the nearest count. Adding a
-    # uniform number rounds it at random, with the right mean.
-    up = 0.5
-    if counts == "stochastic":
-        up = _uniform((len(t), len(n)), generator, n.device)
-    count = torch.minimum((1 + t * (n - 1) + up).floor(), n)
+    # on average. Adding 1/2 before the floor rounds that to the nearest count.
+    count = torch.minimum((1 + t * (n - 1) + 0.5).floor(), n)
     return count, n / count
 
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from minidrl.sampler import Sampler, Steps, Trace
 
 CHUNK = 2**26  # the most logits that a record makes at a time, 256 MiB in float32
-LOOK_EVERY = 4  # steps between two looks at which rows of a block are full, with a threshold
 
 
 # ------------------------------------------------------------------------------------------- caches
@@ -128,19 +127,15 @@ def still_going(
     trace: Trace,
     rows: Int[Tensor, " R"],
     block: int,
-    within: int,
     agree: Callable[[Tensor, Tensor], Tensor],
     cache: DynamicCache | None,
 ) -> Int[Tensor, " S"]:
-    """The rows that go on with the block after its step ``within``: those in which something of it
-    is hidden, and those that ``agree`` adds.
+    """The rows that go on with the block: those in which something of it is hidden, and those that
+    ``agree`` adds.
 
-    Asked every LOOK_EVERY steps, since a host that asked at each would wait for each. Until then a
-    step computes full rows in vain, and reveals nothing there. Of an exact cache none leave before
-    all are full: the next block needs the keys and values of every row.
+    Of an exact cache none leave before all are full: the next block needs the keys and values of
+    every row.
     """
-    if (within + 1) % LOOK_EVERY or within + 1 == trace.settings.steps_per_block:
-        return rows
     step = trace.unmask_step[rows].unflatten(1, (trace.settings.num_blocks, -1))[:, block]
     left = agree(rows, rows[(step < 0).any(1)])
     if len(left) == 0:

@@ -241,7 +241,7 @@ def decode(
                 reveal(model, trace, block * settings.steps_per_block + within, part, cache)
             # Steps of a fixed number of tokens fill all rows at once; with a threshold, some early.
             if settings.threshold is not None:
-                going = decoding.still_going(trace, going, block, within, agree, cache)
+                going = decoding.still_going(trace, going, block, agree, cache)
                 if len(going) == 0:
                     break
         if eos_token_id is not None:

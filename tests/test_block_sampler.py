@@ -5,7 +5,6 @@ what they say. And the oracle's enumeration of the block sampler, on a table fil
 weights of order 1, so that a key or value that should not be there moves a probability by order 1.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.run import checkpoints
 from minidrl.sampler import Sampler, network_calls, steps_run
-from test_sampler import EVERYONE, assert_topk, chi_square_p, install, seeded
+from test_sampler import EVERYONE, assert_law, assert_replayed, install, seeded
 
 L, N, EOS = 8, 4, 1
 CUTS = [(1, 1), (2, 1), (4, 2), (4, 1), (8, 1)]  # block_length, tokens_per_step
@@ -100,20 +99,7 @@ def law_the_cache_changes_nothing(model, settings: Sampler, given=None, atol: fl
 
 def law_scores_replay(model, settings: Sampler, given=None, **words) -> None:
     """Tokens, logp, entropy and topk are what plain calls on the whole states say, later blocks and all."""
-    out = run(model, settings, given, **words)
-    logp, entropy = torch.zeros_like(out.logp), torch.zeros_like(out.logp)
-    for step in range(settings.num_steps):
-        state, now = sampler.state_before(out, step, model.mask_token_id), out.unmask_step == step
-        logits = model.head(model.encode(state, sampler.attention_mask(out))[:, -settings.length :]).detach()
-        if settings.temperature == 0:
-            assert torch.equal(logits.argmax(-1)[now], out.response[now])
-            continue
-        logq = (logits / settings.temperature).log_softmax(-1)
-        logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
-        entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
-        assert_topk(out, logq, now)
-    torch.testing.assert_close(out.logp, logp, atol=1e-10, rtol=0)
-    torch.testing.assert_close(out.records["entropy"], entropy, atol=1e-10, rtol=0)
+    assert_replayed(run(model, settings, given, **words), model)
 
 
 def law_the_cost_changes_nothing(model, settings: Sampler, given=None) -> None:
@@ -135,10 +121,7 @@ def law_exact_distribution(order: str, cache: str = "exact", tokens_per_step: in
     out = run(model, settings, (prompt, mask), num_generations=draws, records=())
     with torch.no_grad():
         exact = trajectories(tabulated(model, prompt, mask), order, 0.7, tokens_per_step, 2, EOS)
-    law = {(path.response, path.unmask_step): float(path.prob) for path in exact}
-    assert sum(law.values()) == pytest.approx(1) and len(law) > 20
-    rows = zip(out.response.tolist(), out.unmask_step.tolist(), strict=True)
-    assert chi_square_p(Counter((tuple(r), tuple(s)) for r, s in rows), law) > 1e-4
+    assert_law(out, exact)
 
 
 def tabulated(model, prompt: Tensor, mask: Tensor) -> TabularDenoiser:

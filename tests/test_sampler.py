@@ -127,6 +127,41 @@ def chi_square_p(counts, probs):
     return torch.special.gammaincc(half[0], half[1]).item()
 
 
+def assert_law(out, paths):
+    """(response, unmask_step) of the rows have the distribution that enumeration gives, and so has the response alone."""
+    joint, response = Counter(), Counter()
+    for path in paths:
+        joint[tuple(path.response), tuple(path.unmask_step)] += float(path.prob.detach())
+        response[tuple(path.response)] += float(path.prob.detach())
+    assert sum(joint.values()) == pytest.approx(1)
+    rows = [(tuple(r), tuple(s)) for r, s in zip(out.response.tolist(), out.unmask_step.tolist(), strict=True)]
+    assert chi_square_p(Counter(rows), joint) > 1e-4
+    assert chi_square_p(Counter(r for r, _ in rows), response) > 1e-4
+
+
+@torch.no_grad()
+def assert_replayed(out, model):
+    """logp, entropy, topk and one_step equal what the network says of the replayed states, by plain calls at full length."""
+    temperature, top_p, taken = out.sampler.temperature, out.sampler.top_p, steps_run(out.unmask_step)
+    logp, entropy = torch.zeros_like(out.logp), torch.zeros_like(out.logp)
+    for step in range(out.sampler.num_steps):
+        logits, now = replayed(out, model, step), out.unmask_step == step
+        assert torch.equal(now.any(1), step < taken), "each step of a row reveals something"
+        if "one_step" in out.records:
+            completion = torch.where(sampler.hidden_before(out, step), logits.argmax(-1), out.response)
+            completion = torch.where((step < taken)[:, None], completion, out.response)
+            assert torch.equal(out.records["one_step"][:, step], completion)
+        if temperature == 0:
+            assert torch.equal(logits.argmax(-1)[now], out.response[now])
+            continue
+        logq = torch.stack([policy(row, temperature, top_p) for row in logits.to(logp.dtype)]).log()
+        logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
+        entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
+        assert_topk(out, logq, now)
+    torch.testing.assert_close(out.logp, logp)
+    torch.testing.assert_close(out.records["entropy"], entropy)
+
+
 def replayed(rollout, model, step):
     """Logits at every response position of the state before `step`."""
     state = sampler.state_before(rollout, step, model.mask_token_id)
@@ -140,15 +175,7 @@ def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4
     settings = settings_of(order, temperature, 4, block_length, tokens_per_step, top_p=top_p)
     out = run(model, settings, eos_token_id=eos, num_generations=draws)
     with torch.no_grad():
-        exact = trajectories(model, order, temperature, tokens_per_step, block_length, eos, top_p=top_p)
-    joint, response = Counter(), Counter()
-    for path in exact:
-        joint[tuple(path.response), tuple(path.unmask_step)] += float(path.prob)
-        response[tuple(path.response)] += float(path.prob)
-    assert sum(joint.values()) == pytest.approx(1)
-    rows = [(tuple(r), tuple(s)) for r, s in zip(out.response.tolist(), out.unmask_step.tolist(), strict=True)]
-    assert chi_square_p(Counter(rows), joint) > 1e-4
-    assert chi_square_p(Counter(r for r, _ in rows), response) > 1e-4
+        assert_law(out, trajectories(model, order, temperature, tokens_per_step, block_length, eos, top_p=top_p))
 
 
 def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0, top_p=1.0):
@@ -156,22 +183,7 @@ def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0,
     model, records = model or ContextDenoiser(), RECORDS if temperature else GREEDY_RECORDS
     settings = settings_of(order, temperature, 6, 3, 1, threshold, top_p=top_p)
     out = run(model, settings, eos_token_id=eos, num_generations=6, records=records)
-    logp, entropy, taken = torch.zeros_like(out.logp), torch.zeros_like(out.logp), steps_run(out.unmask_step)
-    for step in range(settings.num_steps):
-        logits, now = replayed(out, model, step), out.unmask_step == step
-        assert torch.equal(now.any(1), step < taken), "each step of a row reveals something"
-        completion = torch.where(sampler.hidden_before(out, step), logits.argmax(-1), out.response)
-        completion = torch.where((step < taken)[:, None], completion, out.response)
-        assert torch.equal(out.records["one_step"][:, step], completion)
-        if temperature == 0:
-            assert torch.equal(logits.argmax(-1)[now], out.response[now])
-            continue
-        logq = torch.stack([policy(row, temperature, top_p) for row in logits.to(logp.dtype)]).log()
-        logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
-        entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
-        assert_topk(out, logq, now)
-    torch.testing.assert_close(out.logp, logp)
-    torch.testing.assert_close(out.records["entropy"], entropy)
+    assert_replayed(out, model)
     assert eos is None or temperature == 0 or (out.unmask_step == -1).any(), "a row that ended early"
     for name in ("topk_ids", "topk_logp") if temperature else ():
         assert (out.records[name][out.unmask_step == -1] == 0).all()

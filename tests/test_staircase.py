@@ -1,11 +1,9 @@
-"""Staircase attention: one forward equals the forwards of all blocks, and every way to get its mask wrong is noticed.
+"""Staircase attention: one forward equals the forwards of all blocks.
 
 The judge is the slow path, written here in full: for every block one sequence [prompt, clean blocks before it, noisy block]
 with a mask made by loops. Networks have random weights of order 1 in float64.
 """
 
-import copy
-import inspect
 import itertools
 
 import pytest
@@ -215,30 +213,3 @@ def test_a_block_causal_model_is_scored_as_it_encodes(lengths):
         real = torch.cat([data["prompt_mask"], torch.ones_like(tokens[:, 2 * B :], dtype=torch.bool)], 1)
         close(got[:, k * B : (k + 1) * B], model.encode(tokens, real)[:, -B:])
     assert (got - staircase(network(2), data)).abs().max() > 1e-3, "a prompt that is one block is another model"
-
-
-# -------------------------------------------------------------------------------------------------------------- mutants
-MUTANTS = {  # what is wrong: (a passage of staircase_mask or staircase_positions, its replacement)
-    "leak: a noisy block sees its own answer": ("stairs = block[None, :] < noisy", "stairs = block[None, :] <= noisy"),
-    "no past": ("stairs = block[None, :] < noisy", "stairs = block[None, :] < 0 * noisy"),
-    "noisy blocks see noisy pasts": ("noisy[None, :] == noisy[:, None]", "noisy[None, :] <= noisy[:, None]"),
-    "bidirectional context": ("rank[None, :] <= rank[:, None]", "rank[None, :] <= rank[:, None] + length"),
-    "clean rows read the noisy stream": ("context.new_zeros(len(block), length)", "context.new_ones(len(block), length)"),
-    "streams swapped": ('block if clean == "block" else place', 'place if clean == "block" else block'),
-    "padding is seen": ("real = pad(prompt_mask,", "real = pad(prompt_mask | True,"),
-    "noisy positions go on": ("[prompt, response, response]", "[prompt, response, response + length]"),
-    "padding is counted": ("prompt_mask.sum(-1, keepdim=True)", "prompt_mask.shape[1] + 0 * prompt_mask.sum(-1, keepdim=True)"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_law_kills(name, monkeypatch):
-    old, new = MUTANTS[name]
-    source = "\n\n".join(inspect.getsource(f) for f in (alg.staircase_mask, alg.staircase_positions))
-    space = copy.copy(vars(alg))
-    exec("from __future__ import annotations\n" + tiny.replaced(source, old, new), space)
-    for function in ("staircase_mask", "staircase_positions"):
-        monkeypatch.setattr(denoiser, function, space[function])
-    with pytest.raises(AssertionError):
-        for stream in STREAMS:
-            law_one_forward_is_all_forwards(network(2), B, stream)

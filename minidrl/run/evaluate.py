@@ -144,6 +144,7 @@ class _Asked:
             "temperature": float(s.temperature),
             "cache": s.cache,
             **{key: getattr(s, key) for key in keys},
+            **({"top_p": s.top_p} if s.top_p < 1 else {}),
         }
 
 

@@ -37,11 +37,13 @@ def _check_sampler(method: Method, s: sampler.Sampler) -> None:
     if method.order not in ("any", s.order):
         allowed = f"{method.order}, which {method.name} is about"
         raise ValueError(f"sampler.order: got {s.order!r}; allowed {allowed}")
-    if "order_logp" in method.features and (s.top_p < 1 or s.order in ("entropy", "margin")):
-        key, value = ("top_p", s.top_p) if s.top_p < 1 else ("order", s.order)
-        allowed = "1" if s.top_p < 1 else "the others"
-        what = f"{allowed}, {method.name} has no probability of that choice of positions"
-        raise ValueError(f"sampler.{key}: got {value!r}; allowed {what}")
+    if "order_logp" in method.features:
+        why = f"whose choice of positions {method.name} scores"
+        if s.order in ("entropy", "margin"):
+            allowed = "random, low_confidence, left_to_right, right_to_left"
+            raise ValueError(f"sampler.order: got {s.order!r}; allowed {allowed}, {why}")
+        if s.top_p < 1:
+            raise ValueError(f"sampler.top_p: got {s.top_p}; allowed 1, {why}")
     sampler.check_records(method.needs, s)
 
 

@@ -198,21 +198,6 @@ def law_block_replay_states(alg: Any) -> None:
                 assert bool(plan.valid[k, b]) == (s <= last_step(rollout, b)) and int(plan.step[k, b]) == s, "valid"
 
 
-@judges("3.5")
-@rejects("", ("int(self.needed.", "int((self.valid & self.scored.any(-1))."), where="Plan.network_calls")
-def law_block_replay_costs_the_steps_of_a_block(alg: Any) -> None:
-    """It makes a forward for each j at which some block decides something; (3.1) makes up to M times as many."""
-    for case in BLOCK_WALKS:
-        rollout, paths = walked(alg, case)
-        blocks, of_block = case.length // case.block, case.block // case.tokens
-        expected = 0
-        for b in range(len(paths)):
-            expected += sum(any(m * of_block + j <= last_step(rollout, b) for m in range(blocks)) for j in range(of_block))
-        plan, steps = (make(rollout, seeded()) for make in (alg.block_replay_plan, every_step(alg)))
-        assert plan.network_calls == expected <= of_block * len(paths), f"{case}: {plan.network_calls}, not {expected}"
-        assert case.eos is not None or steps.network_calls == blocks * plan.network_calls
-
-
 def every_step(alg: Any) -> Callable:
     """The plan (3.1) of all steps."""
     return functools.partial(alg.replay_plan, num_states=None, min_entropy=0.0)
@@ -265,29 +250,6 @@ def law_block_states(alg: Any) -> None:
             close(plan.hidden[k, b, :prompt], masked, "hidden prompt")
             close(plan.weight[k, b], sum(keep) / (states * len(hidden)), "weight")
         assert bool(plan.valid.all()) and not plan.replay and plan.weight.dtype == torch.float64
-
-
-@judges("2.7")
-@rejects("2.7", ("scored | ~keep], -1)", "scored], -1)"))
-def law_block_rows_are_their_own(alg: Any) -> None:
-    """The states of a response depend on its own length and noise only: the same in any batch and at any padding."""
-    for size, p in ((2, 0.4), (3, 0.2)):
-        rollout = rollout_of(alg, [(1, 0, 2, 1, 0)] * 4, BLOCK_KEEPS)
-        drawn = block_noise(4, 5, size, 3, 3, 60)
-        with noise(alg, *drawn):
-            whole = alg.block_plan(rollout, seeded(), num_states=3, block_length=size, p_mask=p)
-        for b, keep in enumerate(BLOCK_KEEPS):
-            for width in (5, 9):
-                blocks = -(-width // size)
-                mine = [drawn[0][[b]], drawn[1][:, [b]], drawn[2][:, [b]], drawn[3][:, [b]], drawn[4][:, [b]]]
-                mine[0] = torch.nn.functional.pad(mine[0], (0, blocks - mine[0].shape[1]), value=0.001)
-                mine[2:4] = (torch.nn.functional.pad(x, (0, width - 5), value=0.001) for x in mine[2:4])
-                single = rollout_of(alg, [(1,) * width], [keep + (0,) * (width - 5)])
-                with noise(alg, *mine):
-                    alone = alg.block_plan(single, seeded(), num_states=3, block_length=size, p_mask=p)
-                close(alone.scored[:, 0, :5], whole.scored[:, b], f"row {b} at width {width}")
-                close(alone.weight[:, 0], whole.weight[:, b], f"row {b} at width {width}: weight")
-                assert not alone.scored[..., 5:].any() and bool(alone.hidden[..., 3 + 5 :].all()), "padding"
 
 
 def block_law(n: int, size: int, chosen: int, p: float, length: int) -> Tensor:

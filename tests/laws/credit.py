@@ -95,29 +95,6 @@ def law_equal_rewards_are_silent(alg: Any) -> None:
 
 
 @judges("6.1", "6.3")
-@rejects("6.1", ("_average(group)", "group.median(1, keepdim=True).values"))
-@rejects("6.3", ("num_generations / (num_generations - 1)", "1.0"))
-def law_advantages_scale(alg: Any) -> None:
-    """group_mean is (N-1)/N times leave_one_out, and both are linear in the reward. A group of one has no advantage."""
-    flat = double(REWARDS).flatten()
-    close(alg.group_mean(flat, 4), 0.75 * alg.leave_one_out(flat, 4))
-    close(alg.group_mean(flat, 2), 0.5 * alg.leave_one_out(flat, 2))
-    close(alg.group_mean(3 * flat, 4), 3 * alg.group_mean(flat, 4))
-    close(alg.group_mean(flat, 1), torch.zeros(12), "a group of one")
-
-
-@judges("6.2")
-@rejects("6.2", ("correction=ddof", "correction=0"))
-def law_z_score_scale(alg: Any) -> None:
-    """At eps = 0 a group has standard deviation 1 with its own ddof, whatever the scale of its rewards."""
-    flat = double(REWARDS[0] + REWARDS[2])
-    for ddof in (0, 1, 2):
-        got = alg.group_z_score(flat, 4, ddof=ddof, eps=0.0).unflatten(0, (2, 4))
-        close(got.square().sum(1) / (4 - ddof), [1, 1], f"ddof {ddof}")
-        close(alg.group_z_score(7 * flat, 4, ddof=ddof, eps=0.0), got.flatten(), "scale")
-
-
-@judges("6.1", "6.3")
 @rejects("6.1", ("group - _average(group)", "_average(group) - group"))
 def law_leave_one_out_is_unbiased(alg: Any) -> None:
     """Over all groups of three draws the mean of adv grad log pi is grad J, and 2/3 of it with group_mean."""
@@ -200,22 +177,6 @@ def law_stepwise_advantage(alg: Any) -> None:
         expected = double(credit_by_hand(reward, value, valid, time, options))
         close(torch.where(valid, got, 0.0), torch.where(valid, expected, 0.0), f"{options}")
         assert bool(got.isfinite().all()), "ranks without a member"
-
-
-@judges("6.4")
-@rejects("6.4", ("-1, num_generations)", "num_generations, -1)).transpose(1, 2"))
-def law_stepwise_groups_stay_apart(alg: Any) -> None:
-    """Other prompts do not matter, members in another order get the same numbers, and invalid states do not count."""
-    reward, value, valid, time = credit_case()
-    credit = partial(alg.stepwise_advantage, **CREDIT)
-    got = credit(reward, N, value, valid, time)
-    alone = credit(reward[4:], N, value[:, 4:], valid[:, 4:], time[:, 4:])
-    close(torch.where(valid[:, 4:], got[:, 4:] - alone, 0.0), torch.zeros(K, 4), "other prompts")
-    order = torch.tensor([2, 0, 3, 1, 5, 4, 7, 6])
-    moved = credit(reward[order], N, value[:, order], valid[:, order], time[:, order])
-    close(torch.where(valid[:, order], moved - got[:, order], 0.0), torch.zeros(K, 8), "order")
-    other = credit(reward, N, torch.where(valid, value, 1e6), valid, time)
-    close(torch.where(valid, other - got, 0.0), torch.zeros(K, 8), "values of states that do not exist")
 
 
 @judges("6.4", "10.1")
@@ -380,20 +341,6 @@ def law_progress_advantage(alg: Any) -> None:
         got = alg.progress_advantage(double(reward), 3, double(steps), torch.tensor(valid).bool(), time, **options)
         close(got, progress(reward, steps, valid, 3, keep, 1e-4), f"{keep} states")
         assert int((got.unflatten(1, (2, 3)).abs().sum(2) > 0).sum(0).max()) <= keep
-
-
-@judges("6.5")
-@rejects("6.5", ("_average(value, present)", "_average(value)"))
-def law_progress_advantage_of_few(alg: Any) -> None:
-    """Where a group has lost a state for all members but one it has advantage 0, and the other group keeps its own."""
-    reward, steps = normal(6, seed=64).tolist(), normal(4, 6, seed=65).tolist()
-    valid = [[1] * 6, [1, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0] * 6]
-    options = {"num_states": 4, "eps": 1e-4}
-    time = torch.zeros(4, 6, dtype=torch.float64)
-    got = alg.progress_advantage(double(reward), 3, double(steps), torch.tensor(valid).bool(), time, **options)
-    close(got, progress(reward, steps, valid, 3, 4, 1e-4))
-    close(got[1:, 3:], [[0.0] * 3] * 3, "one of three, none, none")
-    assert bool((got[0] != 0).all()) and bool((got[1, :3] != 0).all()), "where there are members to compare"
 
 
 @judges("6.6")

@@ -95,44 +95,6 @@ def law_features_are_those_of_the_model(alg: Any) -> None:
             close(got["entropy"][k, b], entropy, "entropy")
 
 
-MAIN_FEATURES = ("logp", "entropy")  # the others need records, an order or a reference: laws of their methods
-
-
-@judges("4.1")
-@rejects("4.1", ("blank)[states]", "blank)[: len(states)]"), where="features")
-def law_features_do_not_depend_on_the_split(alg: Any) -> None:
-    """Features are the same to the bit for every micro-batch size and for states in any order, and have no graph."""
-    model, rollout, plan = mixed_batch(alg)
-    whole = alg.features(model, rollout, plan, temperature=0.7, names=MAIN_FEATURES)
-    assert set(whole) == {"logp", "entropy"} and not whole["logp"].requires_grad
-    for size in (1, 5):
-        parts = alg.features(model, rollout, plan, temperature=0.7, names=MAIN_FEATURES, size=size)
-        assert all(torch.equal(parts[name], whole[name]) for name in whole), f"size {size}"
-    states = torch.tensor([7, 2, 10, 0, 5])
-    some = alg.state_features(model, rollout, plan, states, temperature=0.7, names=MAIN_FEATURES)
-    assert all(torch.equal(some[name], whole[name].flatten(0, 1)[states]) for name in whole), "order of states"
-    nothing = alg.Plan(plan.hidden, torch.zeros_like(plan.scored), plan.weight, plan.valid)
-    close(alg.features(model, rollout, nothing, temperature=0.7)["logp"], torch.zeros(4, 3, 4), "nothing scored")
-
-
-@judges("4.1")
-@rejects("4.1", ("value.masked_fill(log_probs == -torch.inf, 0)", "value"), where="_expectation")
-def law_features_have_the_right_gradient(alg: Any) -> None:
-    """Their gradient is that of autograd through the oracle, and finite although [MASK] has the logit -inf."""
-    model, rollout, plan = mixed_batch(alg)
-    c, total = normal(2, 12, 4, seed=14), torch.zeros((), dtype=torch.float64)
-    got = alg.state_features(model, rollout, plan, torch.arange(12), temperature=0.7, names=MAIN_FEATURES)
-    gradient = oracle.table_gradient(model, (c[0] * got["logp"] + c[1] * got["entropy"]).sum())
-    for k, b in itertools.product(range(4), range(3)):
-        response, hidden = tuple(rollout.response[b].tolist()), positions(plan.hidden[k, b, 3:])
-        state = tuple(model.mask_token_id if i in hidden else token for i, token in enumerate(response))
-        logq = (model.logits_at(state) / 0.7).log_softmax(-1)
-        for i in positions(plan.scored[k, b]):
-            row = 3 * k + b
-            total = total + c[0, row, i] * logq[i, response[i]] - c[1, row, i] * (logq[i].exp() * logq[i]).sum()
-    close(gradient, oracle.table_gradient(model, total))
-
-
 def refuses_a_loss_that_is_no_number(backward: Callable, model: Any, rollout: Any, plan: Any) -> None:
     """A loss that is infinite or nan raises FloatingPointError before anything is added to the gradient."""
     for bad in (math.inf, math.nan):

@@ -379,7 +379,7 @@ def law_plan_refusals(alg: Any) -> None:
         (alg.quadrature_plan, "num_nodes", 0, "1"),
         (alg.quadrature_plan, "num_nodes", 2.0, "1"),
         (alg.quadrature_plan, "masks_per_node", 0, "1"),
-        (alg.quadrature_plan, "counts", "ceil", "stochastic"),
+        (alg.quadrature_plan, "counts", "ceil", "rounded"),
         (alg.quadrature_plan, "domain", "eos", "keep"),
         (alg.block_plan, "num_states", 0),
         (alg.block_plan, "block_length", 0),

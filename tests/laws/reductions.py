@@ -130,23 +130,6 @@ def law_aggregation_invariances(alg: Any) -> None:
         close(padded, value * 5 / 8 if how == "fixed_length" else value, f"{how}: padding")
 
 
-@judges("9.1")
-@rejects("9.1", ("lengths).mean()", "lengths).sum()"))
-def law_aggregation_of_prompts(alg: Any) -> None:
-    """All but those that count tokens or entries are the mean over the prompts of what each prompt gives alone."""
-    rollout, plan, loss = loose_plan(alg)
-    for how in alg.AGGREGATIONS:
-        alone = []
-        for rows in (slice(0, 2), slice(2, 4)):
-            part = rollout_of(alg, rollout.response[rows], rollout.keep[rows], num_generations=2)
-            cut = alg.Plan(plan.hidden[:, rows], plan.scored[:, rows], plan.weight[:, rows], plan.valid[:, rows])
-            alone.append(alg.aggregate(loss[:, rows], cut, part, level="token", how=how))
-        shares = [7 / 11, 4 / 11] if how in ("token_mean", "length_weighted") else [0.5, 0.5]
-        if how == "entry_mean":
-            shares = [float(plan.scored[:, rows].sum() / plan.scored.sum()) for rows in (slice(0, 2), slice(2, 4))]
-        close(alg.aggregate(loss, plan, rollout, level="token", how=how), shares[0] * alone[0] + shares[1] * alone[1], how)
-
-
 def eubo_by_loops(logp: list[dict[int, Any]], weight: list[float], beta: float) -> Any:
     """The EUBO of one response, n/(beta h) sum_i log sum_k weight_k 1[i hidden in k] p_ik^beta."""
     seen = sorted({i for state in logp for i in state})
@@ -217,27 +200,6 @@ def law_eubo_gradient_is_a_soft_maximum(alg: Any) -> None:
                 for k in range(len(got)):
                     expected = n / len(seen) * share[states.index(k)] / sum(share) if k in states else 0.0
                     close(got[k, b, i], expected, f"beta {beta}")
-
-
-@judges("5.2")
-@rejects("5.2", (".logsumexp(0).masked_fill(~seen, 0)", ".logsumexp(0)"))
-def law_eubo_reads_hidden_tokens_only(alg: Any) -> None:
-    """What is not scored has neither value nor gradient, even where it is -inf. A token hidden in no state leaves the mean."""
-    rollout, plans = sampled_plans(alg)
-    for plan in plans:
-        logp = -normal(*plan.scored.shape, seed=63).abs()
-        value = alg.eubo(logp, plan, beta=1.5)
-        for rubbish in (-torch.inf, -1e9, 3.0):
-            other = logp.masked_fill(~plan.scored, rubbish).requires_grad_()
-            got = alg.eubo(other, plan, beta=1.5)
-            close(got, value, f"{rubbish} where nothing is read")
-            gradient = torch.autograd.grad(got.sum(), other)[0]
-            assert bool(gradient.isfinite().all()) and not gradient[~plan.scored].any(), f"{rubbish}: gradient"
-    scored = torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]]]).bool()
-    plan = alg.Plan(torch.ones(2, 1, 7).bool(), scored, double([[2.0], [1.0]]), scored.any(-1))
-    logp = double([[[-1.0, 0, 0, 0]], [[-2.0, -3.0, 0, 0]]])
-    inner = math.log(2 * math.exp(-2) + math.exp(-4)), math.log(math.exp(-6))
-    close(alg.eubo(logp, plan, beta=2.0), [[[4 / (2 * 2) * sum(inner)]]], "two of four tokens seen")
 
 
 def all_states(alg: Any, response: tuple) -> tuple[Any, Any]:

@@ -245,60 +245,6 @@ def law_mean_score_is_zero_with_the_order_only(alg: Any) -> None:
     assert leak > 0.1, f"mean of the token-only score: {leak}"
 
 
-def crossing(shift: float) -> oracle.TabularDenoiser:
-    """Two positions, three tokens: token 0 of position 0 is more confident than token 0 of position 1 iff shift > 0."""
-    table = normal(16, 2, 3, seed=64)
-    table[15] = double([[1.5 + shift, 0.3, -0.4], [1.5, 0.3, -0.4]])
-    return oracle.TabularDenoiser(table)
-
-
-@judges("4.2")
-@rejects("4.2", ("= (mine < limit) |", "= (mine > limit) |"), where="log_passed_over")
-def law_objective_jumps_where_confidences_cross(alg: Any) -> None:
-    """On a path of tables J is smooth on each side of a crossing of confidences, as the kernel has it, and jumps at the
-    crossing.
-
-    The jump is P(both tokens are proposed) times the difference of what the two following states are worth, as the kernel
-    has it. No gradient sees it: the score is exact almost everywhere, and J is not continuous.
-    """
-    temperature, settings = 0.7, settings_of(kernel(2, 3, 2))
-    reward = lambda y: reward_of(y, None)  # noqa: E731
-
-    def objective(shift: float) -> float:
-        """sum over all responses and both orders of exp(logp + order_logp) reward, by the module."""
-        model = crossing(shift)
-        paths = [
-            oracle.Trajectory(torch.ones(()), y, order)
-            for y, order in itertools.product(itertools.product(range(3), repeat=2), ((0, 1), (1, 0)))
-        ]
-        rollout = recorded(alg, paths, None, sampler=settings)
-        plan = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
-        found = alg.features(model, rollout, plan, temperature=temperature, names=("logp", "order_logp"))
-        chance = (found["logp"] + found["order_logp"]).sum((0, 2)).exp()
-        truth = oracle.expected_reward(oracle.trajectories(model, "low_confidence", temperature, 1), reward)
-        got = sum(p * reward(path.response) for p, path in zip(chance.tolist(), paths, strict=True))
-        close(got, truth.item(), f"J at {shift}")
-        return got
-
-    h = 1e-4
-    above, below = (3 * objective(s * h) - 3 * objective(2 * s * h) + objective(3 * s * h) for s in (1, -1))
-    p = (crossing(0.0).table[15] / temperature).softmax(-1).detach()
-    worth = []  # of the state with token 0 at one position, the other one hidden
-    for i in range(2):
-        state = (0, 3) if i == 0 else (3, 0)
-        q = (crossing(0.0).logits_at(state)[1 - i] / temperature).softmax(-1).tolist()
-        worth.append(sum(q[v] * reward((0, v) if i == 0 else (v, 0)) for v in range(3)))
-    # The other two pairs of equal tokens cross the other way: raising one logit makes the other tokens of that row less likely.
-    back = []
-    for v in (1, 2):
-        q = [(crossing(0.0).logits_at(s)[j] / temperature).softmax(-1).tolist() for s, j in (((v, 3), 1), ((3, v), 0))]
-        back.append([sum(q[0][w] * reward((v, w)) for w in range(3)), sum(q[1][w] * reward((w, v)) for w in range(3))])
-    jump = float(p[0, 0] * p[1, 0]) * (worth[0] - worth[1])
-    jump += sum(float(p[0, v] * p[1, v]) * (there - here) for v, (here, there) in zip((1, 2), back, strict=True))
-    assert abs(jump) > 0.01, "the fixture does not jump"
-    close(above - below, jump, "jump of J", 1e-8)
-
-
 @judges("4.2")
 @rejects("4.2", ("clamp(min=torch.finfo(probability.dtype).tiny).", ""), where="log_passed_over")
 def law_impossible_orders(alg: Any) -> None:

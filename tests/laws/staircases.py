@@ -142,22 +142,6 @@ def law_staircase_mask(alg: Any) -> None:
     refuses(lambda: alg.staircase_mask(prompt_mask, 4, 2, clean="all"), "clean stream", "'all'", "block", "causal")
 
 
-@judges("4.1")
-@rejects("", ("blocks)).any(1)", "blocks))[:, 0]"), where="Plan.needed")
-def law_second_pass_skips_whole_forwards(alg: Any) -> None:
-    """A forward is done if and only if one of its states has a cotangent. The gradient is that of these states."""
-    for name, model, _, rollout, plan in itertools.islice(staircases(alg), 2, 4):
-        chosen = torch.zeros_like(plan.scored)
-        chosen[4, 0], chosen[1, 2], chosen[2, 2] = plan.scored[4, 0], plan.scored[1, 2], plan.scored[2, 2]
-        feature = graph_features(alg, model, rollout, replace(plan, block_length=None), ("logp",), 0.7)
-        (feature["logp"] * chosen).sum().backward()
-        truth = tiny.gradient(model)
-        cotangent = {"logp": chosen.double()}
-        _, calls = alg.second_pass(model, rollout, plan, cotangent, temperature=0.7, size=1)
-        assert calls == 2, f"{name}: {calls} forwards"
-        close(tiny.gradient(model), truth, f"{name}: gradient", 1e-12)
-
-
 @contextmanager
 def head_numbers(alg: Any, numbers: int) -> Iterator[None]:
     """Within this context at most so many logits are made at a time."""

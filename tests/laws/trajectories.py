@@ -102,18 +102,6 @@ def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
 
 
 @judges("3.1")
-@rejects("3.1", (".masked_fill(~rollout.keep, -1)", ""), where="_last_deciding_step")
-def law_replay_leaves_out_decided_steps(alg: Any) -> None:
-    """Where an EOS decides the reward early, fewer states are called than steps were run. Without an EOS all are."""
-    for case in WALKS:
-        _, paths, _, _ = walk(case)
-        plan = alg.replay_plan(recorded(alg, paths, case.eos), seeded(), num_states=None, min_entropy=0.0)
-        run = sum(max(path.unmask_step) + 1 for path in paths)
-        assert plan.network_calls < run if case.eos is not None and case.order == "random" else plan.network_calls <= run
-        assert case.eos is not None or plan.network_calls == run
-
-
-@judges("3.1")
 @rejects("3.1", ("unmask >= steps", "unmask > steps"), where="_replay_states")
 def law_replay_of_confident_samplers_is_token_only(alg: Any) -> None:
     """By confidence the gradient is that of the token-only score, and not the policy gradient."""
