@@ -1,6 +1,5 @@
 """Laws of the features, section 4, and of the two backward passes that make them a gradient."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -201,26 +200,6 @@ def law_one_pass_backward(alg: Any) -> None:
     refuses_a_loss_that_is_no_number(alg.one_pass_backward, model, rollout, plan)
     model.drop = torch.nn.Dropout(0.1)
     refuses(lambda: alg.one_pass_backward(model, rollout, plan, loss, **how), "model", "dropout 0.1", "drop")
-
-
-@judges("4.1")
-@rejects("4.1", ("if plan.targets is None else plan.targets.flatten(0, 1)[states]", ""), where="state_features")
-def law_targets_override_the_response(alg: Any) -> None:
-    """Where a plan names targets, logp is theirs, state by state, while the network still sees the response."""
-    model, rollout = tabular(4, 3), rollout_of(alg, [[1, 0, 2, 1], [2, 2, 0, 0]])
-    hidden = torch.rand(3, 2, 7, generator=seeded(5)) < 0.6
-    scored, target = hidden[..., 3:], torch.randint(0, 3, (3, 2, 4), generator=seeded(6))
-    plan = alg.Plan(hidden, scored, torch.ones(3, 2), scored.any(-1), targets=target)
-    got = alg.features(model, rollout, plan, temperature=0.7)["logp"]
-    for k, b in itertools.product(range(3), range(2)):
-        masked = positions(hidden[k, b, 3:])
-        state = tuple(3 if i in masked else int(t) for i, t in enumerate(rollout.response[b]))
-        logp = (model.logits_at(state) / 0.7).log_softmax(-1)
-        close(got[k, b], [logp[i, target[k, b, i]].item() if i in masked else 0.0 for i in range(4)], "logp of the targets")
-    own = dataclasses.replace(plan, targets=rollout.response.expand(3, -1, -1))
-    plain = alg.features(model, rollout, dataclasses.replace(plan, targets=None), temperature=0.7)["logp"]
-    close(alg.features(model, rollout, own, temperature=0.7)["logp"], plain, "targets = response")
-    assert float((got - plain).abs().max()) > 0.1, "the targets are the response"
 
 
 @judges("4.1")

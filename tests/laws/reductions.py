@@ -265,24 +265,3 @@ def law_sandwich(alg: Any) -> None:
         close(*slope, f"omega {omega}: gradient")
         plain = ll if omega == 0 else torch.where(adv > 0, ll, got["score"])
         assert torch.equal(got["score"], plain), "good answers, or omega 0: ll exactly"
-
-
-@judges("5.1")
-@rejects("5.1", ("ll = parts * (ll * plan.weight", "ll = (ll * plan.weight"))
-def law_pair_reduction(alg: Any) -> None:
-    """Each pair is the estimate that its two states alone would give; the mean over the pairs is the sequence's."""
-    rollout, plan, _ = loose_plan(alg)
-    both = torch.cat([plan.scored, plan.scored[:1]])
-    weight = torch.cat([plan.weight, plan.weight[:1]])
-    four = alg.Plan(torch.cat([plan.hidden, plan.hidden[:1]]), both, weight, both.any(-1))
-    logp = normal(4, 4, 5, seed=61)
-    got = alg.reduce_logp(logp, four, level="pair", normalizer=rollout.lengths.double())
-    for j in range(2):
-        for b in range(4):
-            total = sum(2 * weight[k, b] * logp[k, b, i] for k in (2 * j, 2 * j + 1) for i in positions(both[k, b]))
-            close(got[j, b, 0], total / int(rollout.lengths[b]), f"pair {j} of row {b}")
-    sequence = alg.reduce_logp(logp, four, level="sequence", normalizer=rollout.lengths.double())
-    close(got.mean(0, keepdim=True), sequence, "mean of the pairs")
-    present, ones = alg.entries(four, "pair")
-    assert present.shape == (2, 4, 1) and bool((ones == 1).all())
-    close(present[..., 0], [[float((both[2 * j, b] | both[2 * j + 1, b]).any()) for b in range(4)] for j in range(2)])

@@ -25,20 +25,11 @@ from laws.tools import (
     refuses,
     repeated,
     rollout_of,
-    scored_values,
     seeded,
     subset_number,
-    subset_scores,
     tabular,
-    variance,
 )
 from minidrl import oracle
-
-
-def positions_model(values: list[float]) -> oracle.TabularDenoiser:
-    """A model whose token 0 has log-probability values[i] at position i, whatever else is hidden."""
-    row = [[v, math.log(-math.expm1(v))] for v in values]
-    return oracle.TabularDenoiser.from_hidden_table(double([row] * 2 ** len(values)))
 
 
 @judges("2.11")
@@ -99,34 +90,6 @@ def law_arc_plan_frequencies(alg: Any) -> None:
             if chosen <= positions(KEEPS[1]):
                 chance[sum(2**i for i in chosen)] = law[k][len(chosen) - 1] / math.comb(n, len(chosen))
         frequencies_agree(subset_number(plan.scored[k]), chance, f"subsets of state {k}")
-
-
-@judges("2.11")
-@rejects("", ("count.cumsum(0) - count", "0 * count"), where="_arcs")
-def law_arcs_do_not_raise_the_variance_of_positions(alg: Any) -> None:
-    """Where logp depends on the position alone, two states have a variance below that of the strata of (2.3)."""
-    for values in ([-0.1, -2.0, -0.5], [-1.0, -1.5, -0.2, -3.0]):
-        n = len(values)
-        cells = list(itertools.product(midpoints(n), repeat=2))
-        scores = subset_scores(positions_model(values), (0,) * n, frozenset(range(n)))
-        draws = list(itertools.product(cells, all_orders(n)))
-        u, order = double([u for u, _ in draws]).T, double([order for _, order in draws])
-        with noise(alg, u, order):
-            plan = alg.arc_plan(repeated(alg, (0,) * n, (1,) * n, len(draws)), seeded(), num_states=2, domain="keep")
-        arcs = scored_values(plan, scores)
-        # The strata by hand: two independent states, every count of a stratum as likely as its share of it.
-        means, apart = [], 0.0
-        for k in range(2):
-            share = [max(0.0, min((k + 1) / 2, (c + 1) / n) - max(k / 2, c / n)) * 2 for c in range(n)]
-            states = [
-                (share[len(m) - 1] / math.comb(n, len(m)), n / len(m) * scores[sum(2**i for i in m)].item() / 2)
-                for m in oracle.all_subsets(n)[1:]
-            ]
-            mean, spread = (float(v) for v in oracle.moments(states))
-            means.append(mean)
-            apart += spread
-        close(arcs.mean(), sum(means), "mean")
-        assert variance(arcs) < apart - 1e-6, f"arcs {variance(arcs)}, strata {apart}"
 
 
 STEPS = ((2, 0, 3, 1), (0, 1, 2, 3), (1, 0, 0, 1))  # the step of each position; the last reveals two a step

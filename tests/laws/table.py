@@ -13,7 +13,6 @@ from torch import Tensor
 
 from laws.features import kl_by_hand
 from laws.formulas import CLIPS, FORMULAS, REACH, Formula
-from laws.reductions import eubo_by_loops, states_of
 from laws.registry import for_each_method, judges, rejects
 from laws.tools import (
     close,
@@ -443,44 +442,6 @@ def law_mask_aware_options(alg: Any) -> None:
     adv = alg.advantages(row, plan, rollout, reward)
     loss = [alg.method_loss(m, plan, rollout, feature, adv, anchor, None) for m in (method, row)]
     close(loss[0] - loss[1], 0.5 * (feature["kl_ref"].sum((0, 2)) / rollout.lengths).mean(), "exact KL")
-
-
-@judges("5.3", "8.4", "10.1")
-@rejects(
-    "5.3",
-    ("torch.where(adv > 0, ll,", "torch.where(adv < 0, ll,"),
-    ("beta=eubo_beta) / normalizer[:, None]", "beta=eubo_beta)"),
-)
-def law_weights_use_the_elbo_only(alg: Any) -> None:
-    """omega and beta move the score and never the weights: the loss is linear in omega, with slope -sum w adv (EUBO - ELBO)."""
-    drawn, old, new, _, reward = experience()
-    rollout, adv = alg.Rollout(**vars(drawn)), reward.unflatten(0, (2, 4))
-    adv = (adv - adv.mean(1, keepdim=True)).flatten().tolist()
-    for name in ("stabledrl-sequence", "stabledrl"):
-        row = sized(alg.METHODS[name])
-        plan = row.plan(rollout, seeded(44))
-        feature, ours = ({"logp": alg.features(model, rollout, plan, temperature=1.0)["logp"]} for model in (old, new))
-        anchor, loss = alg.reduced(row, plan, rollout, feature), {}
-        ll = alg.reduced(row, plan, rollout, ours)[0, :, 0].tolist()
-        cap = row.objective.keywords["cap"]
-        capped = [min(math.exp(a - float(b)), cap) for a, b in zip(ll, anchor.flatten(), strict=True)]
-        weight = [c / sum(capped[4 * (b // 4) : 4 * (b // 4) + 4]) for b, c in enumerate(capped)]
-        for omega, beta in itertools.product((0.0, 0.5, 1.0), (1.0, 2.0)):
-            method = with_extra(alg, row, omega, beta)
-            loss[omega, beta] = alg.method_loss(method, plan, rollout, ours, double(adv), anchor, None).item()
-            expected = 0.0
-            for b in range(8):
-                states, n = states_of(new, rollout, plan, b), int(rollout.keep[b].sum())
-                upper = eubo_by_loops(states, plan.weight[:, b].tolist(), beta) / (1 if name == "stabledrl-sequence" else n)
-                score = ll[b] if adv[b] > 0 else omega * upper.item() + (1 - omega) * ll[b]
-                expected -= weight[b] * adv[b] * score / 2
-            close(loss[omega, beta], expected, f"{name}, omega {omega}, beta {beta}")
-        close(loss[0.0, 1.0], loss[0.0, 2.0], "omega 0")
-
-
-def with_extra(alg: Any, row: Any, omega: float, beta: float) -> Any:
-    """The method with other numbers in its sandwich."""
-    return replace(row, extra=functools.partial(alg.sandwich, eubo_beta=beta, omega=omega))
 
 
 @judges()

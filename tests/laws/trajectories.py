@@ -344,27 +344,6 @@ def law_merged_states(alg: Any) -> None:
         close(plan.weight, torch.ones(plan.weight.shape), "weight")
 
 
-@judges("3.3", "3.1", "2.1")
-@rejects("3.3", ("return replace(plan, step=None)", "return plan"))
-def law_merged_plan_between_replay_and_mean_field(alg: Any) -> None:
-    """merge = 1 scores as the replay does, without its anchor; merge = T as the mean field, at one call."""
-    for case in WALKS:
-        model, paths, _, _ = walk(case)
-        rollout = recorded(alg, paths, case.eos)
-        total = max(max(path.unmask_step) for path in paths) + 1
-        value = lambda plan: alg.features(model, rollout, plan, temperature=0.7)["logp"].sum(0)  # noqa: E731, B023
-        replay = alg.replay_plan(rollout, seeded(), num_states=None, min_entropy=0.0)
-        one, all_at_once = (alg.merged_plan(rollout, seeded(), merge=merge) for merge in (1, total))
-        close(value(one), value(replay), "merge = 1")
-        assert torch.equal(one.hidden, replay.hidden) and torch.equal(one.valid, replay.valid)
-        refuses(lambda: alg.behaviour_anchor(alg.METHODS["ppo"], one, rollout), "anchor", "ppo", "replay")  # noqa: B023
-        assert all_at_once.network_calls == len(paths) < one.network_calls
-        for b, path in enumerate(paths):
-            field = oracle.token_logp(model, path.response, frozenset(range(case.length)), 0.7)
-            shown = [field[i].item() if s >= 0 else 0.0 for i, s in enumerate(path.unmask_step)]
-            close(value(all_at_once)[b], shown, f"merge = T, {case}")
-
-
 @judges("3.4")
 @rejects("3.4", ("transpose(0, 1)", "transpose(0, 1).flip(0)"), ("scored.shape[-1]", "1"), ("& plan.valid[..., None]", ""))
 def law_prediction_plan(alg: Any) -> None:
