@@ -466,7 +466,7 @@ def confidence(
     settings: Sampler,
 ) -> Float[Tensor, "R C"]:
     """How sure a candidate is. LLaDA's rule: log softmax(z)[token], at temperature 1 whatever the
-    sampler's. Dream's: less the entropy of q, or the margin between its two largest numbers."""
+    sampler's. Dream's: minus the entropy of q, or the margin between its two largest numbers."""
     if settings.order == "low_confidence":
         return (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).float()
     q = (log_policy(logits, settings) if logq is None else logq).exp()
