@@ -13,6 +13,8 @@ Each puzzle is of one of the CLASSES: some solution has sums only; none has, but
 product or a quotient. ``chance`` is the share of solutions among all true calculations with the numbers of a puzzle. ``place``
 says when the characters of a part of the answer are written, 0 first and 1 last, on average over answers of two equations.
 
+``crossed``: the weights that were trained in an order, answering in the other one.
+
 A run takes some minutes of one CPU thread. Those that have finished are not repeated. `--order` trains one of the orders, so
 that two processes can share the work; without it, results/orders.json and orders.png are written at the end.
 """
@@ -189,11 +191,13 @@ def main() -> None:
     parser.add_argument("--order", choices=ORDERS, help="work on this order only, and write no result")
     asked = parser.parse_args()
     runs, base = asked.runs, Path(settings_of("low_confidence").model)
-    before, after = {}, {}
+    before, after, crossed = {}, {}, {}
     for order in ORDERS if asked.order is None else (asked.order,):
         before[order] = answered(runs / f"base-{order}.json", base, order)
         models = {seed: trained(order, seed, runs) for seed in range(asked.seeds)}
         after[order] = [answered(runs / f"{order}-{seed}.json", model, order) for seed, model in models.items()]
+        (other,) = set(ORDERS) - {order}
+        crossed[order] = [answered(runs / f"{order}-{seed}-crossed.json", model, other) for seed, model in models.items()]
     if asked.order is not None:
         return
 
@@ -202,6 +206,7 @@ def main() -> None:
     classes = [class_of(puzzle, task) for puzzle in problems]
     for order in ORDERS:
         print(table(f"base, {order}", [before[order]]), table(f"RL, {order}", after[order]), sep="\n")
+        print(table(f"RL, {order}, crossed", crossed[order]))
     first = {f"base, {order}": before[order]["texts"] for order in ORDERS}
     first |= {f"RL, {order}": after[order][0]["texts"] for order in ORDERS}
     result = {
@@ -212,6 +217,7 @@ def main() -> None:
         },
         "base": {order: _counts(before[order]) for order in ORDERS},
         "RL": {order: [_counts(run) for run in after[order]] for order in ORDERS},
+        "crossed": {order: [_counts(run) for run in crossed[order]] for order in ORDERS},
         "examples": [
             {"prompt": problems[i].prompt, **{name: texts[i] for name, texts in first.items()}} for i in range(EXAMPLES)
         ],

@@ -78,6 +78,7 @@ def main() -> None:
         for step in range(length + 2):
             frames.append(frame({order: found[order][i] for order in ORDERS}, step, length).quantize(32))
             times.append(PAUSE if step > length else STEP)
+    frames, times = frames[-1:] + frames[:-1], times[-1:] + times[:-1]  # where nothing moves, a finished answer is seen
     frames[0].save(OUT, save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
 
 
