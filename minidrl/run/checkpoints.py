@@ -203,7 +203,7 @@ def _block_length(folder: Path, raw: dict, family: Family) -> int | None:
     length = raw.get(family.block_key)
     arguments = folder / "training_args.bin"  # a pickle, which is not opened: it names a trainer
     told = arguments.read_bytes() if arguments.is_file() else b""
-    by_bd3lm = family.block_key is not None and b"bd3lm" in str(folder).lower().encode() + told
+    by_bd3lm = family.block_key == "block_size" and b"bd3lm" in str(folder).lower().encode() + told
     if length is None and not (family.in_blocks or by_bd3lm):
         return None
     if type(length) is not int or length < 1:
@@ -236,40 +236,32 @@ def _network_config(raw: dict, family: Family, mask_token_id: int) -> PreTrained
 
 
 def _read_tokenizer(folder: Path, raw: dict, family: Family) -> PreTrainedTokenizerBase:
-    """The tokenizer, padding on the left, with the tokens that only other files name."""
+    """The tokenizer, padding on the left, with the tokens that only other files name.
+
+    [MASK] is config.json's, else the tokenizer's, else the family's mask token.
+    """
     whole = (folder / "tokenizer.json").is_file()
     generation = folder / "generation_config.json"
     with reading(folder):
         kind = PreTrainedTokenizerFast if whole else family.tokenizer
         tokenizer = kind.from_pretrained(folder, padding_side="left")
         told = read_json(generation) if generation.is_file() else {}
-    named = raw | told
-    named["mask_token_id"] = _mask_token_id(folder, raw, tokenizer, family)
+    masks = (raw.get("mask_token_id"), tokenizer.mask_token_id)
+    mask = next((i for i in masks if i is not None), tokenizer.get_vocab().get(family.mask_token))
+    named = raw | told | {"mask_token_id": mask}
     for name in ("mask_token", "eos_token", "pad_token"):
         index = named.get(f"{name}_id")
         index = index[0] if isinstance(index, list) and index else index
         if getattr(tokenizer, name) is None and isinstance(index, int) and index < len(tokenizer):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
+    if mask is None or (found := tokenizer.mask_token_id) != mask:
+        allowed = f"the id of one of its tokenizer's {len(tokenizer)} tokens"
+        allowed = allowed if mask is None or found is None else f"{found}, as its tokenizer says"
+        raise _refused(folder, f" with mask_token_id {mask}; allowed {allowed}")
     tokenizer.template_words = dict(family.template_words)
     ends = told.get("eos_token_id") or []  # one, or several: each ends an answer (text.end_ids)
     tokenizer.more_ends = [ends] if isinstance(ends, int) else ends
     return tokenizer
-
-
-def _mask_token_id(
-    folder: Path, raw: dict, tokenizer: PreTrainedTokenizerBase, family: Family
-) -> int:
-    """config.json's, else the tokenizer's, else the id of the family's mask token."""
-    config, told = raw.get("mask_token_id"), tokenizer.mask_token_id
-    if config is not None and told not in (None, config):
-        allowed = f"{told}, as its tokenizer says"
-        raise _refused(folder, f" with mask_token_id {config}; allowed {allowed}")
-    known = (config, told, tokenizer.get_vocab().get(family.mask_token))
-    index = next((i for i in known if i is not None), None)
-    if not isinstance(index, int) or not 0 <= index < len(tokenizer):
-        allowed = f"the id of one of its tokenizer's {len(tokenizer)} tokens"
-        raise _refused(folder, f" with mask_token_id {index}; allowed {allowed}")
-    return index
 
 
 def _read_network(
