@@ -128,10 +128,14 @@ def test_gdpo_with_arcs_is_the_method_of_that_name():
     assert dataclasses.replace(chosen, **told) == row
 
 
-@pytest.mark.parametrize(("key", "value"), [("order", "entropy"), ("order", "margin"), ("top_p", 0.9)])
-def test_the_choice_of_positions_is_not_scored_where_it_is_another(key, value):
-    settings = tiny.settings("base", method="egspo-exact", sampler=tiny.sampler_of("egspo-exact", **{key: value}))
-    refuses(lambda: precheck.method_of(settings), f"sampler.{key}", repr(value), "egspo-exact")
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("egspo-exact", "order", "entropy"), ("mask-aware", "order", "margin"), ("egspo-exact", "top_p", 0.9)],
+)
+def test_the_choice_of_positions_is_not_scored_where_it_is_another(name, key, value):
+    settings = tiny.settings("base", method=name, sampler=tiny.sampler_of("egspo-exact", **{key: value}))
+    refuses(lambda: precheck.method_of(settings), f"sampler.{key}", repr(value), name)
+    settings = dataclasses.replace(settings, method_options={"plan.num_states": 3})
     assert precheck.method_of(dataclasses.replace(settings, method="egspo-accounts")).anchor == "behaviour"
 
 
