@@ -85,7 +85,7 @@ MISTAKES = {
     "train run.yaml --evaluate.n 5000": "evaluate.n: got 5000; allowed at most 35",
     "train run.yaml --task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the tokenizer of ",
     "tasks sudoku --check run.yaml": "check: got 'run.yaml', whose ending is another; allowed .jsonl,",
-    "tasks gsm8k --check nowhere.json --task.shot 2": "task.shot: unknown key (did you mean task.shots?)",
+    "tasks gsm8k --check nowhere.json --task.wordin d1": "task.wordin: unknown key (did you mean task.wording?)",
     # methods and their options
     "methods gdpp": "methods: got 'gdpp'; allowed gdpo",
     "where zzzz": "where: got 'zzzz', which no docstring holds",

@@ -1,10 +1,9 @@
 """Countdown: splits, generator, solver, verifier and tokenizer, judged by an evaluator of their own.
 
-``judge`` below shares nothing with the verifier: Python's own parser reads the text, a walk over its tree computes it, and
-whatever the walk does not know is refused. Laws take the module as an argument, so that the mutants at the end can break it.
+``judge`` below shares nothing with the verifier: two stacks, of values and of signs, compute an expression from left to right.
+Laws take the module as an argument, so that the mutants at the end can break it.
 """
 
-import ast
 import functools
 import hashlib
 import itertools
@@ -16,7 +15,6 @@ import re
 import subprocess
 import sys
 import types
-import warnings
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -29,9 +27,8 @@ from transformers import AutoTokenizer
 import tiny
 from minidrl.tasks import countdown
 from minidrl.tasks import text as texts
-from minidrl.tasks.countdown import Countdown, Puzzle, reward
+from minidrl.tasks.countdown import Countdown, Puzzle
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 BY_SIGN = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 LITERAL = "(?:0|[1-9][0-9]{0,5})"
 HARD = Countdown(num_numbers=4, max_number=10, max_value=150, held_out_share=0.2)
@@ -44,32 +41,39 @@ TASKS = pytest.mark.parametrize("task", [WIDE, HARD, PAIRS], ids=["three", "four
 # ------------------------------------------------------------------------------------------------- the independent judge
 
 
-def walk(node: ast.AST) -> tuple[Fraction, list[int]]:
-    """Value and literals of a Python expression tree; KeyError for a node that is no integer and none of + - * /."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Fraction(node.value), [node.value]
-    if not isinstance(node, ast.BinOp):
-        raise KeyError(type(node))
-    (left, used), (right, also) = walk(node.left), walk(node.right)
-    return OPERATORS[type(node.op)](left, right), used + also
-
-
-def nesting(text: str) -> int:
-    depths = itertools.accumulate({"(": 1, ")": -1}.get(character, 0) for character in text)
-    return max(depths, default=0)
-
-
 def judge_expression(text: str):
-    literals = re.findall("[0-9]+", text)
-    if not re.fullmatch("[-+*/()0-9]+", text) or not all(re.fullmatch(LITERAL, literal) for literal in literals):
+    tokens = re.findall(f"{LITERAL}|[-+*/()]", text)
+    if "".join(tokens) != text:
         return None
-    if nesting(text) > 8:
-        return None
+    values, signs, due = [], [], True  # whether an operand is due
+
+    def reduce():
+        right, left = values.pop(), values.pop()
+        values.append(BY_SIGN[signs.pop()](left, right))
+
     try:
-        with warnings.catch_warnings(action="ignore"):  # Python warns of 3(4) before the walk refuses it
-            return walk(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, ZeroDivisionError):
+        for token in tokens:
+            if due != (token == "(" or token.isdigit()):
+                return None
+            if token.isdigit():
+                values.append(Fraction(token))
+                due = False
+            elif token == "(":
+                signs.append(token)
+            elif token == ")":
+                while signs[-1] != "(":
+                    reduce()
+                signs.pop()
+            else:
+                while signs and signs[-1] != "(" and (signs[-1] in "*/" or token in "+-"):
+                    reduce()
+                signs.append(token)
+                due = True
+        while signs:
+            reduce()
+    except (IndexError, KeyError, ZeroDivisionError):
         return None
+    return None if due else (values[0], [int(token) for token in tokens if token.isdigit()])
 
 
 def judge_running(text: str):
@@ -114,9 +118,7 @@ def all_runs(numbers: tuple[int, ...], max_value: int) -> dict[str, int]:
     "setting, message",
     [
         ({"num_numbers": 5}, "task.num_numbers: got 5; allowed 2, 3, 4"),
-        ({"max_number": 100, "max_value": 200}, "task.max_number: got 100; allowed 1 to 99"),
         ({"max_number": 9, "max_value": 8}, "task.max_value: got 8; allowed max_number (9) to 999"),
-        ({"held_out_share": 1.0}, "task.held_out_share: got 1.0; allowed between 0 and 1"),
         ({"pretrain_share": 0.7}, "task.pretrain_share: got 0.7; allowed from 0, below 1 - held_out_share (0.3)"),
         ({"reward": "eval"}, "task.reward: got 'eval'; allowed strict, binary, any_answer"),
     ],
@@ -200,7 +202,7 @@ def test_held_out_counts_that_do_not_exist_are_named():
     every = {(*sorted(n), t) for n in itertools.product(range(1, 5), repeat=2) for t in tiny.targets(n)}
     exist = [key for key in every if tiny.split_of(Puzzle(key[:2], key[2])) == "held_out"]
     assert 0 < len(exist) < len(every) and len(tiny.held_out(len(exist))) == len(exist)
-    with pytest.raises(ValueError, match=f"^evaluate.n: got 60; allowed at most {len(exist)}, "):
+    with pytest.raises(ValueError, match=f"^evaluate.n: got 60; allowed 1 to {len(exist)}, "):
         tiny.held_out(60)
 
 
@@ -237,17 +239,6 @@ def test_puzzles_splits_and_demonstrations_are_the_same_in_every_process():
 
 
 # ------------------------------------------------------------------------------------------------ generator and solver
-
-
-@pytest.mark.parametrize("kind", countdown.REWARDS)
-def test_a_verdict_is_strict_whatever_the_reward_pays_for(kind):
-    task, puzzle = Countdown(reward=kind), Puzzle((5, 6, 8), 46)
-    for response in ("5*8=40+6=46", "(5*8)+6", "5+8+6", "5*8+7", "5*8", "oops", ""):
-        verdict = task.judge(puzzle, response)
-        strict = reward(puzzle, response, "strict")
-        assert verdict.reward == task.score(puzzle, response) == reward(puzzle, response, kind)
-        assert (verdict.solved, verdict.marks) == (strict == 1, {"well_formed": strict >= 0.1})
-    assert [task.judge(puzzle, text).solved for text in ("5*8+6", "5+8+6")] == [True, False]
 
 
 @TASKS
@@ -340,8 +331,6 @@ TABLE = [
     ("3,5,5>0", "(5-5)/3", SOLVED),
     ("3,0>0", "3/0=0", NOTHING),
     # bounds
-    ("7>7", "(" * 8 + "7" + ")" * 8, SOLVED),
-    ("7>7", "(" * 9 + "7" + ")" * 9, NOTHING),
     ("999999,1>1000000", "999999+1", SOLVED),
     ("1000000,1>1000001", "1000000+1", NOTHING),
     ("1>32", "1" + "+1" * 31, NOTHING),
@@ -358,13 +347,16 @@ def puzzle_of(text: str) -> Puzzle:
 
 
 def law_rewards(module):
-    """The table of rewards, under the three names."""
+    """The table of rewards, under the three names; what is solved does not depend on the name."""
+    tasks = [module.Countdown(reward=kind) for kind in ("strict", "binary", "any_answer")]
     for text, response, expected in TABLE:
-        got = tuple(module.reward(puzzle_of(text), response, kind) for kind in ("strict", "binary", "any_answer"))
-        assert got == expected, (text, response[:80])
+        verdicts = [task.judge(puzzle_of(text), response) for task in tasks]
+        assert tuple(verdict.reward for verdict in verdicts) == expected, (text, response[:80])
+        assert {verdict.solved for verdict in verdicts} == {expected == SOLVED}
+        assert {verdict.marks["well_formed"] for verdict in verdicts} == {expected != NOTHING}
     for response in NOT_A_RESPONSE:
         assert module.evaluate(response) is None
-        assert {module.reward(Puzzle((5, 6, 8), 46), response, kind) for kind in module.REWARDS} == {0.0}, response
+        assert {task.score(Puzzle((5, 6, 8), 46), response) for task in tasks} == {0.0}, response
 
 
 def test_the_table_of_rewards():
@@ -423,7 +415,7 @@ def law_fuzz(module, count: int):
         assert result == judge(text), text[:80]
         right = result is not None and sorted(result[1]) == [2, 3, 6]
         expected = (1.0 if result[0] == 12 else 0.1) if right else 0.0
-        assert module.reward(FUZZED, text, "strict") == expected, text[:80]
+        assert module.Countdown().score(FUZZED, text) == expected, text[:80]
         paid[expected] += 1
     return paid
 
@@ -508,23 +500,17 @@ def test_the_laws_hold():
 
 
 MUTANTS = [
-    ("numbers may repeat", "Counter(result[1]) == Counter(puzzle.numbers)", "set(result[1]) == set(puzzle.numbers)"),
-    ("any value", "right_numbers and result[0] == puzzle.target", "right_numbers"),
-    ("value rounded", "result[0] == puzzle.target", "round(result[0]) == puzzle.target"),
-    ("false equations", "if value != _whole(part[:1]):", "if _whole(part[:1]) < 0:"),
-    ("result not carried on", "value = _apply(value, step[0]", "value = _apply(Fraction(numbers[-2]), step[0]"),
-    ("several operations a step", "_whole(step[1:])", "_whole(step[1:2])"),
-    ("text after the expression", "if self._take() != _END:", "if self._take() is None:"),
-    ("depth unlimited", "or depth == MAX_DEPTH", ""),
-    ("length unlimited", "not 0 < len(response) <= MAX_CHARACTERS", "not response"),
-    ("any object", "not isinstance(response, str) or not 0 <", "not 0 <"),
-    ("strange characters skipped", '"".join(tokens) != text', "not tokens"),
-    ("unicode digits", "[1-9][0-9]{0,5}", r"[1-9]\d{0,5}"),
-    ("float division", "return left / right", "return float(left) / float(right)"),
-    ("division by zero escapes", "except (_Malformed, ZeroDivisionError):", "except _Malformed:"),
-    ("no precedence", 'lambda: self._term(depth), "+-")', 'lambda: self._atom(depth), "*/+-")'),
-    ("strict pays wrong numbers", "0.1 if right_numbers else 0.0", "0.1 if result else 0.0"),
-    ("binary pays answers", 'kind == "any_answer" and isinstance', "isinstance"),
+    ("numbers may repeat", "Counter(found[1]) == Counter(puzzle.numbers)", "set(found[1]) == set(puzzle.numbers)"),
+    ("any value", "right and found[0] == puzzle.target,", "right,"),
+    ("value rounded", "found[0] == puzzle.target", "round(found[0]) == puzzle.target"),
+    ("false equations", "if value != int(result):", "if value is None:"),
+    ("result not carried on", 'f"{value}{operator}{number}"', 'f"{numbers[-1]}{operator}{number}"'),
+    ("text after a calculation", "_RUNNING.fullmatch", "_RUNNING.match"),
+    ("text after an expression", "_EXPRESSION.fullmatch", "_EXPRESSION.match"),
+    ("length unlimited", " or len(response) > MAX_CHARACTERS", ""),
+    ("any object", "not isinstance(response, str) or ", ""),
+    ("strict pays wrong numbers", '"strict": right', '"strict": answered'),
+    ("binary pays answers", '"binary": False', '"binary": answered'),
     ("split boundary", "fraction < self.held_out_share", "fraction <= self.held_out_share"),
     ("pre-training boundary", "fraction > 1 - self.pretrain_share", "fraction >= 1 - self.pretrain_share"),
     ("split depends on order", "map(str, sorted(self.numbers))", "map(str, self.numbers)"),

@@ -183,12 +183,12 @@ def test_hostile_answers_raise_nothing_and_are_paid_only_if_the_number_is_there(
             text = text[: len(text) // 2] + "18" + text[len(text) // 2 :]
         text = rng.choice(ENDLESS) if rng.random() < 0.005 else text
         text = rng.choice(["$18$", "18.0", "\\boxed{18}", "x=18", "18/1"]) if rng.random() < 0.05 else text
-        verdict = task.judge(mathematics.Question("?", "18", ""), f"<answer>{text}</answer>")
+        verdict = task.judge(mathematics.Question("?", "18"), f"<answer>{text}</answer>")
         assert not verdict.solved or "18" in text.replace(" ", ""), text
         solved += verdict.solved
     assert solved > 10
     for nothing in (None, 18, b"18", "", "\0", "18", "<answer>17<answer>18", "{" * 10**5, "\\boxed{" * 20_000):
-        assert not task.judge(mathematics.Question("?", "18", ""), nothing).solved
+        assert not task.judge(mathematics.Question("?", "18"), nothing).solved
 
 
 # ---------------------------------------------------------------------------------------------------- the answer, rewards
@@ -245,12 +245,12 @@ D1 = {  # 2 right, 0.5 digits, 0.5 strict, 0.5 soft, 4 * 0.125 tags; by hand
 
 @pytest.mark.parametrize("response", D1, ids=lambda text: repr(text[:40]))
 def test_the_reward_of_d1_on_gsm8k(response):
-    task, question = Gsm8k(reward="d1"), mathematics.Question("?", "18", "")
+    task, question = Gsm8k(reward="d1"), mathematics.Question("?", "18")
     assert task.judge(question, response).reward == pytest.approx(D1[response], abs=1e-12)
 
 
 def test_the_reward_of_d1_on_math500():
-    task, question = Math500(reward="d1"), mathematics.Question("?", "\\frac{3}{2}", "")
+    task, question = Math500(reward="d1"), mathematics.Question("?", "\\frac{3}{2}")
     paid = {"<answer>\\boxed{1.5}</answer>": 3.0, "<answer>1.5</answer>": 2.75, "\\boxed{1.5}": 2.5, "1.5": 0.25}
     paid |= {"<answer>\\boxed{1}</answer>": 1.0, "<answer>1</answer>": 0.75, "\\boxed{1}": 0.5, "": 0.25}
     assert {response: task.judge(question, response).reward for response in paid} == paid
@@ -260,8 +260,7 @@ def test_the_reward_of_d1_on_math500():
 def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
     """In the instruction of a question, after its text."""
     asked = {
-        reward: kind(reward=reward)._asked(mathematics.Question("1+1?", "2", ""), "").instruction
-        for reward in ("d1", "correctness")
+        reward: kind(reward=reward)._asked(mathematics.Question("1+1?", "2")).instruction for reward in ("d1", "correctness")
     }
     assert {reward: "<reasoning>" in text for reward, text in asked.items()} == {"d1": True, "correctness": False}
     assert all(text.startswith("1+1?\n\n") and "<answer>" in text for text in asked.values())
@@ -304,7 +303,7 @@ def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
     asked.clear()
     monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or MATH)
     assert len(Math500().held_out(3)) == 3 and [source[-1] for source in asked] == ["test"]
-    with pytest.raises(ValueError, match="^task.train_path: got ''; allowed a file of training questions$"):
+    with pytest.raises(ValueError, match="^task.train_path: got ''; allowed a file with questions that are not held out$"):
         Math500().problems(1, np.random.default_rng(0))
 
 
@@ -315,10 +314,9 @@ def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, 
     task = Gsm8k(path=test, train_path=train)
     assert {q.text for q in task.problems(50, np.random.default_rng(0))} == {GSM8K[1]["question"]}
     assert [q.text for q in task.held_out(2)] == [GSM8K[0]["question"], GSM8K[2]["question"]]
-    said = "1 held-out repetitions, 2 training questions that are held out, 1 training repetitions"
-    assert caplog.messages == [f"task gsm8k: removed {said}"]
-    with pytest.raises(ValueError, match="whose questions are all held out; allowed others"):
-        Gsm8k(path=test, train_path=test).held_out(1)
+    assert caplog.messages == ["task gsm8k: removed 4 questions that are held out or stand there twice"]
+    with pytest.raises(ValueError, match="^task.train_path: got .*; allowed a file with questions that are not held out$"):
+        Gsm8k(path=test, train_path=test).problems(1, np.random.default_rng(0))
 
 
 def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
@@ -332,14 +330,6 @@ def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
             task.held_out(count)
     with pytest.raises(ValueError, match="split: got 'test'; allowed train, held_out, pretrain"):
         task.problems(1, np.random.default_rng(0), "test")
-
-
-def test_shots_are_the_first_training_questions_with_their_solutions(tmp_path):
-    paths = {"path": written(tmp_path, "b.jsonl", GSM8K[2:]), "train_path": written(tmp_path, "a.jsonl", GSM8K[:2])}
-    asked = Gsm8k(**paths, shots=1).held_out(1)[0].instruction
-    assert asked.startswith(f"Question: {GSM8K[0]['question']}\n3 boxes hold 3*6=18 eggs.\n<answer>18</answer>\n\nQuestion: It")
-    with pytest.raises(ValueError, match="^task.shots: got 3; allowed up to 2"):
-        Gsm8k(**paths, shots=3).held_out(1)
 
 
 # sha256 of the prompts that dllm-reasoning/d1 at 837888f makes of the question "What is 2+2?", by running its own code.
@@ -361,13 +351,9 @@ def test_published_wordings_are_those_of_the_released_code_to_the_blank(kind, wo
     assert question.prompt == f"{question.instruction}\n{question.opening}"
 
 
-def test_a_wording_that_shots_or_a_reward_do_not_fit_is_refused():
-    for kind in (Gsm8k, Math500):
-        with pytest.raises(ValueError, match="^task.shots: got 1; allowed 0 with wording d1, which has none"):
-            kind(wording="d1", shots=1)
-        with pytest.raises(ValueError, match="^task.reward: got 'd1'; allowed correctness with wording d1-eval"):
-            kind(wording="d1-eval", reward="d1")
-        kind(wording="d1", reward="d1")
+def test_a_wording_that_a_reward_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="^task.reward: got 'd1'; allowed correctness with wording d1-eval"):
+        Gsm8k(wording="d1-eval", reward="d1")
 
 
 WRONG = {
@@ -393,21 +379,10 @@ def test_a_wrong_file_is_named_with_row_and_field(said, tmp_path):
     assert said.format(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    {
-        ("shots", -1): "task.shots: got -1; allowed from 0",
-        ("reward", "xml"): "task.reward: got 'xml'; allowed correctness, d1",
-        ("prompt_format", "html"): "task.prompt_format: got 'html'; allowed plain, chat",
-        ("wording", "d2"): "task.wording: got 'd2'; allowed ours, d1, d1-eval",
-        ("max_prompt_length", 0): "task.max_prompt_length: got 0; allowed from 1",
-    }.items(),
-)
-def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
-    for kind in (Gsm8k, Math500):
-        with pytest.raises(ValueError) as caught:
-            kind(**dict([setting]))
-        assert str(caught.value).startswith(message)
+def test_a_wrong_setting_is_named_with_what_is_allowed():
+    for setting, allowed in {"reward": "correctness, d1", "wording": "ours, d1, d1-eval", "protocol": "ours, d1"}.items():
+        with pytest.raises(ValueError, match=f"^task.{setting}: got 'x'; allowed {allowed}$"):
+            Math500(**{setting: "x"})
 
 
 def test_a_config_names_files_beside_itself(tmp_path):

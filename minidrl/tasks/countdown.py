@@ -9,26 +9,19 @@ Why a running calculation: a small network cannot evaluate ``(5*8)+6`` in one lo
 is local arithmetic. Writing the intermediate result down leaves search as the difficulty, and
 search is what reinforcement learning is to teach.
 
-The verifier never calls ``eval``: a response is untrusted text. A text of more than
-``MAX_CHARACTERS`` is refused unread; the others are tokenised by one regular expression, parsed
-with a bounded depth and computed in ``Fraction``. The grammar:
+A response is untrusted text: it is never evaluated, but read by two regular expressions and
+computed in ``Fraction``, and one of more than ``MAX_CHARACTERS`` is refused unread. The grammar:
 
     response    running | expression                       no white space, ASCII only
-    running     number op number '=' number (op number '=' number)*
-    expression  term (('+' | '-') term)*                   left-associative, * and / bind tighter
-    term        atom (('*' | '/') atom)*
-    atom        number | '(' expression ')'                at most MAX_DEPTH parentheses inside one
-                another
+    running     number (op number '=' number)+             each equation is true
+    expression  + - * / and brackets, with their usual precedence
     number      0 to 999999, without leading zeros: ``007`` is refused; no sign, no point
 
 For a network that was trained on words, ``prompt_format: words`` asks in a few (``Make 46 from 5, 6
-and 8:``) for the same bare response, and ``chat`` asks through the tokenizer's chat template, and
-reads the answer between the one <answer> and the one </answer> of
-the response; blanks beside operators do not count there.
+and 8:``) for the same bare response. ``chat`` asks through the tokenizer's chat template, and reads
+the answer in the <answer> tags of the response; blanks beside operators do not count there.
 
-One operation between two ``=``: ``5*8=40+6=46`` is a response and ``5*8+6=46`` is not, nor is an
-equation that is false. A running calculation can therefore not pass through a fraction or a
-negative number; a bare expression can.
+A running calculation cannot pass through a fraction or a negative number; an expression can.
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -46,16 +39,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from minidrl.tasks import Example, Verdict, d1, rows
-from minidrl.tasks.text import check_asked, check_choice, check_setting, final_answer
+from minidrl.tasks import Example, Verdict, arithmetic, d1, rows
+from minidrl.tasks.text import check_setting, final_answer
 from minidrl.tasks.text import tokenizer as tokenizer_of
 
 CHARACTERS = "0123456789+-*/()=,>:"
 MAX_CHARACTERS = 64  # a longer response scores 0 unread
-MAX_DEPTH = 8  # nested parentheses
 MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
-MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
-REWARDS = ("strict", "binary", "any_answer")
 SPLITS = ("pretrain", "train", "held_out")
 
 
@@ -114,11 +104,8 @@ class Countdown(rows.Puzzles):
     1, decides, so the splits are disjoint whatever is drawn, in whatever order. The lowest
     ``held_out_share`` is held out, the highest ``pretrain_share`` is for pre-training, and RL
     trains on what lies between. Where ``pretrain_share`` is 0, pre-training and RL share a split.
-    ``prompt_format``: plain (``5,6,8>46:`` and a bare response), words (and the same) or chat;
-    prompts of the last two may have ``max_prompt_length`` tokens. ``wording`` and ``protocol``: a
-    chat's words and how answers are read, ours or d1's (``tasks.d1``). ``path``: held-out puzzles
-    of a file, whose rows have ``input`` (30,100,93) and ``output`` (23); ``exclude``: a file whose
-    puzzles are not trained on.
+    ``prompt_format: words`` is a sentence, answered as the plain format is.
+    Of a file (``path``, ``exclude``) the rows have ``input`` (30,100,93) and ``output`` (23).
     """
 
     name: ClassVar[str] = "countdown"
@@ -127,23 +114,19 @@ class Countdown(rows.Puzzles):
         "puzzle, judged in exact arithmetic"
     )
 
+    rewards: ClassVar[tuple[str, ...]] = ("strict", "binary", "any_answer")
+    formats: ClassVar[tuple[str, ...]] = ("plain", "words", "chat")
     num_numbers: int = 3
     max_number: int = 9
     max_value: int = 99
     max_target: int = 0
     held_out_share: float = 0.3
     pretrain_share: float = 0.0
-    reward: str = "strict"
-    wording: str = "ours"
-    protocol: str = "ours"
-    prompt_format: str = "plain"
-    max_prompt_length: int = 200
     hit_share: float = 0.2
     late_hit_share: float = 0.2
-    path: str = ""
-    exclude: str = ""
 
     def __post_init__(self):
+        super().__post_init__()
         check = partial(check_setting, self)
         most, target, share = self.max_value, self.max_target, self.held_out_share
         check("num_numbers", self.num_numbers in (2, 3, 4), "2, 3, 4")
@@ -155,42 +138,28 @@ class Countdown(rows.Puzzles):
         check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
         for name in ("hit_share", "late_hit_share"):
             check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
-        check_asked(self, REWARDS, ("plain", "words", "chat"))
-        if (self.wording, self.protocol) != ("ours", "ours"):
-            check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
-    def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
-        """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
+    def drawn(self, count: int, rng: np.random.Generator, split: str) -> list[Puzzle]:
+        """Random puzzles: every number is uniform, then the target is uniform over the reachable
+        values; a puzzle of another split is drawn again.
 
-        Every number is uniform, then the target is uniform over the reachable values; a puzzle of
-        another split is drawn again. Raises ValueError for another split, and for one in which
-        this difficulty has no puzzles.
+        Raises ValueError for a split in which this difficulty has no puzzles.
         """
         wanted = self._drawn_from(split)
-        if wanted == "held_out" and self.path:
-            return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
         out: list[Puzzle] = []
         misses = 0
-        while len(out) < count and misses < MAX_DRAWS:
+        while len(out) < count:
             numbers = tuple(int(n) for n in rng.integers(1, self.max_number + 1, self.num_numbers))
             targets = self.targets(numbers)
             puzzle = self._puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
             if puzzle and self._is_in(puzzle, wanted):
                 out.append(puzzle)
                 misses = 0
-            else:
-                misses += 1
-        if len(out) < count:
-            raise self._empty(split, wanted)
+            elif (misses := misses + 1) == MAX_DRAWS:
+                key = "held_out_share" if wanted != "pretrain" else "pretrain_share"
+                allowed = f"shares that leave {split} puzzles at this difficulty"
+                raise ValueError(f"task.{key}: got {getattr(self, key)}; allowed {allowed}")
         return out
-
-    def _puzzle(self, numbers: tuple[int, ...], target: int) -> Puzzle:
-        return Puzzle(numbers, target, self.wording)
-
-    def _empty(self, split: str, wanted: str) -> ValueError:
-        key = "held_out_share" if wanted != "pretrain" else "pretrain_share"
-        allowed = f"shares that leave {split} puzzles at this difficulty"
-        return ValueError(f"task.{key}: got {getattr(self, key)}; allowed {allowed}")
 
     def puzzles(self, split: str) -> Iterator[Puzzle]:
         """Every puzzle of a split, each key once, with its numbers ascending."""
@@ -199,6 +168,12 @@ class Countdown(rows.Puzzles):
         for numbers in itertools.combinations_with_replacement(each, self.num_numbers):
             every = (self._puzzle(numbers, target) for target in self.targets(numbers))
             yield from (puzzle for puzzle in every if self._is_in(puzzle, wanted))
+
+    def _puzzle(self, numbers: tuple[int, ...], target: int) -> Puzzle:
+        return Puzzle(numbers, target, self.wording)
+
+    def _drawn_from(self, split: str) -> str:
+        return "train" if split == "pretrain" and not self.pretrain_share else split
 
     def _is_in(self, puzzle: Puzzle, split: str) -> bool:
         left_out = split != "held_out" and puzzle.key in self._excluded_keys
@@ -221,40 +196,6 @@ class Countdown(rows.Puzzles):
         if target not in _reached(tuple(map(Fraction, sorted(numbers)))):
             raise ValueError(f"output: got {target}; allowed what {row['input']} can make")
         return self._puzzle(numbers, target)
-
-    def _drawn_from(self, split: str) -> str:
-        check_choice("split", split, SPLITS)
-        return "train" if split == "pretrain" and not self.pretrain_share else split
-
-    def held_out(self, count: int) -> list[Puzzle]:
-        """The first ``count`` held-out puzzles, each key once: a prefix of every larger test set.
-
-        Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
-        """
-        if count < 1:
-            raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
-        if self.path:
-            return rows.first(self.of_path, count)
-        # To list those that exist is fast; to draw until nothing new comes takes seconds.
-        exist = sum(1 for _ in itertools.islice(self.puzzles("held_out"), count))
-        if not exist:
-            raise self._empty("held_out", "held_out")
-        found = self._distinct(count) if exist == count else []
-        if len(found) < count:
-            most = len(found) or exist
-            allowed = f"at most {most}, the held-out puzzles found at this difficulty"
-            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
-        return found
-
-    def _distinct(self, count: int) -> list[Puzzle]:
-        # As many, or fewer where some are too rare to be drawn.
-        seen: dict[str, Puzzle] = {}
-        rng, misses = np.random.default_rng(0), 0
-        while len(seen) < count and misses < MAX_REPEATS:
-            puzzle = self.problems(1, rng, "held_out")[0]
-            misses = misses + 1 if puzzle.key in seen else 0
-            seen.setdefault(puzzle.key, puzzle)
-        return list(seen.values())
 
     def split_of(self, puzzle: Puzzle) -> str:
         """The split, from the puzzle alone, whatever seed, platform and Python's hash are."""
@@ -286,28 +227,20 @@ class Countdown(rows.Puzzles):
         of them, wherever they end (a few on the target by chance). Demonstrations of mixed quality
         are what a web-scale corpus offers: they teach arithmetic and format well, and the goal only
         weakly. A base model trained on them is capable but unfocused.
-        Raises ValueError for a share outside 0..1 and for a puzzle without a running calculation to
-        its target.
         """
-        if not 0 <= hit_share <= 1:
-            raise ValueError(f"hit_share: got {hit_share}; allowed 0 to 1")
         return [self._demonstration(p, rng, rng.random() < hit_share) for p in puzzles]
 
     def _demonstration(self, puzzle: Puzzle, rng: np.random.Generator, hit: bool) -> str:
         by_value = running_calculations(puzzle.numbers, self.max_value)
-        if puzzle.target not in by_value:
-            got = f"{puzzle.prompt} with max_value {self.max_value}"
-            raise ValueError(f"puzzle: got {got}; allowed targets {sorted(by_value)}")
-        chains = by_value[puzzle.target]
-        if not hit:
+        if hit:
+            chains = by_value[puzzle.target]
+        else:
             chains = _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
         return chains[rng.integers(len(chains))]
 
     @property
-    def prompt_length(self) -> int:
-        """Tokens of the longest prompt; in the plain format a character is one."""
-        if self.prompt_format != "plain":
-            return self.max_prompt_length
+    def longest_plain(self) -> int:
+        """Characters of the longest prompt in the plain format."""
         if self.path:
             return max(len(puzzle.prompt) for puzzle in self.of_path)
         return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
@@ -320,26 +253,32 @@ class Countdown(rows.Puzzles):
 
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Solved and well-formed by the protocol, whatever ``reward`` pays for."""
-        if self.protocol == "d1":
-            return self._published(problem, response)
-        strict = reward(problem, self._answer(response), "strict")
-        marks = {"well_formed": strict >= 0.1}
-        return Verdict(self.score(problem, response), strict == 1, marks)
-
-    def _published(self, puzzle: Puzzle, response: str) -> Verdict:
-        right, solved = d1.countdown(response, puzzle.numbers, puzzle.target)
-        any_answer = self.reward == "any_answer" and d1.answered(response)
-        close = any_answer or self.reward == "strict" and right
-        return Verdict(1.0 if solved else 0.1 * close, solved, {"well_formed": right})
+        right, solved, _ = self._read(problem, response)
+        return Verdict(self.score(problem, response), solved, {"well_formed": right})
 
     def score(self, puzzle: Puzzle, response: str) -> float:
-        """Reward of a response, in a chat of the answer in it: see ``reward``."""
-        if self.protocol == "d1":
-            return self._published(puzzle, response).reward
-        return reward(puzzle, self._answer(response), self.reward)
+        """The reward of a response.
 
-    def _answer(self, response: str) -> str:
-        return chat_answer(response) if self.prompt_format == "chat" else response
+        strict       1 solved; 0.1 each given number exactly once but another value; 0 otherwise.
+                     The rule as it is usually described.
+        binary       1 solved; 0 otherwise.
+        any_answer   1 solved; 0.1 for any other answer, wrong numbers and stray characters
+                     included. The rule of published code, which pays for an answer tag whatever it
+                     holds.
+        """
+        right, solved, answered = self._read(puzzle, response)
+        close = {"strict": right, "binary": False, "any_answer": answered}[self.reward]
+        return 1.0 if solved else 0.1 * close
+
+    def _read(self, puzzle: Puzzle, response: str) -> tuple[bool, bool, bool]:
+        """Whether a response has the right numbers, the target, and an answer at all."""
+        if self.protocol == "d1":
+            right, solved = d1.countdown(response, puzzle.numbers, puzzle.target)
+            return right, solved, d1.answered(response)
+        answer = chat_answer(response) if self.prompt_format == "chat" else response
+        found = evaluate(answer)
+        right = found is not None and Counter(found[1]) == Counter(puzzle.numbers)
+        return right, right and found[0] == puzzle.target, isinstance(answer, str) and answer != ""
 
     def tokenizer(self) -> Any:
         """The characters of prompts and calculations."""
@@ -413,118 +352,46 @@ def _reached(numbers: tuple[Fraction, ...]) -> set[Fraction]:
     found = set()
     for i, j in itertools.permutations(range(len(numbers)), 2):
         rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
-        for op in "+-*/" if numbers[j] else "+-*":
-            found |= _reached((*rest, _apply(numbers[i], op, numbers[j])))
+        left, right = numbers[i], numbers[j]
+        made = [left + right, left - right, left * right] + ([left / right] if right else [])
+        found = found.union(*(_reached((*rest, value)) for value in made))
     return found
 
 
 # ------------------------------------------------------------------------------------- the verifier
-_TOKEN = re.compile(r"0|[1-9][0-9]{0,5}|[-+*/()]")  # 007: three numbers in a row, which none allows
+_NUMBER, _OPERATOR = "(?:0|[1-9][0-9]{0,5})", "[-+*/]"
+_STEP = re.compile(f"({_OPERATOR})({_NUMBER})=({_NUMBER})")
+_RUNNING = re.compile(f"{_NUMBER}(?:{_OPERATOR}{_NUMBER}={_NUMBER})+")
+_EXPRESSION = re.compile(rf"\(*{_NUMBER}\)*(?:{_OPERATOR}\(*{_NUMBER}\)*)*")
 _SIGN = re.compile(r"([-+*/()=])")
 _LATEX = {r"\div": "/", r"\times": "*", r"\cdot": "*", "÷": "/", "×": "*", "−": "-"}
 _LATEX |= dict.fromkeys((r"\left", r"\right", r"\[", r"\]"), "") | {r"\(": "", r"\)": ""}
-_END = "end"  # follows the last token
-
-
-class _Malformed(Exception):
-    """The response is not in the grammar; never leaves this file."""
-
-
-def _tokens(text: str) -> list[str]:
-    tokens = _TOKEN.findall(text)
-    if "".join(tokens) != text:  # findall skips what is no token
-        raise _Malformed
-    return tokens
-
-
-def _apply(left: Fraction, op: str, right: Fraction) -> Fraction:
-    if op == "/":
-        return left / right
-    return left + right if op == "+" else left - right if op == "-" else left * right
-
-
-class _Parser:
-    """Value and numbers of a bare expression; takes each token once, depth at most MAX_DEPTH."""
-
-    def __init__(self, tokens: list[str]):
-        self.tokens, self.position, self.numbers = [*tokens, _END], 0, []
-
-    def parse(self) -> tuple[Fraction, list[int]]:
-        value = self._expression(0)
-        if self._take() != _END:
-            raise _Malformed
-        return value, self.numbers
-
-    def _take(self) -> str:
-        self.position += 1
-        return self.tokens[self.position - 1]
-
-    def _expression(self, depth: int) -> Fraction:
-        return self._left_associative(lambda: self._term(depth), "+-")
-
-    def _term(self, depth: int) -> Fraction:
-        return self._left_associative(lambda: self._atom(depth), "*/")
-
-    def _left_associative(self, operand: Callable[[], Fraction], operators: str) -> Fraction:
-        value = operand()
-        while self.tokens[self.position] in operators:
-            value = _apply(value, self._take(), operand())
-        return value
-
-    def _atom(self, depth: int) -> Fraction:
-        token = self._take()
-        if token.isdigit():
-            self.numbers.append(int(token))
-            return Fraction(int(token))
-        if token != "(" or depth == MAX_DEPTH:
-            raise _Malformed
-        value = self._expression(depth + 1)
-        if self._take() != ")":
-            raise _Malformed
-        return value
-
-
-def _whole(tokens: list[str]) -> int:
-    if len(tokens) != 1 or not tokens[0].isdigit():
-        raise _Malformed
-    return int(tokens[0])
-
-
-def _evaluate_running(text: str) -> tuple[Fraction, list[int]]:
-    """Value and numbers of ``5*8=40+6=46``: true equations, each result the next left operand."""
-    first, *parts = [_tokens(part) for part in text.split("=")]
-    numbers = [_whole(first[:1])]
-    value, step = Fraction(numbers[0]), first[1:]  # a step follows a result: operator, number
-    for part in parts:
-        if not step or step[0] not in "+-*/":
-            raise _Malformed
-        numbers.append(_whole(step[1:]))
-        value = _apply(value, step[0], Fraction(numbers[-1]))
-        if value != _whole(part[:1]):
-            raise _Malformed
-        step = part[1:]
-    if step:
-        raise _Malformed
-    return value, numbers
 
 
 def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
     """(value, numbers used, in order) of a response, exactly; None if malformed or false.
 
     That is: not in the grammar, or stating a false equation. A division by zero, a text of more
-    than ``MAX_CHARACTERS`` and an object that is no text are None as well. Never raises, never
-    evaluates code. The work is bounded: at most MAX_CHARACTERS
-    tokens, each taken once, and at most as many operations on fractions whose terms stay below
-    2^256 (the product of the literals times 2 an operation).
+    than ``MAX_CHARACTERS`` and an object that is no text are None as well.
     """
-    if not isinstance(response, str) or not 0 < len(response) <= MAX_CHARACTERS:
+    if not isinstance(response, str) or len(response) > MAX_CHARACTERS:
         return None
-    try:
-        if "=" in response:
-            return _evaluate_running(response)
-        return _Parser(_tokens(response)).parse()
-    except (_Malformed, ZeroDivisionError):
+    if _RUNNING.fullmatch(response):
+        return _evaluate_running(response)
+    if not _EXPRESSION.fullmatch(response) or (value := arithmetic.value(response)) is None:
         return None
+    return value, [int(number) for number in re.findall("[0-9]+", response)]
+
+
+def _evaluate_running(text: str) -> tuple[Fraction, list[int]] | None:
+    first = re.match("[0-9]+", text)[0]
+    value, numbers = Fraction(first), [int(first)]
+    for operator, number, result in _STEP.findall(text):
+        value = arithmetic.value(f"{value}{operator}{number}")
+        if value != int(result):  # which is the next left operand
+            return None
+        numbers.append(int(number))
+    return value, numbers
 
 
 def chat_answer(response: str) -> str:
@@ -542,27 +409,6 @@ def chat_answer(response: str) -> str:
     if equals and evaluate(answer) is None and (found := evaluate(expression)):
         answer = expression if stated == str(found[0]) else ""
     return answer
-
-
-def reward(puzzle: Puzzle, response: str, kind: str) -> float:
-    """Reward of a response, the answer without tags, by a rule; ValueError for another rule.
-
-    strict       1 solved; 0.1 well-formed with each given number exactly once but another value; 0
-                 otherwise. The rule as it is usually described.
-    binary       1 solved; 0 otherwise.
-    any_answer   1 solved; 0.1 for any other non-empty text, wrong numbers and stray characters
-                 included; 0 for no answer. The rule of published code, which pays for an answer tag
-                 whatever it holds. Such code computes the value with ``eval`` and allows 1e-5; what
-                 is solved is exact here, under each of the three names.
-    """
-    check_choice("task.reward", kind, REWARDS)
-    result = evaluate(response)
-    right_numbers = result is not None and Counter(result[1]) == Counter(puzzle.numbers)
-    if right_numbers and result[0] == puzzle.target:
-        return 1.0
-    if kind == "strict":
-        return 0.1 if right_numbers else 0.0
-    return 0.1 if kind == "any_answer" and isinstance(response, str) and response else 0.0
 
 
 # ------------------------------------------------------------------------------------ the tokenizer

@@ -11,27 +11,18 @@ those of its training, and "d1-eval", whose answers begin with <reasoning>.
 
 from __future__ import annotations
 
-import ast
-import itertools
-import operator
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+from minidrl.tasks import arithmetic
 from minidrl.tasks.text import CLOSING, MAX_RESPONSE, OPENING
 
 _NUMBER = re.compile(r"-?\d+\.?\d*")
 _LATEX = {r"\div": "/", r"\times": "*", r"\cdot": "*"}
-_SIGNS = "0123456789+-*/() "
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-_LONGEST = 400  # characters of an expression; a longer one is not computed
+_EXPRESSION = re.compile(r"[0-9+\-*/().\s]+")
+# From the first of the signs on that stand before an equals sign and a number.
+_LEFT = re.compile(r"(?<![0-9+\-*/() ])([0-9+\-*/() ]++)=[0-9. ]")
 
 # --------------------------------------------------------------------------------------- prompts
 _FORMAT = "Respond in the following format:\n<reasoning>\n{}\n</reasoning>\n<answer>\n{}\n</answer>"
@@ -140,39 +131,13 @@ def countdown(response: str, numbers: Sequence[int], target: int) -> tuple[bool,
         text = response if tagged is None else tagged
     for word, sign in _LATEX.items():
         text = text.replace(word, sign)
-    text = _left_of_equals(text)
+    if left := _LEFT.search(text):
+        text = left[1]
+    text = text.strip()
     found = [digits.lstrip("0") or "0" for digits in re.findall(r"\d+", text)]
     right = sorted(found) == sorted(map(str, numbers))
-    value = _value(text) if right else None
+    value = arithmetic.value(text) if right and _EXPRESSION.fullmatch(text) else None
     return right, value is not None and abs(value - target) < Fraction(1, 100_000)
-
-
-def _left_of_equals(text: str) -> str:
-    for left, right in itertools.pairwise(text.split("=")):
-        expression = left[len(left.rstrip(_SIGNS)) :]
-        if expression and right[:1] in {*"0123456789. "}:
-            return expression.strip()
-    return text
-
-
-def _value(text: str) -> Fraction | None:
-    text = text.strip()
-    if len(text) > _LONGEST or not re.fullmatch(r"[0-9+\-*/().\s]+", text):
-        return None
-    try:
-        return _computed(ast.parse(text, mode="eval").body)
-    except (SyntaxError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
-        return None
-
-
-def _computed(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.Constant):
-        return Fraction(str(node.value))
-    if isinstance(node, ast.UnaryOp):
-        return _OPERATORS[type(node.op)](_computed(node.operand))
-    if not isinstance(node, ast.BinOp):
-        raise KeyError(type(node))
-    return _OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
 
 
 def number(response: str) -> str:
@@ -211,6 +176,44 @@ def mathematics(response: str) -> str:
     if boxed := last_box(response):
         return boxed
     return _tagged(response) or ""
+
+
+def same_text(answer: str, gold: str) -> bool:
+    """Whether two answers are the same LaTeX after the published normalisation; where that fails
+    on one of them, as they stand."""
+    try:
+        return _normal(answer) == _normal(gold)
+    except ValueError:
+        return answer == gold
+
+
+def _normal(text: str) -> str:
+    """Without lines, blanks, sizes, degrees, percents, a unit at the end and the ``x=`` before;
+    fractions and roots in braces. ValueError where that code stumbles, and compares as it stands.
+    """
+    text = re.sub(r"\n|\\!", "", text).replace("\\\\", "\\")
+    text = re.sub(r"[td]frac", "frac", text)
+    text = re.sub(r"\\left|\\right|\^\{\\circ\}|\^\\circ|\\\$", "", text)
+    text, *units = text.split(r"\text{ ")
+    text = text.replace(r"\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    text = f"0{text}" if text.startswith(".") else text
+    name, *values = text.split("=")
+    text = values[0] if len(values) == 1 and len(name) <= 2 else text
+    if len(units) > 1 or text.endswith((r"\sqrt", r"\frac")):
+        raise ValueError
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = re.sub(r"\\frac([^{])(\{|.)", _in_braces, text)
+    if text == "0.5":
+        return r"\frac{1}{2}"
+    if text.count("/") == 1:
+        above, below = map(int, text.split("/"))
+        return rf"\frac{{{above}}}{{{below}}}" if text == f"{above}/{below}" else text
+    return text
+
+
+def _in_braces(found: re.Match) -> str:
+    above, below = found[1], found[2]
+    return rf"\frac{{{above}}}" + (below if below == "{" else f"{{{below}}}")
 
 
 def grid(response: str) -> str:

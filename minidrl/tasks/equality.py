@@ -25,50 +25,43 @@ import re
 import signal
 import subprocess
 import sys
-from fractions import Fraction
 from typing import Any
 
 SECONDS, BYTES = 2, 2**30
 LONGEST = 400  # characters of an answer; a longer one is refused unread
-_DECIMAL = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+", re.ASCII)
+_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _BASED = re.compile(r"(\d[0-9A-Fa-f]*)(?:_\{?(\d+)\}?)?", re.ASCII)
-_NAMED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w\}?)?(?:\(\w+\))?\s*=")  # AB=13, f(2)=13
 _NO_UNIT = (
-    r"(?!(?:or|and|to|is|not|if|pi|plus|minus|times|over|divided|sqrt|sin|cos|tan|log|hundred|"
+    r"(?!\s*(?:or|and|to|is|not|if|pi|plus|minus|times|over|divided|sqrt|sin|cos|tan|log|hundred|"
     r"thousand|[mb]illion)\b)"
 )
 _UNIT = re.compile(  # of a number: a word, in text or not, and what it is counted by
-    rf"(\d)\s*(?:\\text\{{\s*{_NO_UNIT}[a-zA-Z /]+\}}(?:\^\{{?[23]\}}?)?|(?<=[\d\s]){_NO_UNIT}"
-    r"(?:[a-zA-Z]{3,}|kg|m[lg]|ft|oz|lb|[ckm]?m(?:\^?[23])?)(?:[ /][a-zA-Z]+){0,4})\s*$"
+    rf"(\d)(?:\s*\\text\{{{_NO_UNIT}[a-zA-Z /.]+\}}(?:\^\{{?[23]\}}?)?"
+    rf"|{_NO_UNIT}\s+[a-zA-Z]{{3,}}(?:[ /][a-zA-Z]+){{0,4}}"
+    r"|\s*(?:kg|m[lg]|ft|oz|lb|mph|[ckm]?m(?:\^?[23])?))\s*$"
 )
-_NOISE = (
+_NO_NUMBER = re.compile(r"\d\s*(?:[a-zA-Z]+|\\text\b.*)$")  # what is left of it says another thing
+_NOISE = (  # what is put around an answer, or between its digits
     (re.compile(r"\\(?:text|textbf|mathbf|mathrm|textrm|mbox)\{([^{}A-Za-z]*)\}"), r"\1"),
     (re.compile(r"(?<=\d)(?:\\[,!;:]| ?, ?\\! ?)(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\\[,!;:](?!\d)|(?<!\d)\\[,!;:]"), " "),
-    (re.compile(r"\s*(?:°|\^\{?\\circ\}?|\\degree)"), ""),
-    (re.compile(r"^(?:=|≈|\\approx(?![a-zA-Z]))"), ""),
+    (re.compile(r"\s*(?:°|\^\{?\\circ\}?|\\degree)|^(?:=|≈|\\approx(?![a-zA-Z]))|\.$"), ""),
+    (re.compile(r"^(\*\*|\$\$?)(?!\$)((?:(?!\1).)+)\1$|^\\[(\[](.+)\\[)\]]$", re.DOTALL), r"\2\3"),
     (re.compile(r"^([a-zA-Z]{3,}(?: [a-zA-Z]+)*)$"), r"\\text{\1}"),
 )
 _APART = re.compile(r"\d\s+\d")
-_FENCES = (("**", "**"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
 def equal(gold: str, answer: str) -> bool:
     """True if an answer is the known one; False where that cannot be found out in the limits."""
     gold, answer = plain(gold), plain(answer)
     if _DECIMAL.fullmatch(gold):
-        answer = plain(_UNIT.sub(r"\1", _NAMED.sub("", answer)))
+        answer = plain(_UNIT.sub(r"\1", answer))
+        answer = "" if _NO_NUMBER.search(answer) else answer
     if not _readable(answer):
         return False
-    if answer == gold:
-        return True
     if (based := _based(gold, answer)) is not None:
         return based
-    if _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(answer):
-        return Fraction(gold) == Fraction(answer)
-    if {_brackets(gold), _brackets(answer)} in ({"(", "{"}, {"(", ","}):
-        return False
-    return _ask(gold, answer)["equal"]
+    return answer == gold or _ask(gold, answer)["equal"]
 
 
 def _based(gold: str, answer: str) -> bool | None:
@@ -82,19 +75,6 @@ def _based(gold: str, answer: str) -> bool | None:
         return False
 
 
-def _brackets(text: str) -> str:
-    """What holds the list at the end of a text: "(" for a pair or an interval, "{" for a set."""
-    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\s", "", text)
-    if text.endswith(r"\}"):
-        return "{"
-    depth = 0
-    for i in range(len(text) - 1, -1, -1) if text[-1:] in {*")]"} else ():
-        depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(text[i], 0)
-        if depth == 0:
-            return "(" if "," in text[i:] else ""
-    return "," if "," in text else ""
-
-
 def parses(text: str) -> bool:
     """True if math-verify can read it as a known answer."""
     text = plain(text)
@@ -105,14 +85,10 @@ def plain(text: str) -> str:
     """An answer without what is put around it: blanks, ``**``, dollar signs, ``\\text{..}`` of a
     number, a point at its end, = or an approximation before it, thin spaces, marks of degrees."""
     before = None
-    while text != before:
-        before, text = text, text.strip().removesuffix(".").strip()
-        for opening, closing in _FENCES:
-            if len(text) > len(opening + closing) and text.startswith(opening):
-                inside = text[len(opening) : len(text) - len(closing)]
-                text = inside if text.endswith(closing) and opening not in inside else text
+    while text != before and len(text) <= LONGEST:
+        before, text = text, text.strip()
         for noise, kept in _NOISE:
-            text = noise.sub(kept, text)
+            text = noise.sub(kept, text.strip())
     return text
 
 
@@ -145,8 +121,7 @@ _judge: subprocess.Popen | None = None  # started with the first question, again
 def _ask(gold: str, answer: str) -> dict[str, bool]:
     """``equal``, and ``gold``: can the known answer be read. All False where a limit was met."""
     global _judge
-    for _ in range(2):  # one that ended while it was idle did not end by this answer
-        fresh = _judge is None
+    for _ in range(2):  # one that somebody ended is started again
         _judge = _judge or _started()
         try:
             _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
@@ -155,9 +130,8 @@ def _ask(gold: str, answer: str) -> dict[str, bool]:
                 return json.loads(told)
         except BrokenPipeError:
             pass
-        if fresh or _stop() == -signal.SIGPROF:  # by its CPU time
+        if _stop() == -signal.SIGPROF:  # by its CPU time
             break
-    _stop()
     return {"equal": False, "gold": False}
 
 
@@ -171,12 +145,12 @@ def _started() -> subprocess.Popen:
     return process
 
 
-def _stop() -> int | None:
+def _stop() -> int:
     """Let go of the process, which then ends; returns its exit status."""
     global _judge
     process, _judge = _judge, None
     if process is None:
-        return None
+        return 0
     process.communicate()
     return process.returncode
 
@@ -187,26 +161,14 @@ atexit.register(_stop)
 # ------------------------------------------------------------------------------- the other process
 def _verdict(gold: str, answer: str) -> dict[str, bool]:
     from math_verify import verify
-    from sympy import Number
     from sympy.core.random import seed
 
     seed(0)
     known, said = _read(gold), _read(answer)
-    fits = known and said and not (isinstance(known[0], Number) and not _is_literal(said[0]))
-    same = fits and verify(known, said, timeout_seconds=None)
+    same = known and said and _comparable(known[0], said[0])
+    same = same and verify(known, said, timeout_seconds=None)
     same = same and ("%" in gold + answer or _exactly(known[0], said[0]))
     return {"equal": bool(same), "gold": bool(known)}
-
-
-def _exactly(known: Any, said: Any) -> bool:
-    # math-verify compares to 15 decimals; fractions are compared as they are.
-    from sympy import Expr, Rational
-
-    if isinstance(known, Expr) and isinstance(said, Expr):
-        known, said = known.doit(), said.doit()
-        if isinstance(known, Rational) and isinstance(said, Rational):
-            return known == said
-    return True
 
 
 def _read(text: str) -> list:
@@ -217,19 +179,43 @@ def _read(text: str) -> list:
     return parse(rf"\boxed{{{text}}}", only, **how, parsing_timeout=None)
 
 
+def _comparable(known: Any, said: Any) -> bool:
+    # A number asks for a number, and what is in order for what is.
+    from sympy import FiniteSet, Interval, Number, Tuple
+
+    if isinstance(known, Number):
+        return _is_literal(said)
+    kinds = [[isinstance(x, kind) for x in (known, said)] for kind in (FiniteSet, Interval | Tuple)]
+    return not (any(kinds[0]) and any(kinds[1]))
+
+
 def _is_literal(found: Any) -> bool:
     # A number as it is written down: no operation is left to do but a sign and a percent.
     from sympy import Eq, FiniteSet, Mul, Number, Rational, Symbol
     from sympy.core.expr import UnevaluatedExpr
+    from sympy.core.function import AppliedUndef
 
-    if isinstance(found, Eq):
-        return isinstance(found.lhs, Symbol) and _is_literal(found.rhs)
+    if isinstance(found, Eq):  # x=13, AB=13, f(2)=13
+        name = found.lhs.args if isinstance(found.lhs, Mul) else [found.lhs]
+        return all(isinstance(x, Symbol | AppliedUndef) for x in name) and _is_literal(found.rhs)
     if isinstance(found, FiniteSet):
         return len(found.args) == 1 and _is_literal(found.args[0])
     if isinstance(found, Mul):
         free = [x for x in found.args if x not in (-1, UnevaluatedExpr(Rational(1, 100)))]
         return len(free) == 1 and isinstance(free[0], Number)
     return isinstance(found, Number)
+
+
+def _exactly(known: Any, said: Any) -> bool:
+    # math-verify compares to 15 decimals, or 6; two fractions or two decimals are equal or not.
+    from sympy import Expr, Float, Rational
+
+    if isinstance(known, Expr) and isinstance(said, Expr):
+        known, said = known.doit(), said.doit()
+        for kind in (Rational, Float):
+            if isinstance(known, kind) and isinstance(said, kind):
+                return known == said
+    return True
 
 
 def _main() -> None:

@@ -20,7 +20,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,9 +40,8 @@ from minidrl.tasks.text import (
 )
 
 SPLITS = ("train", "held_out")
-REWARDS = ("correctness", "d1")
-_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _CALCULATOR = re.compile("<<[^<>]*>>")
+_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 # The published patterns, with . for a new line as well, as they were meant.
 _SOFT = re.compile(r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", re.DOTALL)
 _STRICT = re.compile(r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n?", re.DOTALL)
@@ -55,7 +54,7 @@ class Question:
 
     text: str
     gold: str
-    solution: str
+    solution: str = ""
     instruction: str = ""
     opening: str = ""
     place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
@@ -71,35 +70,44 @@ class Question:
         return " ".join(self.text.split()).casefold()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Mathematics:
-    """The behaviour of such a task; its settings are the fields of a dataclass below it.
+    """The settings and the behaviour of such a task.
 
     path, train_path   files of held-out and of training questions in the place of the Hub's; with
                        a ``path`` alone there is nothing to train on
     repo, subset, revision   the data set on the Hub, and its commit
-    shots              worked examples before a question, the first training ones
     reward             correctness (1 or 0), or d1, what the code of diffu-GRPO pays (``shape``)
     prompt_format      chat, whose prompts may have ``max_prompt_length`` tokens, or plain
     wording            ours, or d1 and d1-eval: the published prompts (``tasks.d1``)
     protocol           ours, or d1, the published reading of an answer, whatever is asked
+
+    Each task has ``questions_of``, rows as questions; ``shape``, the reward d1; and ``published``,
+    the answer and whether it is the known one, by d1's evaluation.
     """
 
-    name: ClassVar[str]
+    rewards: ClassVar[tuple[str, ...]] = ("correctness", "d1")
+    formats: ClassVar[tuple[str, ...]] = ("plain", "chat")
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
     question_field: ClassVar[str]
     what: ClassVar[str]  # what is asked for
 
-    # Each has questions_of, rows as questions; shape, the reward d1; and published, the answer and
-    # whether it is the known one, by d1's evaluation.
+    path: str = ""
+    train_path: str = ""
+    repo: str
+    subset: str = ""
+    revision: str
+    reward: str = "correctness"
+    prompt_format: str = "chat"
+    wording: str = "ours"
+    protocol: str = "ours"
+    max_prompt_length: int
+
     def __post_init__(self) -> None:
-        check = partial(check_setting, self)
-        check("shots", self.shots >= 0, "from 0")
-        check_asked(self, REWARDS)
-        if self.wording != "ours":
-            check("shots", self.shots == 0, f"0 with wording {self.wording}, which has none")
+        check_asked(self)
         if self.wording == "d1-eval":
             allowed = "correctness with wording d1-eval, whose prompt has the first tag"
-            check("reward", self.reward != "d1", allowed)
+            check_setting(self, "reward", self.reward != "d1", allowed)
 
     # ----------------------------------------------------------------------------------- the splits
     def problems(
@@ -107,17 +115,20 @@ class Mathematics:
     ) -> list[Question]:
         """``count`` random questions of a split, each drawn anew; "pretrain" is "train"."""
         check_choice("split", split, (*SPLITS, "pretrain"))
-        split = "train" if split == "pretrain" else split
-        if split not in self._questions:
-            raise ValueError("task.train_path: got ''; allowed a file of training questions")
-        pool = self._questions[split]
+        if not (pool := self._questions["held_out" if split == "held_out" else "train"]):
+            allowed = "a file with questions that are not held out"
+            raise ValueError(f"task.train_path: got {self.train_path!r}; allowed {allowed}")
         return [pool[i] for i in rng.integers(len(pool), size=count)]
 
     def demonstrations(
         self, problems: Sequence[Question], rng: np.random.Generator, progress: float
     ) -> list[str]:
         """The worked solutions, each with its answer between tags."""
-        return [_worked(question) for question in problems]
+        return [f"{q.solution}\n{OPENING}{q.gold}{CLOSING}" for q in problems]
+
+    def from_files(self) -> list[Question]:
+        """All questions that may be asked."""
+        return [question for split in self._questions.values() for question in split]
 
     def held_out(self, count: int) -> list[Question]:
         """The first ``count`` held-out questions in the order of the file."""
@@ -125,29 +136,18 @@ class Mathematics:
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
-        """The questions of each split that has any, each once, in the words of the prompt."""
+        """The questions of each split, each once, in the words of the prompt."""
         equality.needs(self.name)
         found = {split: self._read(split) for split in SPLITS}
-        kept = {"held_out": _each_once(found["held_out"])}
-        removed = {"held-out repetitions": len(found["held_out"]) - len(kept["held_out"])}
-        if found["train"]:
-            known = {q.key for q in kept["held_out"]}
-            others = [q for q in found["train"] if q.key not in known]
-            kept["train"] = _each_once(others)
-            removed["training questions that are held out"] = len(found["train"]) - len(others)
-            removed["training repetitions"] = len(others) - len(kept["train"])
-            if not kept["train"]:
-                got = f"{self.train_path or self.repo!r}, whose questions are all held out"
-                raise ValueError(f"task.train_path: got {got}; allowed others")
-        if any(removed.values()):
-            counts = ", ".join(f"{count} {what}" for what, count in removed.items() if count)
-            logging.getLogger("minidrl").warning(f"task {self.name}: removed {counts}")
-        shots = self._shots(kept.get("train", []))
-        return {split: [self._asked(q, shots) for q in kept[split]] for split in kept}
-
-    def from_files(self) -> list[Question]:
-        """All questions that may be asked."""
-        return [question for split in self._questions.values() for question in split]
+        kept: dict[str, dict[str, Question]] = {"held_out": {}, "train": {}}
+        for split, questions in kept.items():
+            for question in found[split]:
+                if split == "held_out" or question.key not in kept["held_out"]:
+                    questions.setdefault(question.key, self._asked(question))
+        if removed := sum(len(found[split]) - len(kept[split]) for split in SPLITS):
+            said = f"removed {removed} questions that are held out or stand there twice"
+            logging.getLogger("minidrl").warning(f"task {self.name}: {said}")
+        return {split: list(questions.values()) for split, questions in kept.items()}
 
     def _read(self, split: str) -> list[Question]:
         where = self.train_path if split == "train" else self.path
@@ -163,28 +163,18 @@ class Mathematics:
             for number, question in enumerate(self.questions_of(found, where), 1)
         ]
 
-    # --------------------------------------------------------------------------------- the question
-    def _shots(self, train: Sequence[Question]) -> str:
-        if self.shots > len(train):
-            allowed = f"up to {len(train)}, the training questions that there are"
-            raise ValueError(f"task.shots: got {self.shots}; allowed {allowed}")
-        return "".join(f"Question: {q.text}\n{_worked(q)}\n\n" for q in train[: self.shots])
-
-    def _asked(self, question: Question, shots: str) -> Question:
+    def _asked(self, question: Question) -> Question:
         if self.wording != "ours":
             words = d1.BEFORE[self.name, self.wording] + question.text
-            return dataclasses.replace(
-                question, instruction=words, opening=d1.OPENINGS[self.wording]
-            )
+            opening = d1.OPENINGS[self.wording]
+            return dataclasses.replace(question, instruction=words, opening=opening)
         request = f"Think step by step; then write {self.what} between <answer> and </answer>."
         if self.reward == "d1":
             request = (
                 "Write your reasoning between <reasoning> and </reasoning>, then "
                 f"{self.what} between <answer> and </answer>, each tag on a line of its own."
             )
-        label = "Question: " if shots else ""
-        words = f"{shots}{label}{question.text}\n\n{request}"
-        return dataclasses.replace(question, instruction=words)
+        return dataclasses.replace(question, instruction=f"{question.text}\n\n{request}")
 
     @property
     def prompt_length(self) -> int:
@@ -210,31 +200,17 @@ class Mathematics:
         """
         equality.needs(self.name)
         found = self.questions_of(rows.of_file("check", path), path)
-        asked = {i: self._asked(question, "") for i, question in enumerate(found, 1)}
+        asked = {number: self._asked(question) for number, question in enumerate(found, 1)}
         measured = rows.longest_prompt(self, path, asked, tok, self.question_field)
         for number, question in tqdm(asked.items(), desc="answers", disable=None):
             if not equality.parses(question.gold):
-                where = f"{path} row {number}: answer"
-                allowed = "an answer that math-verify can read"
-                raise ValueError(f"{where}: got {brief(question.gold)}; allowed {allowed}")
-        twice = len(asked) - len({question.key for question in asked.values()})
-        more = f", {twice} of them questions that stand there twice" if twice else ""
-        said = f"{path}: {len(asked)} rows{more}; all can be asked and judged by {self.name}"
+                got, allowed = brief(question.gold), "an answer that math-verify can read"
+                raise ValueError(f"{path} row {number}: answer: got {got}; allowed {allowed}")
+        said = f"{path}: {len(asked)} rows; all can be asked and judged by {self.name}"
         return f"{said}; {measured}"
 
 
-def _worked(question: Question) -> str:
-    return f"{question.solution}\n{OPENING}{question.gold}{CLOSING}"
-
-
-def _each_once(questions: list[Question]) -> list[Question]:
-    found: dict[str, Question] = {}
-    for question in questions:
-        found.setdefault(question.key, question)
-    return list(found.values())
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gsm8k(Mathematics):
     """GSM8K; the settings are those of ``Mathematics``."""
 
@@ -247,16 +223,9 @@ class Gsm8k(Mathematics):
     question_field: ClassVar[str] = "question"
     what: ClassVar[str] = "the number alone, without a unit,"
 
-    path: str = ""
-    train_path: str = ""
     repo: str = "openai/gsm8k"
     subset: str = "main"
     revision: str = "740312add88f781978c0658806c59bc2815b9866"
-    shots: int = 0
-    reward: str = "correctness"
-    prompt_format: str = "chat"
-    wording: str = "ours"
-    protocol: str = "ours"
     max_prompt_length: int = 512
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
@@ -286,7 +255,7 @@ class Gsm8k(Mathematics):
         return answer, bool(answer) and float(answer) == float(gold)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Math500(Mathematics):
     """MATH-500; the settings are those of ``Mathematics``."""
 
@@ -298,25 +267,17 @@ class Math500(Mathematics):
     question_field: ClassVar[str] = "problem"
     what: ClassVar[str] = "the answer alone, in LaTeX,"
 
-    path: str = ""
-    train_path: str = ""
     repo: str = "HuggingFaceH4/MATH-500"
-    subset: str = ""
     revision: str = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
-    shots: int = 0
-    reward: str = "correctness"
-    prompt_format: str = "chat"
-    wording: str = "ours"
-    protocol: str = "ours"
     max_prompt_length: int = 1024
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
         """Rows as questions; without an answer the last box of the solution has it."""
-        fields = ("problem", "answer", "solution")
         whole = [
             row if row.get("answer") else row | {"answer": last_box(str(row.get("solution", "")))}
             for row in read
         ]
+        fields = ("problem", "answer", "solution")
         found = rows.texts(whole, fields, where)
         return [Question(*(row[key].strip() for key in fields)) for row in found]
 
@@ -330,9 +291,9 @@ class Math500(Mathematics):
         return 2.0 * solved + 0.5 * (tags + (1.0 if boxed else 0.5))
 
     def published(self, gold: str, response: str) -> tuple[str, bool]:
-        """Where d1 looks; compared by math-verify, where d1 compares the text."""
+        """LaTeX, compared as text."""
         answer = d1.mathematics(response)
-        return answer, equality.equal(gold, answer)
+        return answer, d1.same_text(answer, gold)
 
 
 # ------------------------------------------------------------------- the form of a response

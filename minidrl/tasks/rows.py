@@ -1,25 +1,30 @@
 """Rows of a data set: from a file (.jsonl, .json, .csv, .parquet), or from the Hub at one revision.
 
-Errors are ValueErrors of one line that names file, row (from 1) and field. Parquet files and data
-sets of the Hub are read by the package ``datasets``, which runs no code of theirs.
+Errors are ValueErrors of one line that names file, row (from 1) and field. Data sets of the Hub are
+read by the package ``datasets``, which runs no code of theirs.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import importlib.util
 import json
-import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from minidrl.tasks import Problem, Task
-from minidrl.tasks.text import prompt_lengths
+from minidrl.tasks.text import check_asked, check_choice, check_setting, prompt_lengths
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SPLITS = ("pretrain", "train", "held_out")
+MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 SHOWN = 60  # characters of a value in a message
 
 Row = dict[str, Any]
@@ -31,7 +36,7 @@ def of_file(key: str, path: str | Path) -> list[Row]:
     if path.suffix not in SUFFIXES or not path.is_file():
         what = "which is no file" if path.suffix in SUFFIXES else "whose ending is another"
         raise ValueError(f"{key}: got {str(path)!r}, {what}; allowed {', '.join(SUFFIXES)} files")
-    rows = _of_parquet(key, path) if path.suffix == ".parquet" else _of_json(path)
+    rows = _of_parquet(key, path) if path.suffix == ".parquet" else _of_text(path)
     if not rows:
         raise ValueError(f"{path}: got no row; allowed one or more")
     for number, row in enumerate(rows, 1):
@@ -40,7 +45,7 @@ def of_file(key: str, path: str | Path) -> list[Row]:
     return rows
 
 
-def _of_json(path: Path) -> list[Any]:
+def _of_text(path: Path) -> list[Any]:
     """A list of objects in a .json file, lines under a header in .csv; else an object a line."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -60,17 +65,18 @@ def _of_json(path: Path) -> list[Any]:
 
 
 def _of_parquet(key: str, path: Path) -> list[Any]:
-    datasets = _datasets(f"{key} {path}")
+    parquet = _package("pyarrow", f"{key} {path}", "pyarrow.parquet")
     try:
-        with tempfile.TemporaryDirectory() as cache:  # no copy stays in the user's
-            return datasets.Dataset.from_parquet(str(path), cache_dir=cache).to_list()
+        return parquet.read_table(path).to_pylist()
     except Exception as error:  # pyarrow has many
         raise ValueError(f"{path} cannot be read as parquet: {brief(error)}") from None
 
 
 def of_hub(task: str, repo: str, subset: str, revision: str, split: str) -> list[Row]:
     """The rows of a split of a data set on the Hub, at a commit; from the cache where it can."""
-    datasets = _datasets(f"task {task}")
+    datasets = _package("datasets", f"task {task}")
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is one line of ours
     try:
         return datasets.load_dataset(repo, subset or None, revision=revision, split=split).to_list()
     except Exception as error:  # the Hub's, the network's and pyarrow's
@@ -79,14 +85,10 @@ def of_hub(task: str, repo: str, subset: str, revision: str, split: str) -> list
         raise ValueError(f"task.repo: got {got} ({brief(error)}); allowed {allowed}") from None
 
 
-def _datasets(what: str) -> Any:
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"{what} needs datasets: pip install 'minidrl[math]'")
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is one line of ours
-    return datasets
+def _package(name: str, what: str, module: str = "") -> Any:
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"{what} needs {name}: pip install 'minidrl[math]'")
+    return importlib.import_module(module or name)
 
 
 def texts(rows: list[Row], fields: tuple[str, ...], where: str) -> list[dict[str, str]]:
@@ -128,13 +130,43 @@ def first(held_out: list[Any], count: int) -> list[Any]:
     return held_out[:count]
 
 
+def brief(value: Any) -> str:
+    """A value in one short line, for a message."""
+    text = " ".join(str(value).split()) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
+
+
+@dataclass(frozen=True, kw_only=True)
 class Puzzles:
     """A task of generated puzzles that can also be asked those of a file.
 
-    ``path``: a file whose puzzles are the held-out ones. ``exclude``: a file whose puzzles are not
-    trained on; those of ``path`` never are. The task's ``puzzle_of(row)`` makes a puzzle of a row,
-    with a ValueError for one that cannot be solved, or is none.
+    reward             what an answer is paid: see ``judge``
+    prompt_format      plain, a notation of the task's own and a bare response, or chat, whose
+                       prompts may have ``max_prompt_length`` tokens
+    wording, protocol  its words and how answers are read, ours or d1's (``tasks.d1``)
+    path               a file whose puzzles are the held-out ones
+    exclude            a file whose puzzles are not trained on; those of ``path`` never are
+
+    A task has ``drawn``, random puzzles of a split; ``puzzle_of``, that of a row, with a ValueError
+    for one that cannot be solved; and ``longest_plain``, the characters of its longest prompt.
     """
+
+    rewards: ClassVar[tuple[str, ...]]
+    formats: ClassVar[tuple[str, ...]] = ("plain", "chat")
+
+    reward: str = "strict"
+    wording: str = "ours"
+    protocol: str = "ours"
+    prompt_format: str = "plain"
+    max_prompt_length: int = 200
+    path: str = ""
+    exclude: str = ""
+
+    def __post_init__(self):
+        check_asked(self)
+        if (self.wording, self.protocol) != ("ours", "ours"):
+            allowed = "chat with d1's prompts and rule"
+            check_setting(self, "prompt_format", self.prompt_format == "chat", allowed)
 
     @cached_property
     def of_path(self) -> list[Any]:
@@ -161,15 +193,39 @@ class Puzzles:
                 raise ValueError(f"{path} row {number}: {error}") from None
         return found
 
+    def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Any]:
+        """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
+
+        Raises ValueError for another split, and for one without puzzles.
+        """
+        check_choice("split", split, SPLITS)
+        if split == "held_out" and self.path:
+            return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
+        return self.drawn(count, rng, split)
+
+    def held_out(self, count: int) -> list[Any]:
+        """The first ``count`` held-out puzzles, each key once: a prefix of every larger test set.
+
+        Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
+        """
+        if self.path:
+            return first(self.of_path, count)
+        found: dict[str, Any] = {}
+        rng, misses = np.random.default_rng(0), 0
+        while len(found) < count and misses < MAX_REPEATS:
+            puzzle = self.drawn(1, rng, "held_out")[0]
+            misses = misses + 1 if puzzle.key in found else 0
+            found.setdefault(puzzle.key, puzzle)
+        return first(list(found.values()), count)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt; in the plain format a character is one."""
+        return self.longest_plain if self.prompt_format == "plain" else self.max_prompt_length
+
     def check(self, path: str, tok: Any = None) -> str:
         """What was found in a file whose puzzles can all be asked and solved."""
         found = self.read("check", path)
         measured = longest_prompt(self, path, dict(enumerate(found, 1)), tok, "puzzle")
         said = f"{path}: {len(found)} rows; all can be asked and judged by {self.name}"
         return f"{said}; {measured}"
-
-
-def brief(value: Any) -> str:
-    """A value in one short line, for a message."""
-    text = " ".join(str(value).split()) if isinstance(value, Exception) else repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."

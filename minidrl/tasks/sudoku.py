@@ -26,13 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from minidrl.tasks import Example, Verdict, d1, rows
-from minidrl.tasks.text import (
-    check_asked,
-    check_choice,
-    check_setting,
-    final_answer,
-    tokenizer,
-)
+from minidrl.tasks.text import check_choice, check_setting, final_answer, tokenizer
 
 SIZE, CELLS, DIGITS, EMPTY = 4, 16, "1234", "."
 ROWS = [tuple(range(first, first + 4)) for first in (0, 4, 8, 12)]
@@ -40,10 +34,7 @@ COLUMNS = [tuple(range(first, 16, 4)) for first in range(4)]
 BOXES = [(first, first + 1, first + 4, first + 5) for first in (0, 2, 8, 10)]
 FEWEST = 4  # clues; with fewer, some completion of every puzzle is in a class that is not held out
 MAX_ANSWER = 64  # characters of an answer in a chat, blanks included; a longer one is refused
-MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 CUTS = ("relabelling", "symmetry")
-REWARDS = ("strict", "binary", "cells")
-SPLITS = ("pretrain", "train", "held_out")
 
 
 # -------------------------------------------------------------------------- grids and their classes
@@ -161,12 +152,8 @@ class Sudoku(rows.Puzzles):
     harder, found easier: the smaller of the two classes under all symmetries.
     Both hold out 96 of 288 grids. A puzzle is in the split that has all its completions; a puzzle
     with completions in both is in none. Pre-training and RL share a split. ``hit_share``: the share
-    of demonstrations that are solutions.
-    ``prompt_format``: plain (``3..1.4....43.13.:`` and sixteen digits) or chat, whose prompts may
-    have ``max_prompt_length`` tokens. ``wording`` and ``protocol``: its words and how answers are
-    read, ours or d1's (``tasks.d1``). ``path``: held-out puzzles of a file, whose rows have
-    ``Puzzle`` (0 in an empty cell) and may have ``Solution``; ``exclude``: a file whose grids are
-    not trained on.
+    of demonstrations that are solutions. Of a file the rows have ``Puzzle``, with 0 in an empty
+    cell, and may have ``Solution``; ``exclude`` leaves out all puzzles of its grids.
     """
 
     name: ClassVar[str] = "sudoku"
@@ -175,19 +162,15 @@ class Sudoku(rows.Puzzles):
         "completion counts"
     )
 
+    rewards: ClassVar[tuple[str, ...]] = ("strict", "binary", "cells")
+    longest_plain: ClassVar[int] = CELLS + 1
     min_clues: int = 6
     max_clues: int = 6
     cut: str = "relabelling"
-    reward: str = "strict"
-    wording: str = "ours"
-    protocol: str = "ours"
-    prompt_format: str = "plain"
-    max_prompt_length: int = 200
     hit_share: float = 0.2
-    path: str = ""
-    exclude: str = ""
 
     def __post_init__(self):
+        super().__post_init__()
         check = partial(check_setting, self)
         fewer, least = "with fewer no puzzle can be held out", self.min_clues
         check("min_clues", FEWEST <= least < CELLS, f"{FEWEST} to {CELLS - 1}; {fewer}")
@@ -195,30 +178,21 @@ class Sudoku(rows.Puzzles):
         check("max_clues", least <= self.max_clues < CELLS, allowed)
         check("hit_share", 0 <= self.hit_share <= 1, "0 to 1")
         check_choice("task.cut", self.cut, CUTS)
-        check_asked(self, REWARDS)
-        if (self.wording, self.protocol) != ("ours", "ours"):
-            check("prompt_format", self.prompt_format == "chat", "chat with d1's prompts and rule")
 
-    def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Puzzle]:
-        """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
-
-        The number of clues, a grid of the split and the cells that are shown are uniform; for a
-        puzzle with a completion outside the split, grid and cells are drawn again.
-        Raises ValueError for another split.
+    def drawn(self, count: int, rng: np.random.Generator, split: str) -> list[Puzzle]:
+        """Random puzzles: the number of clues, a grid of the split and the cells that are shown are
+        uniform; for a puzzle with a completion outside the split, grid and cells are drawn again.
         """
-        check_choice("split", split, SPLITS)
-        if split == "held_out" and self.path:
-            return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
         held_out = _grids_held_out(self.cut)
         pool = [grid for grid in grids() if (grid in held_out) == (split == "held_out")]
         numbers = rng.integers(self.min_clues, self.max_clues + 1, count)
         left_out = frozenset() if split == "held_out" else self._excluded_grids
-        return [self._drawn(pool, int(number), rng, left_out) for number in numbers]
+        return [self._one(pool, int(number), rng, left_out) for number in numbers]
 
-    def _drawn(
+    def _one(
         self, pool: list[str], clues: int, rng: np.random.Generator, left_out: frozenset[str]
     ) -> Puzzle:
-        for _ in range(MAX_REPEATS):  # with FEWEST clues or more every split has puzzles
+        for _ in range(rows.MAX_REPEATS):  # with FEWEST clues or more every split has puzzles
             grid = pool[rng.integers(len(pool))]
             shown = set(rng.permutation(CELLS)[:clues].tolist())
             kept = "".join(d if i in shown else EMPTY for i, d in enumerate(grid))
@@ -245,26 +219,6 @@ class Sudoku(rows.Puzzles):
             raise ValueError(f"Solution: got {solution!r}; allowed one of the puzzle")
         return Puzzle(clues, solution, self.wording)
 
-    def held_out(self, count: int) -> list[Puzzle]:
-        """The first ``count`` held-out puzzles, each once: a prefix of every larger test set.
-
-        Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
-        """
-        if count < 1:
-            raise ValueError(f"evaluate.n: got {count}; allowed 1 or more")
-        if self.path:
-            return rows.first(self.of_path, count)
-        seen: dict[str, Puzzle] = {}
-        rng, misses = np.random.default_rng(0), 0
-        while len(seen) < count and misses < MAX_REPEATS:
-            puzzle = self.problems(1, rng, "held_out")[0]
-            misses = misses + 1 if puzzle.key in seen else 0
-            seen.setdefault(puzzle.key, puzzle)
-        if len(seen) < count:
-            allowed = f"at most {len(seen)}, the held-out puzzles found with these clues"
-            raise ValueError(f"evaluate.n: got {count}; allowed {allowed}")
-        return list(seen.values())
-
     def split_of(self, puzzle: Puzzle) -> str | None:
         """The split, from the puzzle alone; None for one with completions in both, or without."""
         found, held_out = completions(puzzle.clues), _grids_held_out(self.cut)
@@ -289,11 +243,6 @@ class Sudoku(rows.Puzzles):
             return found[rng.integers(len(found))]
         choices = [_rows_with(puzzle.clues[row[0] : row[-1] + 1]) for row in ROWS]
         return "".join(rows[rng.integers(len(rows))] for rows in choices)
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the longest prompt; in the plain format a character is one."""
-        return self.max_prompt_length if self.prompt_format == "chat" else CELLS + 1
 
     @property
     def shortest_response(self) -> int:

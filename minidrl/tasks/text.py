@@ -15,7 +15,6 @@ from minidrl.sampler import is_end, keep_mask
 from minidrl.tasks import Problem
 
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
-PROMPT_FORMATS = ("plain", "chat")
 OPENING, CLOSING = "<answer>", "</answer>"
 WORDINGS = ("ours", "d1", "d1-eval")  # the words in which is asked: ours, or d1's
 PROTOCOLS = ("ours", "d1")  # how an answer is read: by our rule, or as d1's evaluation does
@@ -37,13 +36,11 @@ def check_setting(task: Any, key: str, right: bool, allowed: str) -> None:
         raise ValueError(f"task.{key}: got {getattr(task, key)!r}; allowed {allowed}")
 
 
-def check_asked(
-    task: Any, rewards: tuple[str, ...], formats: tuple[str, ...] = PROMPT_FORMATS
-) -> None:
+def check_asked(task: Any) -> None:
     """ValueError for a wrong choice of how is asked, read and paid."""
     check_setting(task, "max_prompt_length", task.max_prompt_length >= 1, "from 1")
-    check_choice("task.reward", task.reward, rewards)
-    check_choice("task.prompt_format", task.prompt_format, formats)
+    check_choice("task.reward", task.reward, task.rewards)
+    check_choice("task.prompt_format", task.prompt_format, task.formats)
     check_choice("task.wording", task.wording, WORDINGS)
     check_choice("task.protocol", task.protocol, PROTOCOLS)
 
