@@ -142,7 +142,7 @@ def test_a_prompt_is_a_turn_of_the_checkpoints_template(llada):
 
 def test_the_beginning_of_an_answer_that_a_wording_gives_stands_after_the_template(llada):
     _, tok = checkpoints.load(llada)
-    asked = [Question("", "", "1+1?", opening="<reasoning>"), Question("", "", "1+1?")]
+    asked = [Question("", "", "", "1+1?", opening="<reasoning>"), Question("", "", "", "1+1?")]
     ids, mask = texts.encode_prompts(tok, asked, 400, prompt_format="chat")
     opened, plain = (tok.decode(row[real]) for row, real in zip(ids, mask, strict=True))
     assert opened == f"{plain}<reasoning>"
