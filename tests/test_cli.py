@@ -82,7 +82,7 @@ MISTAKES = {
     # settings (tests/test_config.py has many)
     "train run.yaml --stepz=5": "stepz: unknown key (did you mean steps?); allowed model,",
     "train run.yaml --compute_dtype bfloat16 --dtype float32": "compute_dtype: got 'bfloat16' with one process",
-    "train run.yaml --evaluate.n 5000": "evaluate.n: got 5000; allowed at most 35",
+    "train run.yaml --evaluate.n 5000": "evaluate.n: got 5000; allowed 1 to 35",
     "train run.yaml --task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the tokenizer of ",
     "tasks sudoku --check run.yaml": "check: got 'run.yaml', whose ending is another; allowed .jsonl,",
     "tasks gsm8k --check nowhere.json --task.wordin d1": "task.wordin: unknown key (did you mean task.wording?)",

@@ -280,7 +280,9 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
 
 def test_no_file_and_an_empty_split_are_named(tmp_path, assumed):
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="^task.path: got ''; allowed a .json or .jsonl file of rows in the format mbpp$"):
+    with pytest.raises(
+        ValueError, match="^task.path: got '.', whose ending is another; allowed .jsonl, .json, .csv, .parquet files$"
+    ):
         Code().problems(1, rng)
     path = str(written(tmp_path / "rows.json", [MBPP]))
     with pytest.raises(ValueError, match="^task.path: got .*; allowed one with rows to train$"):

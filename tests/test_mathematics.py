@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -43,7 +42,8 @@ def written(folder, name: str, data: list) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------- equality
-EQUAL = {  # by arithmetic, or by what the notation means
+# By arithmetic, or by what the notation means.
+EQUAL = {
     "18": [
         "18",
         " 18 ",
@@ -59,6 +59,11 @@ EQUAL = {  # by arithmetic, or by what the notation means
         "36/2",
         "\\frac{36}{2}",
         "\\boxed{18}",
+        "18 dollars",
+        "18\\text{ cm}",
+        "18 \\text{ cm}^2",
+        "18 cm^2",
+        "18 sheets per month",
     ],
     "-2": ["-2", "-2.0", "- 2", "-\\frac{4}{2}"],
     "1080": ["1080", "1,080", "1{,}080", "1080.00"],
@@ -68,11 +73,58 @@ EQUAL = {  # by arithmetic, or by what the notation means
     "x^2-1": ["(x-1)(x+1)", "-1+x^2", "x^2 - 1"],
     "\\sqrt{8}": ["2\\sqrt{2}", "\\sqrt 8"],
     "\\text{east}": ["east", "\\text{east}"],
-    "3, 5, 7": ["3,5,7", "\\{3, 5, 7\\}"],
+    "3, 5, 7": ["3,5,7", "\\{3, 5, 7\\}", "\\{3,5,7\\}"],
+    "13": ["\\text{13}", "\\textbf{13}", "\\mathbf{13}", "\\mathrm{13}", "= 13", "\\approx 13", "AB=13", "f(2)=13"],
+    "-5": ["\\text{-5}"],
+    "\\frac12": ["\\text{0.5}"],
+    "90": ["90°", "90^\\circ"],
+    "90^\\circ": ["90"],
+    "10080": ["10\\,080"],
+    "60": ["60\\%"],
+    "5": ["5 changes/day"],
+    "8400": ["\\$8,400"],
+    "11,\\! 111,\\! 100": ["11111100"],
+    "34": ["42_8"],
+    "52_8": ["52", "52_{8}"],
+    "3,5": ["5,3"],
+    "(2,\\infty)": ["x \\in (2,\\infty)"],
+    "(3,4)": ["\\left(3,4\\right)"],
+    "\\frac{2^{10}}{2^{11}}": ["\\frac12"],
+    "0.0000001": ["0.00000010"],
+    "east": ["\\text{east}"],
 }
 DIFFERENT = {
-    "18": ["", "17", "-18", "180", "1 8", "18 19", "17 or 18", "17, 18", "18, 17", "\\{17,18\\}", "18\\pm1", "18=17", "17=18"]
-    + ["17, or the final answer is $18$. I hope", "$18$ or $17$", "$17$, $18$", "**18** or **17**"],
+    "18": [
+        "",
+        "17",
+        "-18",
+        "180",
+        "1 8",
+        "18 19",
+        "17 or 18",
+        "17, 18",
+        "18, 17",
+        "\\{17,18\\}",
+        "18\\pm1",
+        "18=17",
+        "17=18",
+        "17, or the final answer is $18$. I hope",
+        "$18$ or $17$",
+        "$17$, $18$",
+        "**18** or **17**",
+        "18 or 19",
+        "17 dollars",
+        "18 pi",
+        "18 minus one",
+        "18 ab",
+        "18abc",
+        "18\\text{ hundred}",
+        "18 sin x",
+        "2x=18",
+        "18x",
+        "18 or",
+        "18\\text{ or } 19",
+    ],
     "1": ["$18", "**18"],
     "9": [
         "1 8",
@@ -94,17 +146,30 @@ DIFFERENT = {
     "x^2-1": ["x^2+1", "(x-1)^2", "y^2-1", "x"],
     "\\left( 3, \\frac{\\pi}{2} \\right)": ["(\\frac{\\pi}{2}, 3)", "3", "(3, \\frac{\\pi}{3})"],
     "\\text{east}": ["west", "\\text{west}", "1"],
+    "52_8": ["52_9"],
+    "204_5": ["204_{10}"],
+    "42": ["42_8"],
+    "101": ["101_2"],
+    "29_8": ["29_8+0"],
+    "0.0000001": ["0.0000002"],
+    "\\frac{1}{2^{99}}": ["\\frac{1}{2^{98}}"],
+    "\\frac{1}{20!}": ["\\frac{1}{19!}"],
+    "(2,4)": ["\\{2,4\\}"],
+    "(3,4)": ["(4,3)"],
+    "\\left(\\frac16\\right)^{50}": ["\\left(\\frac16\\right)^{49}"],
+    "(-2,1)": ["\\{-2,1\\}"],
+    "(2,\\infty)": ["2,\\infty"],
+    "\\frac{2^{2005}+1}{3 \\cdot 2^{2006}}": ["\\frac{1}{2^{2006}}"],
+    "east": ["seat"],
+    "5": ["5 hundred"],
+    "2": ["2\\pi"],
 }
 
 
-@pytest.mark.parametrize("gold", EQUAL)
-def test_what_means_the_same_is_equal(gold):
-    assert {answer: equality.equal(gold, answer) for answer in EQUAL[gold]} == dict.fromkeys(EQUAL[gold], True)
-
-
-@pytest.mark.parametrize("gold", DIFFERENT)
-def test_what_means_something_else_or_leaves_the_work_to_the_judge_is_not_equal(gold):
-    assert {answer: equality.equal(gold, answer) for answer in DIFFERENT[gold]} == dict.fromkeys(DIFFERENT[gold], False)
+@pytest.mark.parametrize(("cases", "same"), [(EQUAL, True), (DIFFERENT, False)])
+def test_what_means_the_same_is_equal_and_what_leaves_the_work_to_the_judge_is_not(cases, same):
+    pairs = [(gold, answer) for gold, answers in cases.items() for answer in answers]
+    assert [pair for pair in pairs if equality.equal(*pair) != same] == []
 
 
 def test_endless_work_ends_and_the_next_answer_is_judged():
@@ -151,44 +216,12 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch, tm
         rows.of_hub("gsm8k", "openai/gsm8k", "main", "0" * 40, "test")
 
 
-PIECES = [*"0123456789+-*/^_=<>()[]{}|!,;:.&%$# \nxyπ²٣①", "\\frac", "\\sqrt", "\\sum_{i=1}^{", "\\text{", "\\{", "\\cdot"]
-PIECES += [
-    "\\boxed{",
-    "}",
-    "9^9^9",
-    "10^{10^{10}}",
-    "1e999",
-    "or",
-    "\\pm",
-    "__import__('os')",
-    "</answer>",
-    "\\def\\a{\\a\\a}\\a",
-]
-ENDLESS = [
-    "9^{9^{9^{9}}}",
-    "(9!)!",
-    "\\prod_{i=1}^{10^9} i",
-    "\\int_0^1 x^x dx",
-    "(x+y+z)^{99}",
-    "\\frac{1}{" * 15 + "2" + "}" * 15,
-]
-
-
-@pytest.mark.slow
-def test_hostile_answers_raise_nothing_and_are_paid_only_if_the_number_is_there():
-    rng, task, solved = random.Random(0), Gsm8k(), 0
-    for _ in range(1500):
-        text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 12)))
-        if rng.random() < 0.3:
-            text = text[: len(text) // 2] + "18" + text[len(text) // 2 :]
-        text = rng.choice(ENDLESS) if rng.random() < 0.005 else text
-        text = rng.choice(["$18$", "18.0", "\\boxed{18}", "x=18", "18/1"]) if rng.random() < 0.05 else text
-        verdict = task.judge(mathematics.Question("?", "18"), f"<answer>{text}</answer>")
-        assert not verdict.solved or "18" in text.replace(" ", ""), text
-        solved += verdict.solved
-    assert solved > 10
+def test_what_is_no_answer_solves_nothing():
+    task = Gsm8k()
     for nothing in (None, 18, b"18", "", "\0", "18", "<answer>17<answer>18", "{" * 10**5, "\\boxed{" * 20_000):
         assert not task.judge(mathematics.Question("?", "18"), nothing).solved
+    for endless in ("9^{9^{9^{9}}}", "(9!)!", "(x+y+z)^{99}"):
+        assert not task.judge(mathematics.Question("?", "18"), f"<answer>{endless}</answer>").solved
 
 
 # ---------------------------------------------------------------------------------------------------- the answer, rewards

@@ -75,7 +75,10 @@ def test_a_limit_may_be_raised_at_resume_and_a_changed_file_may_not(folder, capf
     (folder / "train.jsonl").write_text("".join(line for line in lines if len(line) < LIMIT))
     assert train(capfd, "--steps", "2")[0] == 0
     status, said = train(capfd, "--resume", "--task.max_prompt_length", "400", "--task.reward", "d1")
-    assert status == 2 and "task.reward: got 'd1'; allowed 'correctness', with which the run in run/checkpoint-2 was started" in said
+    assert (
+        status == 2
+        and "task.reward: got 'd1'; allowed 'correctness', with which the run in run/checkpoint-2 was started" in said
+    )
     shutil.copy(folder / "train.jsonl", folder / "kept")
     for key, file in (("train_path", "train.jsonl"), ("path", "test.json")):
         before = (folder / file).read_bytes()

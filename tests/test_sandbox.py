@@ -434,20 +434,6 @@ def test_plain_data_comes_back_with_its_types(value):
     assert back == value and typed(back) == typed(value)
 
 
-@pytest.mark.parametrize(
-    "value", [object(), int, len, range(3), iter([]), [lambda: 0], {1: ...}, bytearray(b"x")], ids=range(8)
-)
-def test_what_is_no_plain_data_is_not_sent(value):
-    with pytest.raises(TypeError):
-        sandboxed.packed(value)
-
-
-@pytest.mark.parametrize("text", ['["set", ["list"]]', '["A", 1]', "[]", "[[]]", '["dict", 1]', '{"a": 1}', '["bytes", "x"]'])
-def test_other_json_is_refused(text):
-    with pytest.raises((TypeError, ValueError, KeyError)):
-        sandboxed.unpacked(json.loads(text))
-
-
 @HERE
 def test_values_and_errors_cross_as_the_program_made_them():
     program = """
@@ -462,7 +448,10 @@ def test_values_and_errors_cross_as_the_program_made_them():
     tests += ["assert attack('counter') == {'a': 2, 'b': 1}", "import math; assert attack('large') == math.factorial(2000)"]
     tests += ["try: attack('own')\nexcept KeyError as error: assert 'mine' in str(error)\nelse: assert False"]
     assert run(program, *tests)[:3] == (len(tests), len(tests), "")
-    assert run(program, "assert f([1]) == (1,)", "assert f(print)").passed == 0
+    assert run(program, "assert f([1]) == (1,)", "assert f(print)", "assert f(iter([]))").passed == 0
+    for text in ('["set", ["list"]]', "[[]]", '{"a": 1}', '["bytes", "x"]'):
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            sandboxed.unpacked(json.loads(text))
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -517,28 +506,3 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine):
 
 
 UNKNOWN = {"memfd_secret", "mount_setattr"}  # newer than some headers
-
-
-def simulated(program: bytes, machine: int, call: int) -> int:
-    """The answer of a classic BPF program of loads, comparisons and returns."""
-    lines, place, held = list(struct.iter_unpack("HBBI", program)), 0, 0
-    while True:
-        code, true, false, value = lines[place]
-        if code == 0x06:
-            return value
-        if code == 0x20:
-            held, step = {0: call, 4: machine}[value], 0
-        else:
-            step = true if (held == value if code == 0x15 else held >= value) else false
-        place += 1 + step
-
-
-@pytest.mark.parametrize("machine", sandbox.AUDIT)
-def test_the_filter_refuses_these_calls_and_no_other(machine):
-    program, column = sandbox.call_filter(machine), list(sandbox.AUDIT).index(machine)
-    refused = {numbers[column] for numbers in sandbox.REFUSED.values()} - {None}
-    for call in range(600):
-        assert simulated(program, sandbox.AUDIT[machine], call) == (0x00050001 if call in refused else 0x7FFF0000), call
-    assert simulated(program, sandbox.AUDIT[machine], 0x40000000 + 57) == 0x00050001
-    for other in (0x40000003, 0, *(set(sandbox.AUDIT.values()) - {sandbox.AUDIT[machine]})):
-        assert simulated(program, other, 1) == 0x80000000

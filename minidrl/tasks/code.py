@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 REWARDS = ("all", "share")
-SPLITS = ("pretrain", "train", "held_out")
 FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*(?:```|\Z)", re.DOTALL)
 
 
@@ -172,11 +170,7 @@ def _groups(body: list[ast.stmt]) -> Iterator[str]:
 
 # format -> (fields that a row must have, those that it may have, how it is read)
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[dict, bool], Exercise]]] = {
-    "mbpp": (
-        ("code", "test_list"),
-        ("text", "prompt", "test_setup_code", "test_imports"),
-        _mbpp,
-    ),
+    "mbpp": (("code", "test_list"), ("text", "prompt", "test_setup_code", "test_imports"), _mbpp),
     "humaneval": (
         ("task_id", "prompt", "entry_point", "canonical_solution", "test"),
         (),
@@ -187,31 +181,28 @@ LISTS = ("test_list", "test_imports")  # fields that hold a list of texts; the o
 
 
 # ---------------------------------------------------------------------------------------- the file
-def read_rows(path: Path, form: str, key: str = "task.path") -> list[dict]:
+def read_rows(path: str, form: str, key: str = "task.path") -> list[dict]:
     """The rows of a file, each with the fields of its format; ``key``: what names the file.
 
     Raises ValueError in one line that names file, row (from 1) and field.
     """
-    found = rows.of_file(key, path)
+    found, (needed, optional, _) = rows.of_file(key, path), FORMATS[form]
     for number, row in enumerate(found, 1):
-        _check_row(row, form, f"{path} row {number}")
+        where = f"{path} row {number}"
+        missing = [name for name in needed if row.get(name) is None]
+        if form == "mbpp" and not row.get("text") and not row.get("prompt"):
+            missing.append("text")
+        if missing:
+            has = ", ".join(needed)
+            raise ValueError(f"{where} has no {missing[0]}; a row of {form} has {has}")
+        for name in needed + optional:
+            value = row.get(name)
+            texts = value if name in LISTS else [value]
+            right = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+            if value is not None and not right:
+                allowed = "a list of text" if name in LISTS else "text"
+                raise ValueError(f"{where}: {name}: got {rows.brief(value)}; allowed {allowed}")
     return found
-
-
-def _check_row(row: dict, form: str, where: str) -> None:
-    needed, optional, _ = FORMATS[form]
-    missing = [key for key in needed if row.get(key) is None]
-    if form == "mbpp" and not row.get("text") and not row.get("prompt"):
-        missing.append("text")
-    if missing:
-        raise ValueError(f"{where} has no {missing[0]}; a row of {form} has {', '.join(needed)}")
-    for key in needed + optional:
-        if (value := row.get(key)) is None:
-            continue
-        texts = value if key in LISTS else [value]
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            allowed = "a list of text" if key in LISTS else "text"
-            raise ValueError(f"{where}: {key}: got {rows.brief(value)}; allowed {allowed}")
 
 
 def _sorted(
@@ -237,9 +228,9 @@ def _sorted(
     return fitting, left
 
 
-def _fitting(path: Path, form: str, show_tests: bool) -> list[Exercise]:
+def _fitting(path: str, form: str, show_tests: bool, key: str = "task.path") -> list[Exercise]:
     """The rows that can be judged; a remark counts the others by what they need."""
-    found = read_rows(path, form)
+    found = read_rows(path, form, key)
     fitting, left = _sorted(found, form, show_tests)
     if left:
         said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
@@ -307,11 +298,7 @@ class Code:
         return {"train": train, "pretrain": train, "held_out": held_out}
 
     def _rows(self, key: str) -> list[Exercise]:
-        path = Path(getattr(self, key))
-        if not path.is_file():
-            allowed = f"a .json or .jsonl file of rows in the format {self.format}"
-            raise ValueError(f"task.{key}: got {getattr(self, key)!r}; allowed {allowed}")
-        return _fitting(path, self.format, self.show_tests)
+        return _fitting(getattr(self, key), self.format, self.show_tests, f"task.{key}")
 
     def from_files(self) -> list[Exercise]:
         """All exercises that may be asked."""
@@ -324,12 +311,12 @@ class Code:
     def problems(
         self, count: int, rng: np.random.Generator, split: str = "train"
     ) -> list[Exercise]:
-        """``count`` random rows of a split (``SPLITS``), each drawn anew.
+        """``count`` random rows of a split (``rows.SPLITS``), each drawn anew.
 
         Raises ValueError for another split, an empty one, a file that cannot be used, and where
         there is no sandbox.
         """
-        check_choice("split", split, SPLITS)
+        check_choice("split", split, rows.SPLITS)
         if not (pool := self._splits[split]):
             raise ValueError(f"task.path: got {self.path!r}; allowed one with rows to {split}")
         return [pool[i] for i in rng.integers(len(pool), size=count)]
@@ -392,7 +379,7 @@ class Code:
         """
         if why := sandbox.refusal():
             raise ValueError(why)
-        found = read_rows(Path(path), self.format, "check")
+        found = read_rows(path, self.format, "check")
         fitting, left = _sorted(found, self.format, self.show_tests)
         measured = rows.longest_prompt(self, path, fitting, tok, "question")
         wrong = {row: f"left out: {why}" for row, why in left.items()}
