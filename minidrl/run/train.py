@@ -224,8 +224,8 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
     """
     lora = settings.lora
     dtype = None if settings.dtype == "stored" else getattr(torch, settings.dtype)
-    how = (settings.model, settings.device, dtype)
-    model, tok = checkpoints.load(*how, **({"quantize": True} if settings.quantize else {}))
+    how = (settings.model, settings.device)
+    model, tok = checkpoints.load(*how, dtype, **({"quantize": True} if settings.quantize else {}))
     if denoiser.has_adapters(model):
         allowed = "a base (--resume continues a run)"
         raise ValueError(f"model: got {settings.model!r}, which holds adapters; allowed {allowed}")
@@ -236,7 +236,9 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
         denoiser.checkpoint_activations(model)
     if method.kl is None or method.kl.target != "reference":
         return model, tok, None
-    return model, tok, denoiser.without_adapters(model) if lora.rank else checkpoints.load(*how)[0]
+    if lora.rank:
+        return model, tok, denoiser.without_adapters(model)
+    return model, tok, checkpoints.load(*how, next(model.parameters()).dtype)[0]
 
 
 def _check_fits(model: denoiser.Denoiser, tok: Any, settings: config.Train) -> None:
