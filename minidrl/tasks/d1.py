@@ -12,13 +12,14 @@ those of its training, and "d1-eval", whose answers begin with <reasoning>.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from minidrl.tasks import arithmetic
 from minidrl.tasks.text import CLOSING, MAX_RESPONSE, OPENING
 
 _NUMBER = re.compile(r"-?\d+\.?\d*")
+_BOX = re.compile(r"\\boxed\{([^}\n]*+)\}")  # up to the first brace that closes, on its line
 _LATEX = {r"\div": "/", r"\times": "*", r"\cdot": "*"}
 _EXPRESSION = re.compile(r"[0-9+\-*/().\s]+")
 # From the first of the signs on that stand before an equals sign and a number.
@@ -144,21 +145,10 @@ def number(response: str) -> str:
     """The answer to a question of GSM8K: the number of the first box that has one, else the last
     of the first tagged answer; "" for none."""
     response = _bounded(response)
-    for box in _boxes(response):
+    for box in _BOX.findall(response):
         if found := _first_or_whole(box.strip(), 0):
             return found
     return _first_or_whole(_tagged(response) or "", -1)
-
-
-def _boxes(text: str) -> Iterator[str]:
-    """What each box holds up to the first brace that closes, on its line."""
-    end = 0
-    while (start := text.find(r"\boxed{", end)) >= 0 and (brace := text.find("}", start)) >= 0:
-        start += len(r"\boxed{")
-        line = text.find("\n", start, brace)
-        end = line if line >= 0 else brace
-        if line < 0:
-            yield text[start:brace]
 
 
 def _first_or_whole(text: str, which: int) -> str:
