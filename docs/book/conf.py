@@ -102,7 +102,8 @@ def before_reading(app: Sphinx, page: str, source: list[str]) -> None:
         notebook = json.loads(source[0])
         for cell in notebook["cells"]:
             if cell["metadata"].get("jupyter", {}).get("source_hidden"):
-                cell["metadata"].setdefault("tags", []).append("hide-input")
+                tags = cell["metadata"].setdefault("tags", [])
+                tags += ["hide-input"] * ("hide-input" not in tags)
             if cell["cell_type"] == "markdown":
                 cell["source"] = re.sub(r"(?<=\()([^()\s]*)#([^()\s]+)(?=\))", github_anchor, "".join(cell["source"]))
         source[0] = json.dumps(notebook)
@@ -172,6 +173,8 @@ class Links(SphinxTransform):
     def apply(self, **_: object) -> None:
         page = self.env.docname
         for block in list(self.document.findall(nodes.math_block)):
+            if "\\tag" in block.astext():  # Sphinx would put it into an environment that has no tags
+                block["no-wrap"], block[:] = True, [nodes.Text(rf"\[{block.astext()}\]")]
             for tag in re.findall(r"\\tag\{(.+?)\}", block.astext()):
                 if EQUATIONS.get(tag, ("",))[0] == page:
                     self.anchor(block, tag)
