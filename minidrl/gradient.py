@@ -243,8 +243,7 @@ def known_features(
         return anything
     if method.on_record:
         sampled_now = experience.updates == run.updates
-        against_reference = method.kl is not None and method.kl.target == "reference"
-        return {"logp": logp * plan.scored} if sampled_now and not against_reference else None
+        return {"logp": logp * plan.scored} if sampled_now and not method.has_reference else None
     own, only_update = method.anchor == "old" and anchor is None, run.settings.num_iterations == 1
     return anything if own and only_update and method.linear_on_policy else None
 

@@ -204,7 +204,7 @@ def update(
 
     # The ll of the reference policy, for a KL penalty (7.2).
     ref = None
-    if run.reference is not None and method.kl.form != "exact":
+    if method.has_reference and method.kl.form != "exact":
         found = likelihood(run, run.reference, rollout, plan)
         ref = methods.kl_target(method, plan, rollout, found)
 

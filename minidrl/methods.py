@@ -151,6 +151,11 @@ class Method:
         return tuple(name for word in asked for name in RECORDS.get(word, ()))
 
     @property
+    def has_reference(self) -> bool:
+        """True where a penalty (7.2) needs the ll of the reference policy."""
+        return self.kl is not None and self.kl.target == "reference"
+
+    @property
     def on_record(self) -> bool:
         """True where ratios are taken against the log-probabilities that the sampler recorded, and
         the loss reads nothing else of the record."""
@@ -169,8 +174,7 @@ class Method:
         values."""
         extra = self.extra is None or self.extra.func.linear
         # The slope of a penalty to the old policy at ll = anchor is a constant.
-        penalty = self.kl is None or self.kl.target == "old"
-        return self.objective.func.reinforce_on_policy and penalty and extra
+        return self.objective.func.reinforce_on_policy and not self.has_reference and extra
 
 
 # What methods were called before a bare name meant what its authors' code computes.

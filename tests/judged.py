@@ -31,7 +31,7 @@ ROOMS = (
     "minidrl.features",
     "minidrl.gradient",
     "minidrl.methods",
-    "minidrl.run.estimators",
+    "research.benches.estimators",
 )
 
 ROOT = Path(__file__).parent.parent
@@ -172,7 +172,9 @@ def place(mutant: Mutant) -> tuple[Room, Definition]:
         return found[0]
     rooms = ", ".join(room.name for room, _ in found)
     if found:
-        raise Stale(f"{_short(mutant.at)}: {what} is defined in {rooms}: write the module before it, as in report.ESTIMATORS")
+        raise Stale(
+            f"{_short(mutant.at)}: {what} is defined in {rooms}: write the module before it, as in estimators.ESTIMATORS"
+        )
     raise Stale(
         f"{_short(mutant.at)}: there is no {what} in {', '.join(ROOMS)}: mend where, or drop the mutant\n    {mutant.old}"
     )

@@ -1,8 +1,7 @@
 """The command line: ``python -m minidrl VERB``. One verb is one call.
 
 Exit status: 0; 1 where a run had to stop; 2 for a user's mistake, told in one line; 130 and 143
-after Ctrl-C and SIGTERM. The verbs import what they need themselves, so that ``--help`` and
-``where`` need not wait for torch.
+after Ctrl-C and SIGTERM. The verbs import what they need themselves: ``--help`` needs no torch.
 """
 
 from __future__ import annotations
@@ -376,28 +375,6 @@ def methods(
         print(json.dumps([lookup.fields(method) for method in METHODS.values()]))
     else:
         print(lookup.method_list(everything))
-
-
-@app.command()
-def where(word: list[str]) -> None:
-    """Find a tag, term, arXiv number or method.
-
-    The best answers stand first: file and line, name, and what its docstring says.
-    """
-    for entry in lookup.where(" ".join(word)):
-        print(entry)
-
-
-@app.command()
-def estimators(as_json: Json = False) -> None:
-    """Judge every likelihood estimator.
-
-    Bias, std and network calls, against the exact values of a tiny model.
-    """
-    from minidrl.run import estimators
-
-    rows = estimators.estimator_rows()
-    print(json.dumps(rows) if as_json else estimators.estimator_table(rows))
 
 
 @app.command(context_settings=ANY_KEY)

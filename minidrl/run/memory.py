@@ -135,15 +135,14 @@ def adapter_count(network: nn.Module, lora: config.Lora) -> int:
 
 
 def _resident(run: _Run) -> dict[str, int]:
-    s, kl, count, size = run.settings, run.method.kl, _count(run.network), run.weight
+    s, count, size = run.settings, _count(run.network), run.weight
     adapters = adapter_count(run.network, s.lora) if s.lora.rank else 0
-    compared = kl is not None and kl.target == "reference" and not adapters
     own = getattr(torch, s.rollout_dtype).itemsize if s.rollout_dtype != "float32" else 0
     parts = {
         "weights": _quantized(run.network, size) if s.quantize else size * count,
         "adapters": FLOAT * adapters,
         "optimizer": 2 * (FLOAT * adapters or size * count),
-        "reference": size * count * compared,
+        "reference": size * count * (run.method.has_reference and not adapters),
         "rollout_weights": own * (count + adapters),
     }
     return {name: math.ceil(value / run.gpus) for name, value in parts.items()}

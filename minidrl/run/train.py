@@ -140,7 +140,7 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
         state["solved_after"] = _evaluate(run, rows, s.steps, state["seconds"])
         save(run, out / f"checkpoint-{s.steps}", state)
     rows.close()
-    distributed.on_main(lambda: report.can_draw() and report.write_curve(out))
+    distributed.on_main(lambda: report.write_curve(out))
     summary = {
         "method": run.method.name,
         "seed": s.seed,
@@ -234,7 +234,7 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
         denoiser.add_adapters(model, **words, seed=settings.seed, base=settings.model)
     if settings.gradient_checkpointing:
         denoiser.checkpoint_activations(model)
-    if method.kl is None or method.kl.target != "reference":
+    if not method.has_reference:
         return model, tok, None
     if lora.rank:
         return model, tok, denoiser.without_adapters(model)

@@ -1,4 +1,4 @@
-"""Laws of the table of estimators (minidrl/run/estimators.py): what each draws, and its exact mean and deviation."""
+"""Laws of the table of estimators (research/benches/estimators.py): what each draws, and its exact mean and deviation."""
 
 import itertools
 import math

@@ -1,10 +1,13 @@
-"""Every likelihood estimator against the exact values of the oracle: one table, by enumeration."""
+"""Every likelihood estimator against the exact values of the oracle: one table, by enumeration.
+
+python -m research.benches.estimators
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -150,9 +153,7 @@ LAWS: dict[str, Callable[..., list[Draw]]] = {
 }
 
 
-def exact_moments(
-    name: str, model: oracle.TabularDenoiser, response: oracle.State, calls: int
-) -> tuple[float, float]:
+def exact_moments(name: str, model: oracle.TabularDenoiser, response: oracle.State, calls: int) -> tuple[float, float]:
     """Mean and standard deviation (nats) of an estimator, by enumeration of all that it draws.
 
     The block ELBO has two blocks. Raises KeyError for a name that is not in ``LAWS``.
@@ -210,9 +211,7 @@ def estimator_rows(length: int = 6, vocab_size: int = 3, seed: int = 0) -> list[
     return rows
 
 
-def sample(
-    name: str, model: oracle.TabularDenoiser, response: oracle.State, calls: int, draws: int
-) -> torch.Tensor:
+def sample(name: str, model: oracle.TabularDenoiser, response: oracle.State, calls: int, draws: int) -> torch.Tensor:
     """That many estimates by the shipped plan, which the law of its name must describe."""
     rollout = _copies(response, draws)
     plan = ESTIMATORS[name](rollout, torch.Generator().manual_seed(0), num_states=calls)
@@ -231,13 +230,7 @@ def _copies(response: tuple[int, ...], count: int) -> alg.Rollout:
     return alg.Rollout(empty, empty.bool(), row, keep, never, logp, 1, sampler)
 
 
-def estimator_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """``estimator_rows`` in columns, to two decimals."""
-    shown = [list(ESTIMATOR_COLUMNS)]
-    for row in rows:
-        shown.append(
-            [f"{round(x, 2) + 0.0:.2f}" if isinstance(x, float) else str(x) for x in row.values()]
-        )
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = ("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in shown)
-    return "\n".join(lines)
+if __name__ == "__main__":
+    import pandas
+
+    print(pandas.DataFrame(estimator_rows()).to_string(index=False, float_format="{:.2f}".format))
