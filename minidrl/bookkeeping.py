@@ -114,21 +114,6 @@ class Experience:
         """Rewards (G, N)."""
         return self.reward.unflatten(0, (-1, self.rollout.num_generations))
 
-    def select(self, prompts: Tensor) -> Experience:
-        """The prompts where the mask (G,) is True, with all their responses."""
-        rows = prompts.repeat_interleave(self.rollout.num_generations).nonzero()[:, 0]
-        tensors = {k: v[rows] for k, v in vars(self.rollout).items() if torch.is_tensor(v)}
-        records = {name: value[rows] for name, value in self.rollout.records.items()}
-        return dataclasses.replace(
-            self,
-            problems=[self.problems[i] for i in prompts.nonzero()[:, 0].tolist()],
-            rollout=dataclasses.replace(self.rollout, **tensors, records=records),
-            texts=[self.texts[i] for i in rows.tolist()],
-            reward=self.reward[rows],
-            solved=self.solved[rows],
-            readable=self.readable[rows],
-        )
-
 
 # ----------------------------------------------------------------------------------------- metrics
 
@@ -152,8 +137,6 @@ def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> di
     }
     if experience.kl is not None:
         found["rollout_kl"] = experience.kl
-    if run.settings.filter_groups:
-        found["groups_filtered"] = int(alike.sum())
     for name in {name: None for row in rows for name in row}:
         values = [row[name] for row in rows if name in row]
         found[name] = max(values) if name == "ratio_max" else float(np.mean(values))

@@ -50,16 +50,10 @@ def train(run: Run, first: int = 0) -> Iterator[dict]:
 
 def take_step(run: Run, step: int) -> dict:
     """One rollout and ``num_iterations`` updates of the weights on it; returns the metrics."""
-    s, run.clock = run.settings, Clock()
+    run.clock = Clock()
 
     # Every prompt is answered N times, and a verifier pays each answer: there is no value network.
-    collected = experience = collect(run, step)
-    # DAPO's filter, if asked for: prompts whose N answers all earned the same are left out.
-    if s.filter_groups:
-        experience = collected.select((collected.groups != collected.groups[:, :1]).any(1))
-    if not len(experience.reward):
-        rows = [skip(run) for _ in range(s.num_iterations)]
-        return bookkeeping.of_step(run, step, collected, rows)
+    experience = collect(run, step)
 
     # A plan for each update, and what each answer was worth against the others of its prompt.
     credited = plans(run, step, experience)
@@ -73,7 +67,7 @@ def take_step(run: Run, step: int) -> dict:
         # One plan for all updates: the ll before the first is the old policy's for the others.
         if i == 0 and run.method.anchor == "old" and run.method.refresh == "fixed":
             old = [ll] * len(old)
-    return bookkeeping.of_step(run, step, collected, rows)
+    return bookkeeping.of_step(run, step, experience, rows)
 
 
 def collect(run: Run, step: int) -> Experience:

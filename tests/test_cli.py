@@ -65,7 +65,7 @@ MISTAKES = {
     "methods --jsn": "No such option: --jsn",
     "evaluate base --n many": "Invalid value for '--n'",
     "evaluate base --config run.yaml --sample 3": "--sample: unknown option",
-    "evaluate base --config run.yaml --length 4,many": "length: got 'many'; allowed integers from 1",
+    "evaluate base --config run.yaml --length 4,many": "Invalid value for '--length'",
     "evaluate": "model: got none; allowed a folder, or --compare A B",
     "evaluate base --config run.yaml --sampler.temperature 0.3": "sampler.temperature: got '0.3'; allowed in its place --temp",
     "train run.yaml --seed": "seed: no value given; allowed --seed value",

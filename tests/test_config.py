@@ -69,7 +69,6 @@ BELONG_TOGETHER = {
     "quantize": {"quantize": True, "lora.rank": 2, "rollout_dtype": "bfloat16"},
     "compute_dtype": {"compute_dtype": "bfloat16", "dtype": "float32", "lora.rank": 2},
     "gradient_checkpointing": {"gradient_checkpointing": True, "compile": True},
-    "filter_groups": {"filter_groups": True, "num_generations": 1},
     "sampler.length": {"sampler.length": 2, "sampler.block_length": 2},
 }
 

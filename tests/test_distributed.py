@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from minidrl import algorithms as alg
 from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
+from minidrl.gradient import Alone
 from minidrl.run import config, distributed, train
 from minidrl.tasks.countdown import Countdown
 
@@ -90,7 +90,7 @@ def rollouts(folder: Path, order: str, attention: str) -> dict:
         words = {"order": order, "attention": attention, "length": 8, "block_length": 2, "tokens_per_step": 1}
         settings = sampler.Sampler(temperature=1.0, **words)
         how = {"eos_token_id": 2, "num_generations": 3, "generator": noise, "micro_batch": 2, "records": ["entropy", "topk"]}
-        made = distributed.generate(model, prompt, mask, settings, **how)
+        made = distributed.processes().generate(model, prompt, mask, settings, **how)
         fields = {key: value for key, value in vars(made).items() if torch.is_tensor(value)} | made.records
         return {"rollout": fields, "next": torch.rand(3, generator=noise)}
 
@@ -271,10 +271,8 @@ def test_shares_have_one_size_and_cover_everything_once(monkeypatch):
 
 
 def test_without_torchrun_nothing_is_connected_and_nothing_copied():
-    model, plan = object(), alg.Plan.of([[[True], [True]]])
-    values = {"logp": torch.ones(1, 2, 1)}
+    model = object()
     with distributed.process_group("cpu"):
         assert (distributed.num_processes(), distributed.rank(), torch.distributed.is_initialized()) == (1, 0, False)
-        assert distributed.share_plan(plan) == (plan, None)
-        assert distributed.sum_shares(values, None) is distributed.from_main(values) is values
+        assert distributed.processes() is Alone
         assert distributed.unsharded_copy(model) is model

@@ -82,7 +82,7 @@ CHANGES = {
     "seed": {"seed": 4},
     "order": {"settings": dataclasses.replace(tiny.SAMPLER, order="random")},
     "temperature": {"settings": dataclasses.replace(tiny.SAMPLER, temperature=0.5)},
-    "length": {"settings": evaluator.with_length(tiny.SAMPLER, 6)},
+    "length": {"settings": dataclasses.replace(tiny.SAMPLER, length=6, block_length=6)},
     "steps": {"settings": dataclasses.replace(tiny.SAMPLER, tokens_per_step=2)},
     "block_length": {"settings": dataclasses.replace(tiny.SAMPLER, block_length=2)},
     "cache": {"settings": dataclasses.replace(tiny.SAMPLER, cache="prefix")},
@@ -156,7 +156,7 @@ def test_a_process_that_is_killed_leaves_rows_and_the_same_command_finishes(tmp_
     words = [sys.executable, "-m", "minidrl", "evaluate", base, "--n", "20", "--batch", "1", "--out", "a.json"]
     env = os.environ | {"PYTHONPATH": str(tiny.ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
-    rows = tmp_path / "a.json.12.rows"
+    rows = tmp_path / "a.json.rows"
     deadline = time.monotonic() + 240
     while not (rows.exists() and rows.read_text().count("\n") > 3) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -179,15 +179,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_lengths_are_evaluated_one_by_one_and_two_files_are_compared(folder, capfd):
+def test_a_length_is_asked_and_two_files_are_compared(folder, capfd):
     words = ["evaluate", "base", "--config", "run.yaml", "--n", "12"]
-    status, out, _ = run(capfd, *words, "--length", "4,8", "--out", "a.json")
-    assert status == 0 and [line.partition(":")[0] for line in out.splitlines()] == ["length 4", "length 8"]
-    assert run(capfd, *words, "--length", "8,6", "--out", "b.json")[0] == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "base", "run.yaml"]
+    for name, more in {"a": ("--length", "8"), "b": ("--length", "8"), "c": ("--length", "8", "--seed", "5")}.items():
+        assert run(capfd, *words, *more, "--out", f"{name}.json")[0] == 0
+    [found] = json.loads((folder / "a.json").read_text())["evaluations"]
+    assert found["protocol"]["length"] == found["protocol"]["block_length"] == 8, "one block, as the config's"
+    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "base", "c.json", "run.yaml"]
     status, out, _ = run(capfd, "evaluate", "--compare", "a.json", "b.json")
-    assert status == 0 and out.startswith("length 8: ") and "+0.0 points, 95 % interval 0.0 to 0.0" in out
-    run(capfd, *words, "--length", "8", "--seed", "5", "--out", "c.json")
+    assert status == 0 and "+0.0 points, 95 % interval 0.0 to 0.0" in out
     status, _, said = run(capfd, "evaluate", "--compare", "a.json", "c.json")
     assert status == 2 and "got a.json and c.json, which differ in seed (0, 5); allowed results of one protocol" in said
     assert run(capfd, *words, "--out", "a.json")[::2] == (
@@ -207,7 +207,7 @@ def test_the_difference_is_paired(tmp_path):
         (tmp_path / name).write_text(json.dumps({"evaluations": [found]}))
     half = 195.9964 * (0.5 / 8) ** 0.5
     said = evaluator.compare(tmp_path / "a", tmp_path / "b")
-    assert said.startswith("length 4: 37.5% and 62.5%, +25.0 points")
+    assert said.startswith("37.5% and 62.5%, +25.0 points")
     assert f"interval {25 - half:.1f} to {25 + half:.1f}; of 8 problems" in said
 
 

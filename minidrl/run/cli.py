@@ -100,22 +100,14 @@ def _overrides(context: typer.Context, *sections: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------- training
 
 
-class PretrainCommand(TyperCommand):
+class WithSettings(TyperCommand):
     """Lists the settings below its own options."""
 
-    kind = "Pretrain"
-
     def format_epilog(self, context: Any, formatter: Any) -> None:
-        formatter.write(f"\n{lookup.settings_help(self.kind)}\n")
+        formatter.write(f"\n{lookup.settings_help(self.name.capitalize())}\n")
 
 
-class TrainCommand(PretrainCommand):
-    """The same, of an RL run."""
-
-    kind = "Train"
-
-
-@app.command(cls=PretrainCommand, context_settings=ANY_KEY)
+@app.command(cls=WithSettings, context_settings=ANY_KEY)
 def pretrain(
     context: typer.Context, config_file: Config, out: Out = None, resume: Resume = False
 ) -> None:
@@ -128,7 +120,7 @@ def pretrain(
     print(json.dumps(summary, indent=2))
 
 
-@app.command(cls=TrainCommand, context_settings=ANY_KEY)
+@app.command(cls=WithSettings, context_settings=ANY_KEY)
 def train(
     context: typer.Context, config_file: Config, out: Out = None, resume: Resume = False
 ) -> None:
@@ -256,9 +248,7 @@ def evaluate(
     n: Annotated[int, typer.Option(min=1, help="held-out problems")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="k > 1 also reports pass@k")] = 1,
-    length: Annotated[
-        str, typer.Option(help="of the response, in tokens; or several, as in 128,256,512")
-    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="of the response, in tokens")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     batch: Annotated[int, typer.Option(min=1, help="at a time; changes no result")] = 128,
     out: Annotated[
@@ -285,35 +275,29 @@ def evaluate(
         raise ValueError("model: got none; allowed a folder, or --compare A B")
     if (key := "sampler.temperature") in overrides:
         raise ValueError(f"{key}: got {overrides[key]!r}; allowed in its place --temperature")
-    lengths = [_length(text) for text in length.split(",")] if length else []
-    path = config_file or _config_of(model)
-    settings = _evaluated(path, task, lengths[0] if lengths else None, overrides)
-    decoding = dataclasses.replace(settings.sampler, temperature=temperature)
-    samplers = [evaluator.with_length(decoding, n) for n in lengths or [decoding.length]]
-    for one in samplers:
-        config.check_length(settings.task, one.length)
-    how = {"n": n, "samples": samples, "seed": seed, "name": model, "out": out}
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
+    path = config_file or _config_of(model)
+    data, chosen = config.read(path), {}
+    if task and task != (data.get("task") or {}).get("name", "countdown"):
+        chosen["task"] = {"name": task}  # nothing of the other task stays
+    if length:
+        own = data.get("sampler") or {}
+        chosen["sampler.length"] = length
+        if own.get("block_length") == own.get("length"):
+            chosen["sampler.block_length"] = length  # a response was one block, and is one again
+    settings = config.load(config.Train, path, chosen | overrides)
+    decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     held_out(settings.task, n)  # before anything is loaded
     network, tok = checkpoints.load(model)
-    asked = (network, tok, settings.task)
-    found = [evaluator.record(*asked, one, micro_batch=batch, **how) for one in samplers]
+    how = {"n": n, "samples": samples, "seed": seed, "name": model, "out": out}
+    asked = (network, tok, settings.task, decoding)
+    found = evaluator.record(*asked, micro_batch=batch, **how)
     if out is not None:
         evaluator.write(out, found)
-    for one in found:
-        result, at = one["result"], one["protocol"]["length"]
-        if as_json:
-            told = {"model": model, "temperature": temperature, "length": at}
-            print(json.dumps(told | result))
-        else:
-            print(f"length {at}: " * (len(found) > 1) + _scores(result, len(one["rows"])))
-
-
-def _length(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"length: got {text!r}; allowed integers from 1")
-    return int(text)
+    told = {"model": model, "temperature": temperature, "length": decoding.length}
+    result = found["result"]
+    print(json.dumps(told | result) if as_json else _scores(result, len(found["rows"])))
 
 
 def _scores(result: dict, responses: int) -> str:
@@ -322,21 +306,6 @@ def _scores(result: dict, responses: int) -> str:
     interval = f"95 % interval of solved {result['low']:.1%} to {result['high']:.1%}"
     each = f"{result['tokens'] / responses:.1f} tokens a response"
     return f"{said}; {interval}, {each}, on {result['n']} held-out problems"
-
-
-def _evaluated(path: Path, task: str | None, length: int | None, overrides: dict) -> Any:
-    """The settings of an evaluation: a config's, of whose task another name leaves nothing."""
-    from minidrl.run import config
-
-    data, chosen = config.read(path), {}
-    if task and task != (data.get("task") or {}).get("name", "countdown"):
-        chosen["task"] = {"name": task}
-    if length is not None:
-        own = data.get("sampler") or {}
-        chosen["sampler.length"] = length
-        if own.get("block_length") == own.get("length"):
-            chosen["sampler.block_length"] = length  # a response was one block, and is one again
-    return config.load(config.Train, path, chosen | overrides)
 
 
 def _config_of(model: str) -> Path:

@@ -176,7 +176,6 @@ class Train:
     num_iterations: PositiveInt = 1  # updates on each rollout
     micro_batch: PositiveInt = 128  # sequences that go through the network at a time
     one_pass: bool = True  # where all states of an update fit one micro-batch, in one process
-    filter_groups: bool = False  # leave out groups of equal rewards, as DAPO; without sampling anew
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     save_every: NonNegativeInt = 0  # steps; 0: only at the end
@@ -197,9 +196,6 @@ class Train:
         if self.gradient_checkpointing and self.compile:
             allowed = "one of the two"
             raise ValueError(f"gradient_checkpointing: got True with compile; allowed {allowed}")
-        if self.filter_groups and self.num_generations == 1:
-            allowed = "from 2 (a group of one would always go)"
-            raise ValueError(f"filter_groups: got True with num_generations 1; allowed {allowed}")
 
     def _check_compute_dtype(self) -> None:
         if self.compute_dtype == "weights":
@@ -362,6 +358,8 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
     """A settings dataclass from plain data; refuses unknown keys and values of the wrong type."""
     if kind is Train:
         data = {key: value for key, value in data.items() if key != "names"}
+        if data.get("filter_groups") is False:  # a key of older runs, which hardly any had set
+            del data["filter_groups"]
     if kind in (Train, Pretrain) and "task" in data:
         task = data["task"]
         if not isinstance(task, dict):

@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 -m minidrl train CONFIG
 
-All randomness is keyed by (seed, step, purpose) and drawn for the global batch, so that puzzles,
-noise, plans, advantages and the loss on given features come out the same in every process: each
-works them out for itself. Each runs a share of every batch of forwards:
+All randomness is keyed by (seed, step, purpose) and drawn for the global batch: every process works
+out the same puzzles, plans, advantages and loss for itself. The forwards are shared:
 
     rollout     rows of the batch (``generate``); then every process gets every row
     features    forwards of a plan (``share_plan``); then a sum (``sum_shares``): they are 0 where
@@ -13,10 +12,7 @@ works them out for itself. Each runs a share of every batch of forwards:
                 global loss
 
 A forward of a sharded network needs all processes at once. So the shares have the same size: the
-last ones are filled up with forwards that another process does as well, and these count with weight
-0.
-
-Without torchrun there is one process, and nothing in this module does anything.
+last are filled up with forwards that another process does as well, and these count with weight 0.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +38,7 @@ from minidrl import sampler
 from minidrl.algorithms import Plan, Rollout
 from minidrl.denoiser import Denoiser
 from minidrl.features import Network
+from minidrl.gradient import Alone
 from minidrl.run.launch import launched_processes, launched_rank
 
 
@@ -80,6 +78,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else launched_rank()
 
 
+def processes() -> Any:
+    """What shares the work of a run: this module, or `gradient.Alone` in a single process."""
+    return sys.modules[__name__] if num_processes() > 1 else Alone
+
+
 def is_main() -> bool:
     """True in the one process that prints and writes."""
     return rank() == 0
@@ -107,8 +110,7 @@ def check_compute_dtype(settings: Any, count: int) -> None:
 def collectively(call: Callable[[], Any]) -> Any:
     """``call()`` in every process; if one of them refuses, all raise what it raised.
 
-    To refuse is to raise ValueError or OSError, or to find a number that is not finite. Nobody then
-    waits for a process that has left. Other errors are not agreed on: they end the process, and
+    Nobody then waits for a process that has left. An error that is no refusal ends the process, and
     torchrun the rest.
     """
     if num_processes() == 1:
@@ -146,13 +148,11 @@ def share_of(total: int, process: int) -> tuple[int, int]:
     return start, start + size
 
 
-def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
-    """(the plan of this process's forwards, its own states among them); (plan, None) if alone.
+def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"]]:
+    """(the plan of this process's forwards, its own states among them).
 
     The M states of a staircase stay together: they are one forward.
     """
-    if num_processes() == 1:
-        return plan, None
     forwards = plan.needed.flatten().nonzero()[:, 0]
     start, stop = share_of(len(forwards), rank())
     own = forwards[rank() * (stop - start) : stop]
@@ -164,10 +164,8 @@ def share_plan(plan: Plan) -> tuple[Plan, Bool[Tensor, "K B"] | None]:
     return dataclasses.replace(plan, valid=plan.valid & states(forwards[start:stop])), states(own)
 
 
-def keep_own(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
+def keep_own(values: dict[str, Tensor], own: Bool[Tensor, "K B"]) -> dict[str, Tensor]:
     """``values`` (K, B, ...) with 0 at all states but ``own``, whatever stood there, NaN too."""
-    if own is None:
-        return values
 
     def kept(value: Tensor) -> Tensor:
         return value.masked_fill(~own.view(*own.shape, *[1] * (value.ndim - 2)), 0)
@@ -175,10 +173,8 @@ def keep_own(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict
     return {name: kept(value) for name, value in values.items()}
 
 
-def sum_shares(values: dict[str, Tensor], own: Bool[Tensor, "K B"] | None) -> dict[str, Tensor]:
+def sum_shares(values: dict[str, Tensor], own: Bool[Tensor, "K B"]) -> dict[str, Tensor]:
     """``values`` (K, B, ...), each state's from the process whose own it is; nobody's are 0."""
-    if own is None:
-        return values
     values = keep_own(values, own)
     for value in values.values():
         dist.all_reduce(value)
@@ -190,8 +186,6 @@ def from_main(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Elsewhere a sum may have another last digit, and what is 0 decides who runs what.
     """
-    if num_processes() == 1:
-        return values
     values = {name: value.contiguous() for name, value in values.items()}
     for value in values.values():
         dist.broadcast(value, 0)
@@ -208,16 +202,10 @@ def generate(
     **more,
 ) -> Rollout:
     """``sampler.generate``, each process for its rows: the Rollout knows no number of processes."""
-    more["num_generations"] = num_generations
-
-    def made() -> Rollout:
-        return sampler.generate(model, prompt, prompt_mask, settings, **more)
-
-    if num_processes() == 1:
-        return made()
     start, stop = share_of(len(prompt) * num_generations, rank())
     more |= {"rows": torch.arange(start, stop, device=prompt.device), "agree": even_out}
-    rollout = collectively(made)
+    more["num_generations"] = num_generations
+    rollout = collectively(lambda: sampler.generate(model, prompt, prompt_mask, settings, **more))
     names = ("response", "keep", "unmask_step", "logp")
     found: dict[str, Any] = {name: gather_rows(getattr(rollout, name)) for name in names}
     found["records"] = {name: gather_rows(value) for name, value in rollout.records.items()}
@@ -251,14 +239,11 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_p
 
 
 def shard(*denoisers: Denoiser | None, compute_dtype: str = "weights") -> None:
-    """In place, each process keeps a share of each weight (FSDP2); None is passed over.
+    """In place, each process keeps a share of each weight (FSDP2); None and twins are passed over.
 
-    So are networks that are others' twins. What is gathered for one forward or backward at a time:
-    a layer, the rest of the body, or the head. Gradients are summed.
-
+    A layer, the rest of the body, or the head is gathered at a time. Gradients are summed.
     ``compute_dtype`` bfloat16: what is gathered is rounded to it, by torch's own policy of mixed
-    precision. The function is that of ``denoiser.rounded``; each backward's gradient is rounded as
-    its is, then summed over backwards and processes in float32, for the weights in float32.
+    precision; gradients are summed over backwards and processes in float32.
     """
     policy = MixedPrecisionPolicy()
     if compute_dtype != "weights":

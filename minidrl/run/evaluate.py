@@ -17,7 +17,6 @@ turn a tie.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import statistics
@@ -41,28 +40,18 @@ from minidrl.tasks import Task, held_out, verdicts
 from minidrl.tasks.text import decode, encode_prompts, end_ids
 
 Row = dict[str, Any]
+Z = statistics.NormalDist().inv_cdf(0.975)  # of a 95 % interval
 
 
 # ----------------------------------------------------------------------------------- the evaluator
-def evaluate(
-    model: Any,
-    tok: Any,
-    task: Task,
-    settings: Sampler,
-    *,
-    n: int,
-    skip: int = 0,
-    seed: int = 0,
-    samples: int = 1,
-    micro_batch: int = 128,
-) -> dict:
-    """Shares of ``n`` held-out problems, after the first ``skip``: solved, and the task's marks.
+def evaluate(model: Any, tok: Any, task: Task, settings: Sampler, *, n: int, **how: int) -> dict:
+    """Shares of ``n`` held-out problems: solved, and the task's marks.
 
-    ``settings.temperature`` is the policy that is judged; 0 is greedy. With ``samples`` k > 1 also
-    pass@k: the share of problems solved by at least one of k samples.
+    ``settings.temperature`` is the policy that is judged; 0 is greedy. ``how``: skip, the first
+    problems to leave out; seed; micro_batch; samples: with k > 1 also pass@k, the share of problems
+    solved by at least one of k samples.
     """
-    asked = _Asked(model, tok, task, settings, n, skip, seed, samples, micro_batch)
-    return _shares(asked.responses(), n)
+    return _shares(_Asked(model, tok, task, settings, n, **how).responses(), n)
 
 
 @dataclass
@@ -74,10 +63,10 @@ class _Asked:
     task: Task
     settings: Sampler
     n: int
-    skip: int
-    seed: int
-    samples: int
-    micro_batch: int
+    skip: int = 0
+    seed: int = 0
+    samples: int = 1
+    micro_batch: int = 128
 
     def __post_init__(self):
         self.model.eval()
@@ -91,7 +80,7 @@ class _Asked:
     def responses(self, chosen: Sequence[int] | None = None) -> list[Row]:
         """A row for each response, or for the ``chosen`` ones of n x samples."""
         some = {} if chosen is None else {"rows": torch.tensor(chosen, device=self.prompt.device)}
-        rollout = distributed.generate(
+        rollout = distributed.processes().generate(
             self.model,
             self.prompt,
             self.mask,
@@ -168,23 +157,17 @@ def _solved(rows: Sequence[Row], n: int) -> np.ndarray:
 def interval(shares: np.ndarray) -> tuple[float, float]:
     """95 % of the mean of the problems' shares: Wilson's where each is solved or not, else the
     normal one of their mean."""
-    n, p, z = len(shares), float(shares.mean()), statistics.NormalDist().inv_cdf(0.975)
+    n, p = len(shares), float(shares.mean())
     if set(shares) <= {0.0, 1.0}:
-        middle, half = p + z * z / (2 * n), z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
-        low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        middle, half = p + Z * Z / (2 * n), Z * (p * (1 - p) / n + (Z / (2 * n)) ** 2) ** 0.5
+        low, high = (middle - half) / (1 + Z * Z / n), (middle + half) / (1 + Z * Z / n)
     else:
-        half = z * float(shares.std(ddof=1)) / n**0.5 if n > 1 else 1.0
+        half = Z * float(shares.std(ddof=1)) / n**0.5 if n > 1 else 1.0
         low, high = p - half, p + half
     return max(0.0, low), min(1.0, high)
 
 
 # -------------------------------------------------------------------- with protocol, and resumable
-def with_length(settings: Sampler, length: int) -> Sampler:
-    """The sampler at another length; where a response was one block, it is one again."""
-    block = length if settings.block_length == settings.length else settings.block_length
-    return dataclasses.replace(settings, length=length, block_length=block)
-
-
 def record(
     model: Any,
     tok: Any,
@@ -192,23 +175,21 @@ def record(
     settings: Sampler,
     *,
     n: int,
-    skip: int = 0,
-    seed: int = 0,
-    samples: int = 1,
-    micro_batch: int = 128,
     name: str = "",
     out: Path | None = None,
+    **how: int,
 ) -> dict[str, Any]:
-    """protocol, made_by, result and rows of an evaluation.
+    """protocol, made_by, result and rows of an evaluation; ``how`` as for `evaluate`.
 
-    ``out``: where the result will stand; while rows are made they are kept beside it, in
-    OUT.LENGTH.rows, and the same call goes on from there. ValueError for kept rows of another
-    protocol or other weights.
+    ``out``: where the result will stand; while rows are made they are kept beside it, in OUT.rows,
+    and the same call goes on from there. ValueError for kept rows of another protocol or other
+    weights.
     """
-    asked = _Asked(model, tok, task, settings, n, skip, seed, samples, micro_batch)
-    how, made = asked.protocol(), _made_by(name, model)
-    path = out and out.with_name(f"{out.name}.{settings.length}.rows")
-    rows, seconds = _kept(path, {"protocol": how, "weights": made["weights"]})
+    asked = _Asked(model, tok, task, settings, n, **how)
+    samples, micro_batch = asked.samples, asked.micro_batch
+    protocol, made = asked.protocol(), _made_by(name, model)
+    path = out and _rows_beside(out)
+    rows, seconds = _kept(path, {"protocol": protocol, "weights": made["weights"]})
     done = {row["problem"] * samples + row["sample"] for row in rows}
     missing = [i for i in range(n * samples) if i not in done]
     words = {"total": n * samples, "initial": len(done), "desc": f"length {settings.length}"}
@@ -225,7 +206,7 @@ def record(
     low, high = interval(_solved(rows, n))
     result = _shares(rows, n) | {"low": low, "high": high, "seconds": round(seconds, 3)}
     result |= {key: sum(row[key] for row in rows) for key in ("tokens", "calls")}
-    return {"protocol": how, "made_by": made, "result": result, "rows": rows}
+    return {"protocol": protocol, "made_by": made, "result": result, "rows": rows}
 
 
 def _made_by(name: str, model: Any) -> dict[str, Any]:
@@ -264,12 +245,14 @@ def _kept(path: Path | None, header: dict[str, Any]) -> tuple[list[Row], float]:
     return sum((line["rows"] for line in lines), []), sum(line["seconds"] for line in lines)
 
 
-def write(out: Path, found: Sequence[dict[str, Any]]) -> None:
+def _rows_beside(out: Path) -> Path:
+    return out.with_name(f"{out.name}.rows")
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
     """The result file, in place of the rows that were kept beside it."""
-    folders.write(out, json.dumps({"evaluations": list(found)}, indent=1) + "\n")
-    for evaluation in found:
-        length = evaluation["protocol"]["length"]
-        out.with_name(f"{out.name}.{length}.rows").unlink(missing_ok=True)
+    folders.write(out, json.dumps({"evaluations": [found]}, indent=1) + "\n")
+    _rows_beside(out).unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------- comparison
@@ -279,29 +262,24 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def compare(a: Path, b: Path) -> str:
-    """The paired difference of two result files, a line for each length that both have."""
+    """The paired difference of two result files."""
     first, second = _read(a), _read(b)
-    return "\n".join(_compared(first[n], second[n], a, b) for n in first if n in second)
+    how, other = first["protocol"], second["protocol"]
+    if keys := differing(how, other):
+        told = ", ".join(f"{key} ({how.get(key)}, {other.get(key)})" for key in keys)
+        got = f"{a} and {b}, which differ in {told}"
+        raise ValueError(f"compare: got {got}; allowed results of one protocol")
+    before, after = (_solved(one["rows"], how["n"]) for one in (first, second))
+    gap = 100 * (after - before)
+    error = Z * float(gap.std(ddof=1)) / len(gap) ** 0.5 if len(gap) > 1 else 0.0
+    points = f"{gap.mean():+.1f} points, 95 % interval {gap.mean() - error:.1f} to"
+    said = f"{before.mean():.1%} and {after.mean():.1%}, {points} {gap.mean() + error:.1f}"
+    return f"{said}; of {len(gap)} problems each"
 
 
-def _read(path: Path) -> dict[int, dict]:
+def _read(path: Path) -> dict:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
-        return {evaluation["protocol"]["length"]: evaluation for evaluation in found}
+        return json.loads(path.read_text(encoding="utf-8"))["evaluations"][0]
     except (OSError, ValueError, KeyError, TypeError):
         got = f"{str(path)!r}, which holds no evaluation"
         raise ValueError(f"compare: got {got}; allowed a file of evaluate --out") from None
-
-
-def _compared(a: dict, b: dict, one: Path, other: Path) -> str:
-    if keys := differing(a["protocol"], b["protocol"]):
-        told = (f"{key} ({a['protocol'].get(key)}, {b['protocol'].get(key)})" for key in keys)
-        got = f"{one} and {other}, which differ in {', '.join(told)}"
-        raise ValueError(f"compare: got {got}; allowed results of one protocol")
-    before, after = (_solved(e["rows"], a["protocol"]["n"]) for e in (a, b))
-    gap, error = 100 * (after - before), 0.0
-    if len(gap) > 1:
-        error = statistics.NormalDist().inv_cdf(0.975) * float(gap.std(ddof=1)) / len(gap) ** 0.5
-    points = f"{gap.mean():+.1f} points, 95 % interval {gap.mean() - error:.1f} to"
-    said = f"length {a['protocol']['length']}: {before.mean():.1%} and {after.mean():.1%}, "
-    return f"{said}{points} {gap.mean() + error:.1f}; of {len(gap)} problems each"

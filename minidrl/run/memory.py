@@ -1,34 +1,19 @@
-"""How many bytes a run will need, part by part, before anything is loaded.
+"""How many bytes a run will need, part by part, from its settings and a config.json.
 
-Known are its settings and a config.json. Resident during the whole run, for n weights of which m
-are trained (adapters only, where there are any):
+Resident are the weights, adapters, AdamW's two moments of what is trained, a reference where a
+method compares with one and no adapters can be switched off, and the copy that a sampler of its own
+dtype has. Transient are, of a micro-batch of N tokens:
 
-    weights          n times the element size; in 4 bits a linear layer takes 1/2 + 1/64 + 1/4096
-                     bytes a weight. Embedding and head stay as they are
-    adapters         rank (inputs + outputs) for each linear layer, in float32 over whatever base
-    optimizer        2 m, AdamW's two moments
-    reference        n, if a method compares with one and there are no adapters to switch off
-    rollout_weights  n, for a sampler of its own dtype
+    activations  what autograd keeps of the body (``layer_bytes``); recomputed layers keep an input
+    layer        one layer on its way back; with several GPUs also what is gathered for it
+    logits       float32 arrays of R x V, R the rows to which the head is applied at a time, hidden
+                 states and their gradient; the gradient of a head that is trained
+    rollout      a layer's forward, or the sampler's arrays of V; the cache
+    gradients    of what is trained; earlier: those of the micro-batches before, if there are any
+    step         the optimiser's temporary copy, on a GPU
 
-Transient. N tokens are a micro-batch of sequences, or all that there are where that is less:
-
-    activations      what autograd keeps of the body, N times what ``layer_bytes`` adds up; with
-                     gradient checkpointing a layer keeps its input instead
-    layer            one layer on its way back. Several GPUs: also what is gathered for it
-    logits           float32 arrays of R x V, R the rows to which the head is applied at a time
-                     (R x V at most about features.HEAD_NUMBERS); hidden states of all rows and
-                     their gradient; the gradient of a head that is trained
-    rollout          a layer's forward, or the sampler's arrays of V, in float64 where it sums; the
-                     cache
-    gradients        m times the element size; they grow in an update's first backward pass
-    earlier          gradients of the micro-batches before this one; none where there is one
-    step             the optimiser's temporary copy of what it updates, on a GPU
-
-The peak is what is resident + the most of
-
-    rollout                                     without gradients; scoring needs less than an update
-    earlier + activations + max(layer, logits)  the way back begins
-    gradients + max(layer, step)                it ends: activations went, gradients came
+The peak is what is resident + the most of the rollout; earlier + activations + max(layer, logits),
+where the way back begins; and gradients + max(layer, step), where it ends.
 """
 
 from __future__ import annotations
@@ -77,10 +62,8 @@ class _Run(NamedTuple):
 def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     """Bytes by part (``RESIDENT``, ``TRANSIENT``) that a run will need on each of ``gpus`` GPUs.
 
-    They are those of the plan that the method draws on a made-up rollout in which no response ends
-    early. Several GPUs: weights, gradients and moments are cut evenly (run/distributed.py); what is
-    put together for a forward or backward is counted under ``layer`` and ``rollout``. Raises
-    ValueError for a model whose config.json cannot be had.
+    They are those of a rollout in which no response ends early. Weights, gradients and moments are
+    cut evenly. ValueError for a model whose config.json cannot be had.
     """
     distributed.check_compute_dtype(settings, gpus)
     method = method_of(settings)
@@ -195,13 +178,10 @@ def _transient(run: _Run) -> dict[str, int]:
 
 
 def layer_bytes(shape: PreTrainedConfig, size: int, lora: config.Lora, width: int) -> int:
-    """Bytes a token that a layer keeps for its backward pass, in sequences of ``width`` tokens.
-
-    Norms; queries, keys, values, result, log of the normaliser and mask of the attention; three
-    arrays of the MLP, and a fourth where the base is trained; the adapters and what goes into them.
-    """
+    """Bytes a token that a layer keeps for its backward pass, in sequences of ``width`` tokens."""
     hidden, mlp, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
     attention = heads * _head_dim(shape)
+    # Norms; queries, keys, values, result, log of the normaliser and mask; arrays of the MLP.
     kept = 2 * _norm(shape, size, lora) + 4 * size * attention + FLOAT * heads + size * width
     kept += 3 * size * mlp
     if not lora.rank:
@@ -226,12 +206,8 @@ def _head_dim(shape: PreTrainedConfig) -> int:
 
 
 def _gathered(run: _Run) -> tuple[int, int]:
-    """Bytes of whole tensors on each GPU, on the way there and on the way back.
-
-    There: a layer, the next one, and the embedding or the head. Back: also the gradients of the
-    layer and of the one before, which is on its way to the sum, and that of the head, which FSDP2
-    keeps until the backward has ended.
-    """
+    """Bytes of whole tensors on each GPU, on the way there (two layers, and embedding or head) and
+    back (their gradients, too: FSDP2 keeps that of the head to the end)."""
     size, weight, shape = run.size, run.weight, run.network.config
     layer, embedding = _count(run.network.model.layers[0]), shape.vocab_size * shape.hidden_size
     there = size * (2 * layer + embedding)
@@ -270,15 +246,11 @@ def _logits(run: _Run) -> int:
 def check(settings: config.Train) -> None:
     """ValueError for a run whose predicted peak is beyond the memory of its device."""
     processes = distributed.num_processes()
-    parts = predicted_memory(settings, processes)
-    asked, largest = peak(parts), max(parts, key=parts.get)
+    asked = peak(predicted_memory(settings, processes))
     room, name = _room(settings.device)
     room //= processes if name == "this machine" else 1
     if asked > room:
-        said = (
-            f"{largest} alone {parts[largest] / 1e9:.1f}; python -m minidrl memory lists the parts"
-        )
-        got = f"{asked / 1e9:.1f} GB predicted at the peak ({said})"
+        got = f"{asked / 1e9:.1f} GB predicted at the peak (python -m minidrl memory has the parts)"
         raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
 
 

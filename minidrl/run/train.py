@@ -87,7 +87,8 @@ def _steps(
                 kept = folders.checkpoint_folders(out)
                 last = f"{kept[-1]} is the last checkpoint" if kept else "there is no checkpoint"
                 raise RunError(f"step {step}: {error}; stopped, {last}") from None
-            if step == first and distributed.is_main():  # no step needs more than the first
+            on_gpu = run.model.device.type == "cuda"
+            if step == first and on_gpu and distributed.is_main():  # no step needs more
                 tqdm.write(f"memory: {memory.compared(s)}", file=sys.stderr)
             seconds = time.perf_counter() - started
             state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
@@ -197,7 +198,7 @@ def start(settings: config.Train) -> loop.Run:
         reference=reference,
         network=network,
         actor=actor,
-        processes=distributed,
+        processes=distributed.processes(),
     )
 
 
