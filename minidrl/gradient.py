@@ -35,7 +35,7 @@ Loss = Callable[[dict[str, Tensor]], Tensor]  # of the features of a plan
 class Alone:
     """One process, which shares nothing. run/distributed.py has these functions for several."""
 
-    generate = staticmethod(sampler.generate)
+    generate = staticmethod(lambda *given, **how: sampler.generate(*given, **how))
     num_processes = staticmethod(lambda: 1)
     on_main = staticmethod(lambda call: call())  # in process 0 alone, its result in all
     share_plan = staticmethod(lambda plan: (plan, None))  # a process's forwards, its own states

@@ -191,11 +191,10 @@ def test_pretrain_train_resume_evaluate(folder, capfd):
     status, _, _ = run(capfd, "train", "run.yaml", "--model", "fresh", "--resume", "--steps", "2")
     assert status == 0 and json.loads((folder / "runs/run/summary.json").read_text())["steps"] == 2
     words = ["evaluate", "runs/run/checkpoint-2", "--n", "4"]
-    status, out, error = run(capfd, *words, "--samples", "2", "--temperature", "0.5", "--json")
-    assert (status, error) == (0, "")
-    scores = json.loads(out)
-    assert (scores["model"], scores["temperature"], scores["n"]) == ("runs/run/checkpoint-2", 0.5, 4)
-    assert scores["pass@2"] >= scores["solved"] >= 0
+    status, out, error = run(capfd, *words, "--samples", "2", "--temperature", "0.5", "--out", "a.json")
+    [found] = json.loads((folder / "a.json").read_text())["evaluations"]
+    assert (status, error) == (0, "") and "pass@2 " in out and found["made_by"]["model"] == "runs/run/checkpoint-2"
+    assert found["result"]["pass@2"] >= found["result"]["solved"] >= 0 and found["protocol"]["temperature"] == 0.5
     status, out, _ = run(capfd, *words)
     assert status == 0 and out.startswith("solved ") and out.endswith(" on 4 held-out problems\n")
 
@@ -215,23 +214,15 @@ def test_memory_is_told_before_anything_is_loaded(folder, capfd, monkeypatch):
     (folder / "base/model.safetensors").unlink()
     status, out, error = run(capfd, "memory", "run.yaml", "--gradient_checkpointing", "true")
     assert (status, error) == (0, "") and out.splitlines()[-1].startswith("peak ")
-    status, out, _ = run(capfd, "memory", "run.yaml", "--json")
-    parts = json.loads(out)
-    weights = 4 * tiny.network().num_parameters()
-    assert status == 0 and (parts["weights"], parts["optimizer"]) == (weights, 2 * weights)
 
 
-def test_methods_in_words_and_in_json(capfd):
+def test_methods_are_listed_and_explained(capfd):
     status, out, _ = run(capfd, "methods", "--all")
     assert status == 0 and [line.split()[0] for line in out.splitlines()] == list(METHODS)
     status, out, _ = run(capfd, "methods")
     assert status == 0 and "gdpo" in out and "stabledrl" in out
     status, out, _ = run(capfd, "methods", "gdpo-sequence")
     assert status == 0 and METHODS["gdpo-sequence"].source in out and "(2.6)" in out and "plan.num_nodes" in out
-    status, out, _ = run(capfd, "methods", "--json")
-    rows = json.loads(out)
-    assert status == 0 and [row["name"] for row in rows] == list(METHODS)
-    assert all(row["source"] and row["objective"] and row["plan"] for row in rows)
     assert lookup.settings(METHODS["gdpo-sequence"])["plan.num_nodes"] == 3
 
 

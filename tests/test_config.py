@@ -49,7 +49,7 @@ MISTAKES = {
     "sampler.block_length 3": "sampler.block_length: got 3; allowed a divisor of length = 4",
     "sampler.length 1": "sampler.block_length: got 4; allowed a divisor of length = 1",
     "dtype float16": "dtype: got 'float16'; allowed 'stored', 'float32' or 'bfloat16'",
-    "compute_dtype bfloat16": "compute_dtype: got 'bfloat16' with dtype stored; allowed weights, or dtype float32",
+    "compute_dtype bfloat16": "compute_dtype: got 'bfloat16'; allowed weights, or dtype and rollout_dtype float32",
     "quantize true": "quantize: got True; allowed with lora.rank from 1",
     "lora.target_modules []": "lora.target_modules: got []; allowed list should have at least 1 item",
     "device quantum": "device: got 'quantum'; allowed cpu, cuda",

@@ -32,7 +32,6 @@ ANY_KEY = {"allow_extra_args": True, "ignore_unknown_options": True}
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, as in tiny_configs/")]
 Out = Annotated[Path, typer.Option(help="output folder (default runs/CONFIG)", show_default=False)]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint")]
-Json = Annotated[bool, typer.Option("--json", help="as JSON")]
 
 
 @app.callback()
@@ -149,7 +148,6 @@ def memory(
     context: typer.Context,
     config_file: Config,
     gpus: Annotated[int, typer.Option(min=1, help="over which the weights are cut")] = 1,
-    as_json: Json = False,
 ) -> None:
     """Predict the bytes of a run, part by part.
 
@@ -158,8 +156,7 @@ def memory(
     from minidrl.run import config, memory
 
     settings = config.load(config.Train, config_file, _overrides(context))
-    parts = memory.predicted_memory(settings, gpus)
-    print(json.dumps(parts | {"peak": memory.peak(parts)}) if as_json else memory.table(parts))
+    print(memory.table(memory.predicted_memory(settings, gpus)))
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -257,7 +254,6 @@ def evaluate(
     compare: Annotated[
         tuple[Path, Path], typer.Option(metavar="A B", help="two such files: how far apart?")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Solved rate on held-out problems.
 
@@ -295,17 +291,7 @@ def evaluate(
     found = evaluator.record(*asked, micro_batch=batch, **how)
     if out is not None:
         evaluator.write(out, found)
-    told = {"model": model, "temperature": temperature, "length": decoding.length}
-    result = found["result"]
-    print(json.dumps(told | result) if as_json else _scores(result, len(found["rows"])))
-
-
-def _scores(result: dict, responses: int) -> str:
-    other = ("low", "high", "n", "tokens", "calls", "seconds")
-    said = ", ".join(f"{key} {value:.1%}" for key, value in result.items() if key not in other)
-    interval = f"95 % interval of solved {result['low']:.1%} to {result['high']:.1%}"
-    each = f"{result['tokens'] / responses:.1f} tokens a response"
-    return f"{said}; {interval}, {each}, on {result['n']} held-out problems"
+    print(evaluator.in_words(found))
 
 
 def _config_of(model: str) -> Path:
@@ -332,18 +318,9 @@ def methods(
     everything: Annotated[
         bool, typer.Option("--all", help="not only this project's papers")
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """List the methods, or say what one does."""
-    if name:
-        method = lookup.method_named(name)
-        print(json.dumps(lookup.fields(method)) if as_json else lookup.card(method))
-    elif as_json:
-        from minidrl.methods import METHODS
-
-        print(json.dumps([lookup.fields(method) for method in METHODS.values()]))
-    else:
-        print(lookup.method_list(everything))
+    print(lookup.card(name) if name else lookup.method_list(everything))
 
 
 @app.command(context_settings=ANY_KEY)

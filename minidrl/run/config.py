@@ -150,12 +150,10 @@ class Train:
 
     A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
     Three settings make a run off-policy on purpose: ``num_iterations`` above 1 (stale rollouts),
-    ``rollout_dtype`` bfloat16 (the sampler's weights and activations are rounded, the trained ones
-    are not), and ``sampler.cache`` prefix or dual (the sampler reads keys and values that are out
-    of date). The metric ``rollout_kl`` says how far the last two take it, in nats a token.
+    ``rollout_dtype`` bfloat16 (a rounded sampler) and ``sampler.cache`` prefix or dual (keys and
+    values out of date). The metric ``rollout_kl`` says how far the last two take it, nats a token.
     ``compute_dtype`` bfloat16 is for several processes that train all weights in float32: forwards
-    and backwards, rollouts included, are of bfloat16 copies of the weights, made for one layer at a
-    time. The weights, the sum of their gradients and the optimiser's moments stay float32.
+    and backwards are of bfloat16 copies, made for one layer at a time.
     """
 
     model: str = ""  # a folder (relative to the config file), or a name on the Hub
@@ -188,7 +186,10 @@ class Train:
     def __post_init__(self):
         _check_device(self.device)
         check_length(self.task, self.sampler.length)
-        self._check_compute_dtype()
+        whole = (self.dtype, self.rollout_dtype, self.lora.rank) == ("float32", "float32", 0)
+        if self.compute_dtype != "weights" and not whole:
+            allowed = "weights, or dtype and rollout_dtype float32 and lora.rank 0"
+            raise ValueError(f"compute_dtype: got {self.compute_dtype!r}; allowed {allowed}")
         if self.quantize and not (self.lora.rank and self.rollout_dtype == "float32"):
             allowed = "with lora.rank from 1 and without a rollout_dtype"
             allowed += ": 4 bits cannot be trained, nor rounded again"
@@ -196,18 +197,6 @@ class Train:
         if self.gradient_checkpointing and self.compile:
             allowed = "one of the two"
             raise ValueError(f"gradient_checkpointing: got True with compile; allowed {allowed}")
-
-    def _check_compute_dtype(self) -> None:
-        if self.compute_dtype == "weights":
-            return
-        for key in ("dtype", "rollout_dtype"):
-            if (value := getattr(self, key)) != "float32":
-                got = f"{self.compute_dtype!r} with {key} {value}"
-                raise ValueError(f"compute_dtype: got {got}; allowed weights, or {key} float32")
-        if self.lora.rank:
-            got = f"{self.compute_dtype!r} with lora.rank {self.lora.rank}"
-            allowed = "weights: the dtype of the base is that of the arithmetic"
-            raise ValueError(f"compute_dtype: got {got}; allowed {allowed}")
 
 
 def _check_device(device: str) -> None:
@@ -286,9 +275,8 @@ def _model(parent: Path, name: str) -> str:
 def _named(data: dict, of_a_run: bool = False) -> dict:
     """The same settings with the present name of their method, and without the mark ``names``.
 
-    Names were given anew (methods.RENAMED), some of them to another method. A run from before has
-    no mark in its config.yaml, and its names mean what they meant; elsewhere a name means what it
-    means today. A remark says so.
+    Names were given anew (methods.RENAMED), some to another method. In the config.yaml of a run
+    from before, which has no mark, they mean what they meant; elsewhere what they mean today.
     """
     name, marked = data.get("method"), "names" in data
     data = {key: value for key, value in data.items() if key != "names"}
@@ -310,27 +298,25 @@ def _remark(text: str) -> None:
 
 def _leave_out_options(data: dict, name: Any) -> None:
     own, options = data.get("method", Train.method), data.get("method_options")
-    if name == own or name not in METHODS or not isinstance(options, dict):
-        return
-    left = [key for key in options if not has_option(METHODS[name], key)]
-    data["method_options"] = {key: value for key, value in options.items() if key not in left}
-    if left:
-        said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
-        log.warning("method_options: %s", said)
+    if name != own and name in METHODS and isinstance(options, dict):
+        left = [key for key in options if not has_option(METHODS[name], key)]
+        data["method_options"] = {key: options[key] for key in options if key not in left}
+        if left:
+            said = f"{name} has no {', '.join(left)}, which the file sets for {own}: left out"
+            log.warning("method_options: %s", said)
 
 
 def _leave_out_settings(data: dict, name: Any) -> None:
     settings = data.get("task") or {}
-    own = settings.get("name", DEFAULT) if isinstance(settings, dict) else name
-    if name == own or name not in TASKS:
-        return
-    asked = ("prompt_format", "max_prompt_length")  # settings that every task with chats has
-    stay = {key for key in asked if key in task_class(name).__dataclass_fields__}
-    left = [key for key in settings if key not in stay | {"name"}]
-    data["task"] = {key: value for key, value in settings.items() if key in stay}
-    if left:
-        said = f"{', '.join(left)} of the file are settings of {own}: left out for {name}"
-        log.warning("task: %s", said)
+    own = settings.get("name", DEFAULT)
+    if name != own and name in TASKS:
+        # How a model is asked stays, in every task that has a choice of it.
+        stay = {"prompt_format", "max_prompt_length"} & task_class(name).__dataclass_fields__.keys()
+        left = [key for key in settings if key not in stay | {"name"}]
+        data["task"] = {key: settings[key] for key in settings if key in stay}
+        if left:
+            said = f"{', '.join(left)} of the file are settings of {own}: left out for {name}"
+            log.warning("task: %s", said)
 
 
 def parsed(key: str, text: str) -> Any:

@@ -210,21 +210,16 @@ def record(
 
 
 def _made_by(name: str, model: Any) -> dict[str, Any]:
-    # ``weights``: a hash of name, shape and up to 64 numbers, evenly spaced, of every parameter.
+    # Of the weights a hash of name, shape and up to 64 numbers, evenly spaced, of every parameter.
     found = []
     for key, value in sorted(model.named_parameters()):
         flat = value.detach().flatten()
         some = flat[:: max(1, -(-flat.numel() // 64))].to("cpu", torch.float64)
         found.append([key, list(value.shape), some.tolist()])
-    return {
-        "model": name,
-        "weights": _hash(found),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "device": torch.device(model.device).type,
-        "minidrl": minidrl.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    made = {"model": name, "weights": _hash(found), "minidrl": minidrl.__version__}
+    made |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return made | {"dtype": dtype, "device": torch.device(model.device).type}
 
 
 def _hash(data: Any) -> str:
@@ -253,6 +248,16 @@ def write(out: Path, found: dict[str, Any]) -> None:
     """The result file, in place of the rows that were kept beside it."""
     folders.write(out, json.dumps({"evaluations": [found]}, indent=1) + "\n")
     _rows_beside(out).unlink(missing_ok=True)
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The result of an evaluation in a line."""
+    result, responses = found["result"], len(found["rows"])
+    other = ("low", "high", "n", "tokens", "calls", "seconds")
+    said = ", ".join(f"{key} {value:.1%}" for key, value in result.items() if key not in other)
+    interval = f"95 % interval of solved {result['low']:.1%} to {result['high']:.1%}"
+    each = f"{result['tokens'] / responses:.1f} tokens a response"
+    return f"{said}; {interval}, {each}, on {result['n']} held-out problems"
 
 
 # --------------------------------------------------------------------------------------- comparison

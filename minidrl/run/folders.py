@@ -78,12 +78,10 @@ def folder(path: Path) -> Iterator[Path]:
 
     The one before is NAME.old until the new one stands: no moment is without a whole one.
     """
-    part, old = path.with_name(path.name + PART), path.with_name(path.name + OLD)
-    with _filled(path, part):
+    old = path.with_name(path.name + OLD)
+    with _filled(path.with_name(path.name + PART)) as part:
         yield part
-        for file in part.rglob("*"):
-            _sync(file)
-        _sync(part)
+        _sync(*part.rglob("*"), part)
         if path.exists():
             _remove(old)
             os.replace(path, old)
@@ -95,8 +93,7 @@ def folder(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def into(path: Path) -> Iterator[Path]:
     """A folder to fill, whose files then replace those of their names in ``path``, each whole."""
-    part = path / f"files{PART}"
-    with _filled(path, part):
+    with _filled(path / f"files{PART}") as part:
         yield part
         for file in part.iterdir():
             _sync(file)
@@ -105,13 +102,13 @@ def into(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _filled(path: Path, part: Path) -> Iterator[None]:
-    # An empty ``part``; what still has that name at the end was not finished.
-    with _writing(path):
+def _filled(part: Path) -> Iterator[Path]:
+    # Empty at first; what still has that name at the end was not finished.
+    with _writing(part.with_suffix("")):
         _remove(part)
         try:
             part.mkdir(parents=True)
-            yield
+            yield part
         finally:
             _remove(part)
 
@@ -125,13 +122,14 @@ def _writing(path: Path) -> Iterator[None]:
         raise WriteError(f"{path} cannot be written: {one_line(error)}") from error
 
 
-def _sync(path: Path) -> None:
+def _sync(*paths: Path) -> None:
     # What was written to a file, or the names in a folder, reach the disk.
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _remove(path: Path) -> None:

@@ -28,16 +28,6 @@ def method_list(everything: bool = False) -> str:
     return "\n".join(lines)
 
 
-def method_named(name: str) -> Method:
-    """A method of the table; ValueError, with the nearest names, where there is none."""
-    from minidrl.methods import METHODS, RENAMED
-
-    if name not in {*METHODS, *RENAMED}:
-        near = difflib.get_close_matches(name, METHODS, 5, 0.3) or list(METHODS)
-        raise ValueError(f"methods: got {name!r}; allowed {', '.join(near)}, ..")
-    return METHODS[name]
-
-
 def fields(method: Method) -> dict[str, Any]:
     """A method as plain data: {"plan": "quadrature_plan", "plan.num_nodes": 3, ..}."""
     flat: dict[str, Any] = {}
@@ -61,10 +51,14 @@ def settings(method: Method) -> dict[str, Any]:
     return {k: v for k, v in fields(method).items() if k in options or k.startswith("kl.")}
 
 
-def card(method: Method) -> str:
-    """What a method does, part by part, in the first sentence of each part's docstring."""
-    from minidrl.methods import choices
+def card(name: str) -> str:
+    """What a method does, part by part, in the words of each part's docstring."""
+    from minidrl.methods import METHODS, RENAMED, choices
 
+    if name not in {*METHODS, *RENAMED}:
+        near = difflib.get_close_matches(name, METHODS, 5, 0.3) or list(METHODS)
+        raise ValueError(f"methods: got {name!r}; allowed {', '.join(near)}, ..")
+    method = METHODS[name]
     lines = [f"{method.name}: {method.title}"]
     lines += [f"Source: {method.source}", f"Differs: {method.differs}"]
     for name, value in fields(method).items():

@@ -31,6 +31,11 @@ from minidrl.tasks import held_out
 from minidrl.tasks.text import check_lengths, encode_prompts
 
 log = logging.getLogger("minidrl")
+SHARES = {  # of the answers, in the progress bar
+    "solved": "solved",
+    "readable": "completions/readable",
+    "clipped": "completions/clipped_ratio",
+}
 LEAST_READABLE = 0.05  # share of a step's answers, below which a remark is due
 
 
@@ -92,9 +97,7 @@ def _steps(
                 tqdm.write(f"memory: {memory.compared(s)}", file=sys.stderr)
             seconds = time.perf_counter() - started
             state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
-            shown = {"solved": "solved", "readable": "completions/readable"}
-            shown |= {"clipped": "completions/clipped_ratio"}
-            shares = {word: f"{row[key]:.1%}" for word, key in shown.items()}
+            shares = {word: f"{row[key]:.1%}" for word, key in SHARES.items()}
             bar.set_postfix(reward=f"{row['reward']:.3f}", **shares)
             bar.update()
             warned = warned or _warn_unreadable(run, row)
