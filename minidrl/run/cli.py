@@ -31,7 +31,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ANY_KEY = {"allow_extra_args": True, "ignore_unknown_options": True}
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, as in tiny_configs/")]
 Out = Annotated[Path, typer.Option(help="output folder (default runs/CONFIG)", show_default=False)]
-Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest whole checkpoint")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
 
 
 @app.callback()

@@ -163,15 +163,20 @@ def save_checkpoint(
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
     """Put a checkpoint's weights and optimiser state back, to the bit; returns its counters."""
-    if has_adapters(model):
-        stored = distributed.empty_copy(model)
-        checkpoints.read_adapters(stored, path)
-    else:
-        # On the CPU: beside the network a GPU may be full.
-        stored, _ = checkpoints.load(path, dtype=model.model.dtype)
-    distributed.load_weights(model, stored)
-    load_optimizer(path / OPTIMIZER, model, optimizer)
-    return json.loads((path / STATE).read_text(encoding="utf-8"))
+    with _whole(path):
+        if has_adapters(model):
+            stored = distributed.empty_copy(model)
+            checkpoints.read_adapters(stored, path)
+        else:
+            # On the CPU: beside the network a GPU may be full.
+            stored, _ = checkpoints.load(path, dtype=model.model.dtype)
+        distributed.load_weights(model, stored)
+        load_optimizer(path / OPTIMIZER, model, optimizer)
+        return _state(path)
+
+
+def _state(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
 
 
 def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -206,24 +211,15 @@ def has_checkpoint(out: Path) -> bool:
     return any(re.fullmatch(r"checkpoint-\d+(\.old)?", path.name) for path in out.glob("*"))
 
 
-def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint, in words; "" if its files can be opened.
-
-    No crash leaves a damaged one here; a copy that was cut short does, and a disk may.
-    """
-    path = checkpoint
+@contextlib.contextmanager
+def _whole(checkpoint: Path) -> Iterator[None]:
+    # No crash leaves a damaged one here; a copy that was cut short does, and a disk may.
     try:
-        weights = [*checkpoint.glob("*model*.safetensors")] or [checkpoint / "model.safetensors"]
-        for path in (*weights, checkpoint / OPTIMIZER):
-            with safe_open(path, framework="pt"):  # whose header must account for all bytes
-                pass
-        for path in (checkpoint / CONFIG, *checkpoint.glob("*.json"), checkpoint / STATE):
-            json.loads(path.read_text()) if path.suffix == ".json" else config.read(path)
-        path = checkpoint / METRICS
-        read_metrics(checkpoint)
+        yield
     except (SafetensorError, OSError, ValueError) as error:
-        return f"{path}: {one_line(error)}"
-    return ""
+        got = f"{str(checkpoint)!r}, which cannot be read: {one_line(error)}"
+        allowed = "a whole one: without this folder, the checkpoint before it is taken"
+        raise ValueError(f"resume: got {got}; allowed {allowed}") from None
 
 
 # ------------------------------------------------------------------------------ a run and its end
@@ -288,17 +284,8 @@ def _settle(out: Path) -> None:
 
 
 def _resumed(out: Path, settings: Any) -> Path:
-    """The newest checkpoint that can be read, if these settings may continue it."""
-    damaged = []
-    for checkpoint in reversed(checkpoint_folders(out)):
-        if not (found := damage(checkpoint)):
-            break
-        damaged.append(found)
-    else:
-        allowed = "a run with a whole checkpoint, or another --out"
-        raise ValueError(f"resume: got {str(out)!r}, where {'; '.join(damaged)}; allowed {allowed}")
-    if damaged:
-        log.warning(f"skipped: {'; '.join(damaged)}. The run goes on from {checkpoint}")
+    """The newest checkpoint, if these settings may continue it."""
+    checkpoint = checkpoint_folders(out)[-1]
     config.check_unchanged(settings, checkpoint, free=FREE_ON_RESUME)
     _check_data(settings.task, checkpoint)
     step = step_of(checkpoint)
@@ -318,8 +305,8 @@ def data_sums(task: Any) -> dict[str, str]:
 
 
 def _check_data(task: Any, checkpoint: Path) -> None:
-    # A checkpoint of an older version says nothing of its data.
-    known = json.loads((checkpoint / STATE).read_text(encoding="utf-8")).get("data", {})
+    with _whole(checkpoint):
+        known = _state(checkpoint).get("data", {})  # an older version says nothing of its data
     for key, digest in data_sums(task).items():
         if digest != known.get(key, digest):
             got = f"{getattr(task, key)!r}, which has changed since {checkpoint} was written"
