@@ -13,7 +13,7 @@ import tiny
 from minidrl import denoiser, sampler
 from minidrl.run import checkpoints, folders
 from minidrl.run.cli import main
-from minidrl.tasks import text
+from minidrl.tasks import code, countdown, sudoku, text
 from minidrl.tasks.countdown import tokenizer
 from minidrl.tasks.mathematics import Math500
 
@@ -122,6 +122,24 @@ def test_answers_that_cannot_be_read_are_told_once(folder, capfd):
 def test_where_it_cannot_run_one_line_says_so(platform, line, folder, capfd, monkeypatch):
     monkeypatch.setattr("sys.platform", platform)
     assert train(capfd) == (2, line + "\n") and not (folder / "run").exists()
+
+
+CLUES = countdown.Puzzle((5, 6, 8), 46), sudoku.Puzzle("23144.2.3.4.1.3.")
+READ = [  # task, problem, response: can it be read?
+    (countdown.Countdown(), CLUES[0], "5*8=40+6=46", True),
+    (countdown.Countdown(), CLUES[0], "5*8=40+", False),
+    (countdown.Countdown(prompt_format="chat"), CLUES[0], "<answer>5+6+8</answer>", True),
+    (countdown.Countdown(prompt_format="chat", protocol="d1"), CLUES[0], "<answer>\\boxed{5+6+8}</answer>", True),
+    (sudoku.Sudoku(), CLUES[1], "1" * 16, True),
+    (sudoku.Sudoku(), CLUES[1], "3" * 15, False),
+    (sudoku.Sudoku(prompt_format="chat", protocol="d1"), CLUES[1], "I cannot.", False),
+    (code.Code(), None, "I cannot.", False),
+]
+
+
+@pytest.mark.parametrize(("task", "problem", "response", "readable"), READ)
+def test_what_a_verifier_can_read(task, problem, response, readable):
+    assert task.judge(problem, response).readable == readable
 
 
 # ------------------------------------------------------------------------------------------------------------------ ends

@@ -98,7 +98,7 @@ def _steps(
             seconds = time.perf_counter() - started
             state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
             shares = {word: f"{row[key]:.1%}" for word, key in SHARES.items()}
-            bar.set_postfix(reward=f"{row['reward']:.3f}", **shares)
+            bar.set_postfix({"reward": f"{row['reward']:.3f}"} | shares)
             bar.update()
             warned = warned or _warn_unreadable(run, row)
             rows.write(row | {"seconds": seconds})

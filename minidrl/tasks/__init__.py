@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether an answer of the asked form was found: the first mark, where there is one."""
-        return bool(next(iter(self.marks.values()), True))
+        """Whether an answer of the asked form was found, as any of the marks says."""
+        return any(self.marks.values()) or not self.marks
 
 
 class Example(NamedTuple):
