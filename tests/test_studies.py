@@ -252,7 +252,7 @@ def test_controls_are_measured_once_and_shown_side_by_side(folder, base, monkeyp
     main(["controls", str(folder / "a")])
     first = capsys.readouterr().out
     found = json.loads((folder / "a/controls.json").read_text())
-    assert len(found) == 5 + 2 * 3 + 6 and "| base, temperature 0.3" in first
+    assert len(found) == 5 + 2 * 5 + 6 and "| base, temperature 0.3" in first
     monkeypatch.setattr(controls, "measure", lambda run: pytest.fail("measured again"))
     (folder / "b").mkdir()
     (folder / "b/controls.json").write_text(json.dumps({name: 0.5 for name in found}))
