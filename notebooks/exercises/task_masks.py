@@ -785,9 +785,9 @@ def _(answer: Callable) -> str:
 def _rounded(alg: ModuleType, answer: Callable) -> Callable:
     original = alg._count_at
 
-    def _count_at(t, n, counts, generator):
+    def _count_at(t, n, counts):
         if counts != "rounded":
-            return original(t, n, counts, generator)
+            return original(t, n, counts)
         count, scale = answer(t[:, 0], n)
         return count.double(), scale
 
