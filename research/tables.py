@@ -191,14 +191,15 @@ def write_figures(ledger: str | Path, curves: str | Path, study: str, folder: Pa
         with style():
             figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
             draw(figure.add_subplot(), [group for group in found if group.updates == updates], courses)
-            figure.suptitle(f"{study}, updates a rollout: {updates}")
+            if len({group.updates for group in found}) > 1:
+                figure.suptitle(f"{updates} updates a rollout")
         FigureCanvasAgg(figure).print_png(path := folder / f"{study}-{updates}.png")
         yield path
 
 
 def draw(axes: Any, found: Sequence[Group], courses: Courses) -> None:
     """A line for each group, over its rollouts."""
-    axes.axhline(fmean(group.mean("before") for group in found), color=INK, lw=0.8)
+    axes.axhline(fmean(group.mean("before") for group in found), color=INK, lw=0.8, label="before RL")
     for i, group in enumerate(found):
         colour, dash = COLOURS[i % len(COLOURS)], "-" if i < len(COLOURS) else "--"
         values = {step: v for step, v in course(courses, group.cells, "held_out").items() if v}
@@ -217,4 +218,4 @@ def draw(axes: Any, found: Sequence[Group], courses: Courses) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small", title="method (seeds); band: 95 %")
+    axes.legend(frameon=False, fontsize="small", title="method (seeds); band: 95 %", loc="lower right")
