@@ -226,6 +226,14 @@ def test_methods_are_listed_and_explained(capfd):
     assert lookup.settings(METHODS["gdpo-sequence"])["plan.num_nodes"] == 3
 
 
+def test_where_finds_an_equation_a_paper_and_a_term(capfd):
+    for words, name in {"2.3": "elbo_count_plan", "2510.08554": "quadrature_plan", "entropy selection": "entropy_plan"}.items():
+        status, out, _ = run(capfd, "where", *words.split())
+        assert status == 0 and out.split()[1] == name
+    status, _, err = run(capfd, "where", "nonsense")
+    assert status == 2 and "'nonsense', which stands in no docstring" in err
+
+
 def test_tasks_are_listed(capfd):
     status, out, _ = run(capfd, "tasks")
     assert status == 0 and [line.split()[0] for line in out.splitlines()][:2] == ["countdown", "sudoku"]

@@ -323,6 +323,17 @@ def methods(
     print(lookup.card(name) if name else lookup.method_list(everything))
 
 
+@app.command()
+def where(
+    words: Annotated[list[str], typer.Argument(help="2.3, 2510.08554, staircase, ...")],
+) -> None:
+    """Find what implements an equation, a paper or a term."""
+    found = lookup.where(words)
+    if not found:
+        raise ValueError(f"where: got {' '.join(words)!r}, which stands in no docstring of minidrl")
+    print("\n".join(found))
+
+
 @app.command(context_settings=ANY_KEY)
 def tasks(
     context: typer.Context,

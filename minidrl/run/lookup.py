@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,3 +92,19 @@ def settings_help(kind: str) -> str:
         below = classes.get(section, {})
         shown += [f"  --{key}.{inner}" for inner in below.values()] or [f"  --{line}"]
     return "\n".join(shown)
+
+
+def where(words: Sequence[str]) -> list[str]:
+    """The functions and classes of the core in whose name or docstring all words stand, those that
+    open with them first: ``file:line  name  first line``. An equation is asked for as 2.3."""
+    asked, found = [word.lower() for word in words], []
+    for path in sorted(PACKAGE.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                opening, _, rest = (ast.get_docstring(node) or "").partition("\n")
+                head = f"{node.name.replace('_', ' ')} {opening}".lower()
+                if all(word in f"{head} {rest.lower()}" for word in asked):
+                    place = f"minidrl/{path.name}:{node.lineno}"
+                    first = not all(word in head for word in asked)
+                    found.append((first, f"{place:<28} {node.name:<26} {opening}"))
+    return [line for _, line in sorted(found, key=lambda pair: pair[0])]
