@@ -325,8 +325,8 @@ def law_clips_of_the_rows(alg: Any, name: str, method: Any) -> None:
 @rejects("", ("@declares(linear=True)", "@declares()"), where="response_length")
 @rejects(
     "10.1",
-    ("and penalty and extra", "and extra"),
-    ("kl is None or self.", "kl is not None and self."),
+    ("and not self.has_reference and extra", "and extra"),
+    ("and not self.has_reference", "and self.has_reference"),
     where="Method.linear_on_policy",
 )
 @for_each_method
