@@ -55,7 +55,7 @@ def written(path: Path, rows: list) -> Path:
 
 
 def exercise(form: str, row: dict, show_tests: bool = False) -> code.Exercise:
-    return code.FORMATS[form][2](row, show_tests)
+    return code.FORMATS[form][1](row, show_tests)
 
 
 def tagged(program: str) -> str:
@@ -114,12 +114,10 @@ UNFIT = {
     "the tests call no function of the solution": ("mbpp", {"test_list": ["assert 1 == 1"]}),
     "the solution has no function": ("mbpp", {"code": "vowels = len"}),
     "the solution is no Python": ("mbpp", {"code": "print 'x'"}),
-    "its code cannot be written out": ("mbpp", {"code": f"def vowels(word=0x{'f' * 5000}): return word"}),
     "the test is no Python": ("mbpp", {"test_list": ["assert vowels('a') ="]}),
     "the prompt has no function of the name entry_point": ("humaneval", {"entry_point": "triples"}),
     "the test has no check(candidate)": ("humaneval", {"test": "def test(candidate): assert candidate"}),
     "check asserts nothing": ("humaneval", {"test": "def check(candidate): candidate([])"}),
-    "check returns": ("humaneval", {"test": "def check(candidate):\n    assert candidate([]) == []\n    return"}),
 }
 
 
@@ -182,9 +180,9 @@ BAD = [
     ([], "{path}: got no row; allowed one or more"),
     ([MBPP, 5], "{path} row 2: got int; allowed an object"),
     ([MBPP, MBPP | {"code": 5}], "{path} row 2: code: got 5; allowed text"),
-    ([MBPP | {"test_imports": "import os"}], "{path} row 1: test_imports: got 'import os'; allowed a list of text"),
-    ([MBPP | {"text": None}], "{path} row 1 has no text; a row of mbpp has"),
-    ([HUMANEVAL], "{path} row 1 has no code; a row of mbpp has code, test_list"),
+    ([MBPP | {"test_list": "assert f()"}], "{path} row 1: test_list: got 'assert f()'; allowed a list of texts"),
+    ([MBPP | {"text": None}], "{path} row 1: prompt: got None; allowed text"),
+    ([HUMANEVAL], "{path} row 1: code: got None; allowed text"),
 ]
 
 
@@ -285,7 +283,7 @@ def test_no_file_and_an_empty_split_are_named(tmp_path, assumed):
     ):
         Code().problems(1, rng)
     path = str(written(tmp_path / "rows.json", [MBPP]))
-    with pytest.raises(ValueError, match="^task.path: got .*; allowed one with rows to train$"):
+    with pytest.raises(ValueError, match="^task.path: got .*; allowed a file with problems to train$"):
         Code(path=path, held_out_path=path).problems(1, rng)
     with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
         Code(path=path).problems(1, rng, "test")

@@ -336,7 +336,7 @@ def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
     asked.clear()
     monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or MATH)
     assert len(Math500().held_out(3)) == 3 and [source[-1] for source in asked] == ["test"]
-    with pytest.raises(ValueError, match="^task.train_path: got ''; allowed a file with questions that are not held out$"):
+    with pytest.raises(ValueError, match="^task.train_path: got ''; allowed a file with problems to train$"):
         Math500().problems(1, np.random.default_rng(0))
 
 
@@ -348,7 +348,7 @@ def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, 
     assert {q.text for q in task.problems(50, np.random.default_rng(0))} == {GSM8K[1]["question"]}
     assert [q.text for q in task.held_out(2)] == [GSM8K[0]["question"], GSM8K[2]["question"]]
     assert caplog.messages == ["task gsm8k: removed 4 questions that are held out or stand there twice"]
-    with pytest.raises(ValueError, match="^task.train_path: got .*; allowed a file with questions that are not held out$"):
+    with pytest.raises(ValueError, match="^task.train_path: got .*; allowed a file with problems to train$"):
         Gsm8k(path=test, train_path=test).problems(1, np.random.default_rng(0))
 
 
@@ -361,7 +361,7 @@ def test_held_out_is_a_prefix_and_ends_where_the_file_ends(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=said):
             task.held_out(count)
-    with pytest.raises(ValueError, match="split: got 'test'; allowed train, held_out, pretrain"):
+    with pytest.raises(ValueError, match="split: got 'test'; allowed pretrain, train, held_out"):
         task.problems(1, np.random.default_rng(0), "test")
 
 

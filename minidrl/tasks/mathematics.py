@@ -32,7 +32,6 @@ from minidrl.tasks.text import (
     CLOSING,
     OPENING,
     check_asked,
-    check_choice,
     check_setting,
     final_answer,
     last_box,
@@ -71,7 +70,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mathematics:
+class Mathematics(rows.Listed):
     """The settings and the behaviour of such a task.
 
     path, train_path   files of held-out and of training questions in the place of the Hub's; with
@@ -88,6 +87,7 @@ class Mathematics:
 
     rewards: ClassVar[tuple[str, ...]] = ("correctness", "d1")
     formats: ClassVar[tuple[str, ...]] = ("plain", "chat")
+    source: ClassVar[str] = "train_path"
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
     question_field: ClassVar[str]
     what: ClassVar[str]  # what is asked for
@@ -110,32 +110,14 @@ class Mathematics:
             check_setting(self, "reward", self.reward != "d1", allowed)
 
     # ----------------------------------------------------------------------------------- the splits
-    def problems(
-        self, count: int, rng: np.random.Generator, split: str = "train"
-    ) -> list[Question]:
-        """``count`` random questions of a split, each drawn anew; "pretrain" is "train"."""
-        check_choice("split", split, (*SPLITS, "pretrain"))
-        if not (pool := self._questions["held_out" if split == "held_out" else "train"]):
-            allowed = "a file with questions that are not held out"
-            raise ValueError(f"task.train_path: got {self.train_path!r}; allowed {allowed}")
-        return [pool[i] for i in rng.integers(len(pool), size=count)]
-
     def demonstrations(
         self, problems: Sequence[Question], rng: np.random.Generator, progress: float
     ) -> list[str]:
         """The worked solutions, each with its answer between tags."""
         return [f"{q.solution}\n{OPENING}{q.gold}{CLOSING}" for q in problems]
 
-    def from_files(self) -> list[Question]:
-        """All questions that may be asked."""
-        return [question for split in self._questions.values() for question in split]
-
-    def held_out(self, count: int) -> list[Question]:
-        """The first ``count`` held-out questions in the order of the file."""
-        return rows.first(self._questions["held_out"], count)
-
     @cached_property
-    def _questions(self) -> dict[str, list[Question]]:
+    def splits_of_files(self) -> dict[str, list[Question]]:
         """The questions of each split, each once, in the words of the prompt."""
         equality.needs(self.name)
         found = {split: self._read(split) for split in SPLITS}
@@ -175,11 +157,6 @@ class Mathematics:
                 f"{self.what} between <answer> and </answer>, each tag on a line of its own."
             )
         return dataclasses.replace(question, instruction=f"{question.text}\n\n{request}")
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the longest prompt."""
-        return self.max_prompt_length
 
     # ---------------------------------------------------------------------------------- the verdict
     def judge(self, problem: Question, response: str) -> Verdict:

@@ -136,6 +136,34 @@ def brief(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
 
 
+class Listed:
+    """A task whose problems are those of files or of the Hub: it has ``splits_of_files``, the
+    problems of "train" and "held_out"; ``source`` is the setting that names those to train on."""
+
+    source: ClassVar[str] = "path"
+
+    def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Any]:
+        """``count`` random problems of a split (``SPLITS``), each drawn anew; "pretrain" is
+        "train". Raises ValueError for another split and an empty one."""
+        check_choice("split", split, SPLITS)
+        pool = self.splits_of_files["held_out" if split == "held_out" else "train"]
+        check_setting(self, self.source, pool != [], f"a file with problems to {split}")
+        return [pool[i] for i in rng.integers(len(pool), size=count)]
+
+    def held_out(self, count: int) -> list[Any]:
+        """The first ``count`` that are held out; ValueError where there are not so many."""
+        return first(self.splits_of_files["held_out"], count)
+
+    def from_files(self) -> list[Any]:
+        """All that may be asked."""
+        return [problem for split in self.splits_of_files.values() for problem in split]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.max_prompt_length
+
+
 @dataclass(frozen=True, kw_only=True)
 class Puzzles:
     """A task of generated puzzles that can also be asked those of a file.

@@ -107,36 +107,27 @@ def candidate(requests: BinaryIO, answers: BinaryIO) -> None:
     send(answers, "ready")
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    program = receive(requests)
-
-    def load() -> None:
-        exec(compile(program, "solution.py", "exec"), vars(module))
-
-    send(answers, answered(load))
+    send(answers, answered(_load, module, receive(requests)))
     while True:
         name, words, keywords = receive(requests)
-        call = _call(module, name, unpacked(words), unpacked(keywords))
-        send(answers, answered(call))
+        send(answers, answered(_call, module, name, unpacked(words), unpacked(keywords)))
 
 
-def _said(error: BaseException) -> str:
-    try:
-        return str(error)[:SAID]
-    except BaseException:  # its own, of a number of 5,000 digits or of a stranger's ``__str__``
-        return "an error without a text"
+def _load(module: Any, program: str) -> None:
+    exec(compile(program, "solution.py", "exec"), vars(module))
 
 
-def _call(module: Any, name: str, words: tuple, keywords: dict) -> Callable[[], Any]:
-    return lambda: getattr(module, name)(*words, **keywords)
+def _call(module: Any, name: str, words: tuple, keywords: dict) -> Any:
+    return getattr(module, name)(*words, **keywords)
 
 
-def answered(call: Callable[[], Any]) -> list:
+def answered(run: Callable, *given: Any) -> list:
     """["value", plain data] or ["error", names of its built-in classes, its text]."""
     try:
-        value = call()
+        value = run(*given)
     except BaseException as error:
         names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-        return ["error", names, _said(error)]
+        return ["error", names, str(error)[:SAID]]
     try:
         return ["value", packed(value)]
     except (TypeError, RecursionError):
@@ -174,9 +165,7 @@ def _attempt(run: Callable[[], Any]) -> str:
     try:
         run()
     except BaseException as error:
-        plain = isinstance(error, Lost) or type(error).__module__ == "builtins"
-        text = _said(error) if plain else ""
-        return f"{type(error).__name__}: {text}"[:SAID]
+        return f"{type(error).__name__}: {error}"[:SAID]
     return ""
 
 
@@ -207,34 +196,23 @@ def _value(answer: Any) -> Any:
         names, text = rest
         kinds = [getattr(builtins, name, None) for name in names if isinstance(name, str)]
         errors = [k for k in kinds if isinstance(k, type) and issubclass(k, Exception)]
-        error = _exception(errors[0], str(text))
+        error = errors[0](text)
     except Exception:  # whatever a stranger sends
         error = Lost("an answer is no plain data")
     raise error
 
 
-def _exception(kind: type, text: str) -> Exception:
-    try:
-        return kind(text)
-    except TypeError:  # UnicodeDecodeError and such want more words
-        return next(base for base in kind.__mro__ if base in (ValueError, Exception))(text)
-
-
 # ---------------------------------------------------------------------------------------- the start
-def limits(seconds: int, megabytes: int) -> dict[int, int]:
-    """Of a process, and here of the whole sandbox: it can start no other."""
-    return {
+def limit(seconds: int, megabytes: int) -> None:
+    """Of a process, for good, and here of the whole sandbox: it can start no other."""
+    limits = {
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: megabytes << 20,
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
-
-
-def limit(seconds: int, megabytes: int) -> None:
-    """Sets them for good; a limit that is lower already stays."""
-    for kind, most in limits(seconds, megabytes).items():
+    for kind, most in limits.items():
         _, hard = resource.getrlimit(kind)
         low = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (low, low))
