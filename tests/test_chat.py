@@ -146,7 +146,7 @@ def test_the_beginning_of_an_answer_that_a_wording_gives_stands_after_the_templa
     ids, mask = texts.encode_prompts(tok, asked, 400, prompt_format="chat")
     opened, plain = (tok.decode(row[real]) for row, real in zip(ids, mask, strict=True))
     assert opened == f"{plain}<reasoning>"
-    assert texts.prompt_lengths(tok, asked, "chat") == mask.sum(1).tolist()
+    assert texts.check_lengths(tok, asked, 400, "chat") == mask.sum(1).max()
 
 
 def test_a_prompt_that_is_too_long_is_refused(llada):

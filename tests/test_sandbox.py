@@ -292,17 +292,19 @@ def command_lines():
 def test_a_bomb_ends_in_its_limits_and_leaves_nothing(bomb, monkeypatch):
     whole, mark = sandbox.command, f"--mark-{os.getpid()}"
     monkeypatch.setattr(sandbox, "command", lambda *words: [*whole(*words), mark])
+    started = time.monotonic()
     record = run(BOMBS[bomb], "assert f(2) == 4", "assert f(3) == 9", seconds=1)
-    assert record.passed == 0 and record.reason != "" and record.seconds < sandbox.START + 5
+    assert record.passed == 0 and record.reason != "" and time.monotonic() - started < sandbox.START + 5
     time.sleep(0.5)
     assert not [line for line in command_lines() if mark.encode() in line]
 
 
 @HERE
 def test_who_only_sleeps_is_ended_by_the_clock(monkeypatch):
-    monkeypatch.setattr(sandbox, "CLOCK", 1)
-    record = run("import time\ntime.sleep(1000)", "assert f(2) == 4", seconds=1)
-    assert (record.passed, record.reason) == (0, "the time on the clock was up") and record.seconds >= 1
+    monkeypatch.setattr(sandbox, "START", 4)
+    program = "import time\nf = lambda x: 4 if x == 2 else time.sleep(1000)"
+    record = run(program, "assert f(2) == 4", "assert f(3) == 9", seconds=1)
+    assert (record.passed, record.reason) == (1, "the time on the clock was up")
 
 
 @HERE
@@ -459,7 +461,7 @@ def unknown():
 
 def test_without_bubblewrap_it_says_what_to_install(monkeypatch, unknown):
     monkeypatch.setenv("PATH", "")
-    assert sandbox.refusal() == f"task code: {sandbox.NEEDS}; here is no bwrap in PATH"
+    assert sandbox.refusal() == f"task code: {sandbox.NEEDS}"
     assert "apt install bubblewrap" in sandbox.NEEDS
     with pytest.raises(OSError):
         run("attack = list")

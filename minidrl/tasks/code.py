@@ -187,7 +187,7 @@ def read_rows(path: str, form: str, key: str = "task.path") -> list[dict]:
 
 
 def _sorted(
-    found: list[dict], form: str, show_tests: bool
+    found: list[dict], form: str, show_tests: bool, path: str
 ) -> tuple[dict[int, Exercise], dict[int, str]]:
     """By their numbers from 1: the rows that can be judged, and why each of the others cannot."""
     fitting: dict[int, Exercise] = {}
@@ -202,7 +202,7 @@ def _sorted(
             if made.key in keys:
                 left[number] = "the question is there already"
             else:
-                fitting[number] = made
+                fitting[number] = dataclasses.replace(made, place=f"{path} row {number}")
                 keys.add(made.key)
     return fitting, left
 
@@ -210,15 +210,12 @@ def _sorted(
 def _fitting(path: str, form: str, show_tests: bool, key: str = "task.path") -> list[Exercise]:
     """The rows that can be judged; a remark counts the others by what they need."""
     found = read_rows(path, form, key)
-    fitting, left = _sorted(found, form, show_tests)
+    fitting, left = _sorted(found, form, show_tests, path)
     if left:
         said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
         text = f"task code: {path}: {len(found)} rows, left out: {said}"
         logging.getLogger("minidrl").warning(text)
-    return [
-        dataclasses.replace(exercise, place=f"{path} row {number}")
-        for number, exercise in fitting.items()
-    ]
+    return [*fitting.values()]
 
 
 # ---------------------------------------------------------------------------------------- the task
@@ -327,8 +324,7 @@ class Code(rows.Listed):
         if why := sandbox.refusal():
             raise ValueError(why)
         found = read_rows(path, self.format, "check")
-        fitting, left = _sorted(found, self.format, self.show_tests)
-        measured = rows.longest_prompt(self, path, fitting, tok, "question")
+        fitting, left = _sorted(found, self.format, self.show_tests, path)
         wrong = {row: f"left out: {why}" for row, why in left.items()}
         failures = self._failures(fitting).items()
         wrong |= {row: f"its own solution fails: {why}" for row, why in failures}
@@ -337,9 +333,9 @@ class Code(rows.Listed):
             row, why = min(wrong.items())
             allowed = "one whose own solution passes its tests"
             raise ValueError(f"{path}: got no row to use (row {row} {why}); allowed {allowed}")
-        said = f"{path}: {len(found)} rows, {good} of which can be asked and judged by {self.name}"
+        counted = f"{len(found)} rows, {good} of which"
         told = [f"row {row} {why}" for row, why in sorted(wrong.items())]
-        return "\n".join([*told, f"{said}; {measured}"])
+        return "\n".join([*told, rows.checked(self, path, [*fitting.values()], tok, counted)])
 
 
 def answer(response: str) -> str:

@@ -121,17 +121,15 @@ _judge: subprocess.Popen | None = None  # started with the first question, again
 def _ask(gold: str, answer: str) -> dict[str, bool]:
     """``equal``, and ``gold``: can the known answer be read. All False where a limit was met."""
     global _judge
-    for _ in range(2):  # one that somebody ended is started again
-        _judge = _judge or _started()
-        try:
-            _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
-            _judge.stdin.flush()
-            if told := _judge.stdout.readline():
-                return json.loads(told)
-        except BrokenPipeError:
-            pass
-        if _stop() == -signal.SIGPROF:  # by its CPU time
-            break
+    _judge = _judge or _started()
+    try:
+        _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
+        _judge.stdin.flush()
+        if told := _judge.stdout.readline():
+            return json.loads(told)
+    except BrokenPipeError:
+        pass
+    _stop()
     return {"equal": False, "gold": False}
 
 
@@ -145,14 +143,12 @@ def _started() -> subprocess.Popen:
     return process
 
 
-def _stop() -> int:
-    """Let go of the process, which then ends; returns its exit status."""
+def _stop() -> None:
+    """Let go of the process, which then ends."""
     global _judge
     process, _judge = _judge, None
-    if process is None:
-        return 0
-    process.communicate()
-    return process.returncode
+    if process is not None:
+        process.communicate()
 
 
 atexit.register(_stop)

@@ -89,7 +89,6 @@ class Mathematics(rows.Listed):
     formats: ClassVar[tuple[str, ...]] = ("plain", "chat")
     source: ClassVar[str] = "train_path"
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
-    question_field: ClassVar[str]
     what: ClassVar[str]  # what is asked for
 
     path: str = ""
@@ -125,7 +124,7 @@ class Mathematics(rows.Listed):
         for split, questions in kept.items():
             for question in found[split]:
                 if split == "held_out" or question.key not in kept["held_out"]:
-                    questions.setdefault(question.key, self._asked(question))
+                    questions.setdefault(question.key, question)
         if removed := sum(len(found[split]) - len(kept[split]) for split in SPLITS):
             said = f"removed {removed} questions that are held out or stand there twice"
             logging.getLogger("minidrl").warning(f"task {self.name}: {said}")
@@ -140,9 +139,12 @@ class Mathematics(rows.Listed):
         else:
             source = (self.repo, self.subset, self.revision, self.splits[split])
             found, where = rows.of_hub(self.name, *source), f"{self.repo} {source[-1]}"
+        return self._placed(found, where)
+
+    def _placed(self, read: list[rows.Row], where: str) -> list[Question]:
         return [
-            dataclasses.replace(question, place=f"{where} row {number}")
-            for number, question in enumerate(self.questions_of(found, where), 1)
+            dataclasses.replace(self._asked(question), place=f"{where} row {number}")
+            for number, question in enumerate(self.questions_of(read, where), 1)
         ]
 
     def _asked(self, question: Question) -> Question:
@@ -176,15 +178,13 @@ class Mathematics(rows.Listed):
         Raises ValueError, one line with file, row and field, for the first row that cannot.
         """
         equality.needs(self.name)
-        found = self.questions_of(rows.of_file("check", path), path)
-        asked = {number: self._asked(question) for number, question in enumerate(found, 1)}
-        measured = rows.longest_prompt(self, path, asked, tok, self.question_field)
-        for number, question in tqdm(asked.items(), desc="answers", disable=None):
+        found = self._placed(rows.of_file("check", path), path)
+        said = rows.checked(self, path, found, tok, f"{len(found)} rows; all")
+        for question in tqdm(found, desc="answers", disable=None):
             if not equality.parses(question.gold):
                 got, allowed = brief(question.gold), "an answer that math-verify can read"
-                raise ValueError(f"{path} row {number}: answer: got {got}; allowed {allowed}")
-        said = f"{path}: {len(asked)} rows; all can be asked and judged by {self.name}"
-        return f"{said}; {measured}"
+                raise ValueError(f"{question.place}: answer: got {got}; allowed {allowed}")
+        return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,6 @@ class Gsm8k(Mathematics):
         "math-verify"
     )
     splits: ClassVar[dict[str, str]] = {"train": "train", "held_out": "test"}
-    question_field: ClassVar[str] = "question"
     what: ClassVar[str] = "the number alone, without a unit,"
 
     repo: str = "openai/gsm8k"
@@ -241,7 +240,6 @@ class Math500(Mathematics):
         "500 problems of MATH, from the Hub or a file; the answer is LaTeX, judged by math-verify"
     )
     splits: ClassVar[dict[str, str]] = {"held_out": "test"}
-    question_field: ClassVar[str] = "problem"
     what: ClassVar[str] = "the answer alone, in LaTeX,"
 
     repo: str = "HuggingFaceH4/MATH-500"

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from minidrl.tasks import Problem, Task
-from minidrl.tasks.text import check_asked, check_choice, check_setting, prompt_lengths
+from minidrl.tasks.text import check_asked, check_choice, check_lengths, check_setting
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLITS = ("pretrain", "train", "held_out")
@@ -103,23 +103,17 @@ def texts(rows: list[Row], fields: tuple[str, ...], where: str) -> list[dict[str
     return [{name: row[name] for name in fields} for row in rows]
 
 
-def longest_prompt(task: Task, path: str, asked: Mapping[int, Problem], tok: Any, at: str) -> str:
-    """How long the longest prompt is, in words; ``asked``: of each row of a file, by its number.
-
-    Without a tokenizer in characters. ValueError, which names the field ``at``, for a prompt of
-    more tokens than the task has room for.
-    """
+def checked(task: Task, path: str, problems: Sequence[Problem], tok: Any, rows: str) -> str:
+    """What was found in a file: how many ``rows``, in words, and how long the longest prompt is,
+    without a tokenizer in characters. ValueError for one that the task has no room for."""
     if tok is None:
-        longest = max((len(problem.instruction) for problem in asked.values()), default=0)
-        unit = "characters; with --model they are counted in tokens"
-        return f"the longest prompt has {longest} {unit}"
-    lengths = prompt_lengths(tok, list(asked.values()), task.prompt_format)
-    for number, length in zip(asked, lengths, strict=True):
-        if length > task.prompt_length:
-            got, allowed = f"a prompt of {length} tokens", "up to task.max_prompt_length"
-            where = f"{path} row {number}: {at}"
-            raise ValueError(f"{where}: got {got}; allowed {allowed}, {task.prompt_length}")
-    return f"the longest prompt has {max(lengths, default=0)} tokens"
+        longest = max((len(problem.instruction) for problem in problems), default=0)
+        measured = f"{longest} characters; with --model they are counted in tokens"
+    else:
+        longest = check_lengths(tok, problems, task.prompt_length, task.prompt_format)
+        measured = f"{longest} tokens"
+    found = f"{rows} can be asked and judged by {task.name}"
+    return f"{path}: {found}; the longest prompt has {measured}"
 
 
 def first(held_out: list[Any], count: int) -> list[Any]:
@@ -254,6 +248,4 @@ class Puzzles:
     def check(self, path: str, tok: Any = None) -> str:
         """What was found in a file whose puzzles can all be asked and solved."""
         found = self.read("check", path)
-        measured = longest_prompt(self, path, dict(enumerate(found, 1)), tok, "puzzle")
-        said = f"{path}: {len(found)} rows; all can be asked and judged by {self.name}"
-        return f"{said}; {measured}"
+        return checked(self, path, found, tok, f"{len(found)} rows; all")

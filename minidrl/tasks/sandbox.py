@@ -1,22 +1,14 @@
 """Programs of a stranger, run and judged under bubblewrap; no bubblewrap, no run.
 
-A program and its tests run in a sandbox each (``sandboxed`` says why), joined by two pipes. Of the
-machine a sandbox has:
+A program and its tests run in a sandbox each (``sandboxed`` says why), joined by two pipes. A
+sandbox has fresh namespaces of every kind, no capabilities and no environment, and of the files the
+interpreter and the system's libraries, read-only, and a /tmp of ``TMP_BYTES`` (``command``). CPU
+time, address space, file size and open files are limited (``sandboxed.limit``).
 
-    namespaces   user, network, mount, pid, ipc, uts, cgroup: all fresh; no capabilities, and no
-                 new privileges by whatever is executed
-    files        the interpreter and the system's libraries, read-only; /dev/null; a /tmp of
-                 its own, ``TMP_BYTES`` large; no home, no /etc, no /proc, no environment
-    processes    one. A filter of system calls refuses fork, clone and their kin, threads included.
-                 It holds for root, whom RLIMIT_NPROC does not bind, and it makes a limit of the
-                 process one of the sandbox
-    limits       CPU time, address space, file size, open files (``sandboxed.limits``), and time on
-                 the clock, after which both sandboxes are killed whole
-    output       nowhere; an answer has at most ``sandboxed.LONGEST`` bytes
-
-The filter also refuses what would hold memory outside the address space (System V and POSIX ipc,
-memfd, keys, io_uring), look into other processes, or make namespaces. Mounting takes a capability.
-It is no list of what is allowed: the kernel's remaining calls, and its faults, are within reach.
+A filter of system calls refuses processes and threads, so that a limit of the process is one of the
+sandbox. It holds for root, whom RLIMIT_NPROC does not bind. It also refuses what would hold memory
+outside the address space, look into other processes, or make namespaces. It is no list of what is
+allowed: the kernel's remaining calls, and its faults, are within reach.
 """
 
 from __future__ import annotations
@@ -27,14 +19,12 @@ import itertools
 import json
 import os
 import platform
-import select
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -42,7 +32,7 @@ from minidrl.tasks import sandboxed
 
 CLOCK = 5  # times as many seconds on the clock, on a crowded machine
 TMP_BYTES = 2**24
-START = 60  # seconds on the clock until both sandboxes are there
+START = 20  # seconds on the clock for the start of both sandboxes
 NEEDS = (
     "needs bubblewrap 0.7 or newer with user namespaces and seccomp, on Linux (x86_64, aarch64): "
     "apt install bubblewrap"
@@ -55,7 +45,6 @@ REFUSED = {
     "fork": (57, None),
     "vfork": (58, None),
     "unshare": (272, 97),
-    "setns": (308, 268),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -83,7 +72,6 @@ class Record(NamedTuple):
     passed: int
     total: int
     reason: str
-    seconds: float
 
 
 class SandboxError(OSError):
@@ -102,31 +90,26 @@ def run(
 
     ``tests``: Python code each; a test passes if it raises nothing. ``setup`` runs before them.
     ``seconds`` are of CPU time, of the program and of the tests each; on the clock all may take
-    ``CLOCK`` times as many. Raises SandboxError where no sandbox starts.
+    ``CLOCK`` times as many and ``START``. Raises SandboxError where no sandbox starts.
     """
     job = {"program": program, "names": names, "setup": setup, "tests": tests}
-    started = time.monotonic()
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as complaints:
         asked.write(json.dumps(job).encode())
         asked.seek(0)
-        said, late = _both(asked, complaints, (str(seconds), str(megabytes)), CLOCK * seconds)
+        said, late = _both(asked, complaints, str(seconds), str(megabytes))
         if not said:
             complaints.seek(0)
             lines = complaints.read(1000).decode(errors="replace").splitlines() or ["nothing"]
             raise SandboxError(f"task code: {NEEDS}; it said: {lines[0]}")
-    return _record(said[1:], len(tests), late, time.monotonic() - started)
-
-
-def _record(verdicts: list[Any], total: int, late: bool, seconds: float) -> Record:
+    verdicts = said[1:]
     passed = sum(right for _, right, _ in verdicts)
     reasons = [why for _, right, why in verdicts if not right]
     ended = "the time on the clock was up" if late else "the tests ended before their verdict"
-    reason = "" if passed == total else (reasons or [ended])[0]
-    return Record(passed, total, reason, seconds)
+    return Record(passed, len(tests), "" if passed == len(tests) else (reasons or [ended])[0])
 
 
 def _both(
-    asked: BinaryIO, complaints: BinaryIO, limits: tuple[str, str], wall: float
+    asked: BinaryIO, complaints: BinaryIO, seconds: str, megabytes: str
 ) -> tuple[list[Any], bool]:
     """The judge's messages, "ready" first, and whether the clock ended it."""
     pipes = to_candidate, to_judge = os.pipe(), os.pipe()
@@ -136,7 +119,7 @@ def _both(
         with tempfile.TemporaryFile(buffering=0) as filter_:
             filter_.write(call_filter(platform.machine()))
             filter_.seek(0)
-            line = command(filter_.fileno(), role, *limits, *map(str, pipes))
+            line = command(filter_.fileno(), role, seconds, megabytes, *map(str, pipes))
             options = {"stdin": stdin, "stdout": stdout, "stderr": complaints}
             options |= {"pass_fds": (filter_.fileno(), *pipes), "start_new_session": True}
             running.append(subprocess.Popen(line, **options))
@@ -148,8 +131,11 @@ def _both(
         finally:
             for end in itertools.chain(*pipes):
                 os.close(end)
-        with running[-1].stdout as verdicts:
-            return _messages(verdicts.fileno(), wall)
+        try:
+            said, late = running[-1].communicate(timeout=START + CLOCK * int(seconds))[0], False
+        except subprocess.TimeoutExpired as error:
+            said, late = error.output or b"", True
+        return [json.loads(line) for line in said[: said.rfind(b"\n") + 1].splitlines()], late
     finally:
         for process in running:
             _kill(process)
@@ -161,18 +147,8 @@ def _kill(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _messages(pipe: int, wall: float) -> tuple[list[Any], bool]:
-    found, deadline, piece = b"", time.monotonic() + START, b"start"
-    while piece:
-        ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
-        piece = os.read(pipe, 2**16) if ready else b""
-        if piece and not found:  # both are there
-            deadline = time.monotonic() + wall
-        found += piece
-    whole = found[: found.rfind(b"\n") + 1].splitlines()
-    return [json.loads(line) for line in whole], not ready
+    if process.stdout:
+        process.stdout.close()
 
 
 # ---------------------------------------------------------------------------------------- the walls
@@ -214,10 +190,9 @@ def refusal() -> str:
 
     By trial: a program that is right and one that is wrong.
     """
-    if sys.platform != "linux" or platform.machine() not in AUDIT:
-        return f"task code: {NEEDS}; here is {platform.machine()}, {sys.platform}"
-    if shutil.which("bwrap") is None:
-        return f"task code: {NEEDS}; here is no bwrap in PATH"
+    linux = sys.platform == "linux" and platform.machine() in AUDIT
+    if not linux or shutil.which("bwrap") is None:
+        return f"task code: {NEEDS}"
     try:
         found = [run(f"f = lambda: {n}", ("f",), ("assert f() == 1",)).passed for n in (1, 2)]
     except OSError as error:

@@ -124,19 +124,15 @@ def encode_prompts(
     for name in ("eos_token", "pad_token"):
         if getattr(tok, f"{name}_id") is None:
             raise ValueError(f"model: got a tokenizer without {name}; allowed one that names it")
-    if prompt_format != "plain":
-        asked = asked_as(tok, problems, prompt_format)
-        batch = tok(asked, add_special_tokens=False, padding=True, return_tensors="pt")
-        if batch.input_ids.shape[1] > width:
-            check_lengths(tok, problems, width, prompt_format)
-    else:
-        asked = asked_as(tok, problems, prompt_format)
-        batch = tok(asked, padding="max_length", max_length=width)
-        if (found := max(map(len, batch.input_ids))) > width:
-            raise ValueError(
-                f"prompt: got {found} tokens; allowed up to {width}, the task's longest"
-            )
-        batch = batch.convert_to_tensors("pt")
+    asked = asked_as(tok, problems, prompt_format)
+    how = {"add_special_tokens": False, "padding": True}
+    if prompt_format == "plain":
+        how = {"padding": "max_length", "max_length": width}
+    batch = tok(asked, **how)
+    if (found := max(map(len, batch.input_ids))) > width:
+        check_lengths(tok, problems, width, prompt_format)
+        raise ValueError(f"prompt: got {found} tokens; allowed up to {width}, the task's longest")
+    batch = batch.convert_to_tensors("pt")
     prompt, mask = batch.input_ids, batch.attention_mask.bool()
     _check_known(tok, asked, prompt, mask)
     return prompt.to(device), mask.to(device)
@@ -156,19 +152,15 @@ def _check_known(tok: Any, texts: list[str], ids: Tensor, mask: Tensor) -> None:
             raise ValueError(f"prompt: got {got}; allowed its own characters")
 
 
-def prompt_lengths(tok: Any, problems: Sequence[Problem], prompt_format: str) -> list[int]:
-    """Tokens of each prompt."""
+def check_lengths(tok: Any, problems: Sequence[Problem], width: int, prompt_format: str) -> int:
+    """Tokens of the longest prompt; ValueError, which says where it stands, above ``width``."""
     asked = asked_as(tok, problems, prompt_format)
-    return [len(row) for row in tok(asked, add_special_tokens=False).input_ids]
-
-
-def check_lengths(tok: Any, problems: Sequence[Problem], width: int, prompt_format: str) -> None:
-    """ValueError, which says where the longest prompt stands, unless all fit ``width`` tokens."""
-    lengths = prompt_lengths(tok, problems, prompt_format)
+    lengths = [len(row) for row in tok(asked, add_special_tokens=False).input_ids]
     if (longest := max(lengths)) > width:
         place = getattr(problems[lengths.index(longest)], "place", "")
         allowed = f"from {longest}, as {place or 'a prompt'} has"
         raise ValueError(f"task.max_prompt_length: got {width}; allowed {allowed}")
+    return longest
 
 
 def asked_as(tok: Any, problems: Sequence[Problem], prompt_format: str) -> list[str]:
