@@ -14,7 +14,7 @@ from minidrl import loop, tasks
 from minidrl.run import checkpoints
 from minidrl.run.cli import main
 from minidrl.tasks import code, sandbox
-from minidrl.tasks.code import Code, _sorted
+from minidrl.tasks.code import Code
 
 HERE = pytest.mark.skipif(sandbox.refusal() != "", reason=sandbox.refusal())
 
@@ -126,7 +126,7 @@ def test_a_row_that_needs_more_is_left_out_and_counted(why, tmp_path, caplog):
     form, change = UNFIT[why]
     base = ROWS[form][0]
     path = written(tmp_path / "rows.jsonl", [base, base | change, base])
-    assert [e.key for e in code._fitting(path, form, False)] == [exercise(form, base).key]
+    assert [e.key for e in Code(path=str(path), format=form)._rows("path")] == [exercise(form, base).key]
     left = ", ".join(f"1 ({reason})" for reason in sorted([why, "the question is there already"]))
     assert caplog.messages == [f"task code: {path}: 3 rows, left out: {left}"]
 
@@ -149,9 +149,7 @@ def test_every_row_of_a_file_that_cannot_be_used_is_named(tmp_path, capfd):
         "row 5 left out: the question is there already",
         "row 6 left out: the solution has no function",
     ]
-    longest = max(
-        len(asked.instruction) for asked in _sorted([MBPP, in_place, generator, ROUND], "mbpp", False, "")[0].values()
-    )
+    longest = max(len(asked.instruction) for asked in code.read(path, "mbpp")[0].values())
     said = f"{path}: 6 rows, 2 of which can be asked and judged by code; the longest prompt has {longest} characters; "
     assert last == said + "with --model they are counted in tokens"
 
@@ -192,7 +190,7 @@ BAD = [
 def test_a_wrong_file_is_one_line_that_names_file_row_and_field(data, message, tmp_path):
     path = written(tmp_path / "rows.json", data)
     with pytest.raises(ValueError) as error:
-        code.read_rows(path, "mbpp")
+        code.read(path, "mbpp")
     assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
 
 

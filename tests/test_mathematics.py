@@ -324,7 +324,7 @@ def test_the_default_is_a_pinned_commit_of_the_hub(monkeypatch):
     asked = []
     monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or GSM8K[len(asked) - 1 :])
     assert len(Gsm8k().held_out(1)) == 1
-    assert asked == [("gsm8k", "openai/gsm8k", "main", Gsm8k.revision, split) for split in ("train", "test")]
+    assert asked == [("gsm8k", "openai/gsm8k", "main", Gsm8k.revision, split) for split in ("test", "train")]
     asked.clear()
     monkeypatch.setattr(rows, "of_hub", lambda *source: asked.append(source) or MATH)
     assert len(Math500().held_out(3)) == 3 and [source[-1] for source in asked] == ["test"]

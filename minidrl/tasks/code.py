@@ -7,13 +7,10 @@
                 test                                                 holds an assertion, with what
                                                                      leads up to it
 
-Rows come from a file of the user's, ``task.path``: .jsonl, a row a line, or .json, a list of rows.
-The response is untrusted: it runs in the sandboxes of ``minidrl.tasks.sandbox``, and where there
-are none nothing runs. The tests run in a sandbox as well, and in this process they are only parsed.
-
-Tests call functions of the program and see plain data come back. A row that needs more, such as a
-class, is left out, and a remark counts such rows. What cannot be seen in the text, such as an
-argument that is to be changed in place, ``check`` finds: it runs each row's own solution.
+Rows come from a file of the user's, ``task.path``. Responses and tests run in the sandboxes of
+``minidrl.tasks.sandbox``; here they are only parsed. Tests call functions of the program and see
+plain data come back. A row that needs more, such as a class, is left out, and a remark counts such
+rows. What the text does not tell ``check`` finds: it runs each row's own solution.
 """
 
 from __future__ import annotations
@@ -170,52 +167,38 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, bool], Exercise]]] = {
 
 
 # ---------------------------------------------------------------------------------------- the file
-def read_rows(path: str, form: str, key: str = "task.path") -> list[dict]:
-    """The rows of a file, each with the fields of its format; ``key``: what names the file.
-
-    Raises ValueError in one line that names file, row (from 1) and field.
-    """
-    found, (needed, _) = rows.of_file(key, path), FORMATS[form]
-    for number, row in enumerate(found, 1):
-        question = "text" if row.get("text") else "prompt"
-        for name in (*needed, question):
-            value, kind = row.get(name), list if name == "test_list" else str
-            if not isinstance(value, kind):
-                got, allowed = rows.brief(value), "a list of texts" if kind is list else "text"
-                raise ValueError(f"{path} row {number}: {name}: got {got}; allowed {allowed}")
-    return found
-
-
-def _sorted(
-    found: list[dict], form: str, show_tests: bool, path: str
+def read(
+    path: str, form: str, show_tests: bool = False, key: str = "task.path"
 ) -> tuple[dict[int, Exercise], dict[int, str]]:
-    """By their numbers from 1: the rows that can be judged, and why each of the others cannot."""
+    """By their numbers from 1: the rows of a file that can be judged, and why others cannot.
+
+    Raises ValueError in one line that names file, row and field; ``key`` is what names the file.
+    """
     fitting: dict[int, Exercise] = {}
     left: dict[int, str] = {}
     keys: set[str] = set()
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(rows.of_file(key, path), 1):
+        place = f"{path} row {number}"
+        _check_fields(row, form, place)
         try:
-            made = FORMATS[form][1](row, show_tests)
+            made = dataclasses.replace(FORMATS[form][1](row, show_tests), place=place)
         except _Unfit as why:
             left[number] = str(why)
+            continue
+        if made.key in keys:
+            left[number] = "the question is there already"
         else:
-            if made.key in keys:
-                left[number] = "the question is there already"
-            else:
-                fitting[number] = dataclasses.replace(made, place=f"{path} row {number}")
-                keys.add(made.key)
+            fitting[number] = made
+        keys.add(made.key)
     return fitting, left
 
 
-def _fitting(path: str, form: str, show_tests: bool, key: str = "task.path") -> list[Exercise]:
-    """The rows that can be judged; a remark counts the others by what they need."""
-    found = read_rows(path, form, key)
-    fitting, left = _sorted(found, form, show_tests, path)
-    if left:
-        said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
-        text = f"task code: {path}: {len(found)} rows, left out: {said}"
-        logging.getLogger("minidrl").warning(text)
-    return [*fitting.values()]
+def _check_fields(row: dict, form: str, place: str) -> None:
+    for name in (*FORMATS[form][0], "text" if row.get("text") else "prompt"):
+        value, kind = row.get(name), list if name == "test_list" else str
+        if not isinstance(value, kind):
+            got, allowed = rows.brief(value), "a list of texts" if kind is list else "text"
+            raise ValueError(f"{place}: {name}: got {got}; allowed {allowed}")
 
 
 # ---------------------------------------------------------------------------------------- the task
@@ -273,7 +256,13 @@ class Code(rows.Listed):
         return {"train": train, "held_out": held_out}
 
     def _rows(self, key: str) -> list[Exercise]:
-        return _fitting(getattr(self, key), self.format, self.show_tests, f"task.{key}")
+        path = getattr(self, key)
+        fitting, left = read(path, self.format, self.show_tests, f"task.{key}")
+        if left:
+            said = ", ".join(f"{n} ({why})" for why, n in sorted(Counter(left.values()).items()))
+            text = f"task code: {path}: {len(fitting) + len(left)} rows, left out: {said}"
+            logging.getLogger("minidrl").warning(text)
+        return [*fitting.values()]
 
     def _is_held_out(self, exercise: Exercise) -> bool:
         digest = hashlib.sha256(exercise.key.encode("utf-8", "backslashreplace")).digest()
@@ -304,16 +293,6 @@ class Code(rows.Listed):
         whole = f"{problem.before}\n{program}" if problem.before else program
         return sandbox.run(whole, problem.names, problem.tests, problem.setup, **limits)
 
-    def _failures(self, exercises: dict[int, Exercise]) -> dict[int, str]:
-        # Why an exercise's own solution fails its tests, for those whose does: they teach nothing.
-        def why(exercise: Exercise) -> str:
-            return self.run(exercise, exercise.solution).reason.strip(": ")
-
-        with ThreadPoolExecutor(self.at_once) as pool:
-            reasons = pool.map(why, exercises.values())
-            told = tqdm(reasons, total=len(exercises), desc="solutions", disable=None)
-            return {row: reason for row, reason in zip(exercises, told, strict=True) if reason}
-
     def check(self, path: str, tok: Any = None) -> str:
         """What was found in a file: the rows that cannot be used, each with its reason; among them
         those whose own solution fails its tests here. ``tok`` counts tokens.
@@ -323,17 +302,19 @@ class Code(rows.Listed):
         """
         if why := sandbox.refusal():
             raise ValueError(why)
-        found = read_rows(path, self.format, "check")
-        fitting, left = _sorted(found, self.format, self.show_tests, path)
+        fitting, left = read(path, self.format, self.show_tests, "check")
+        with ThreadPoolExecutor(self.at_once) as pool:
+            told = pool.map(lambda row: self.run(row, row.solution).reason, fitting.values())
+            reasons = [*tqdm(told, total=len(fitting), desc="solutions", disable=None)]
+        fails = {n: why.strip(": ") for n, why in zip(fitting, reasons, strict=True) if why}
         wrong = {row: f"left out: {why}" for row, why in left.items()}
-        failures = self._failures(fitting).items()
-        wrong |= {row: f"its own solution fails: {why}" for row, why in failures}
-        good = len(found) - len(wrong)
-        if not good:
+        wrong |= {row: f"its own solution fails: {why}" for row, why in fails.items()}
+        count = len(fitting) + len(left)
+        if count == len(wrong):
             row, why = min(wrong.items())
             allowed = "one whose own solution passes its tests"
             raise ValueError(f"{path}: got no row to use (row {row} {why}); allowed {allowed}")
-        counted = f"{len(found)} rows, {good} of which"
+        counted = f"{count} rows, {count - len(wrong)} of which"
         told = [f"row {row} {why}" for row, why in sorted(wrong.items())]
         return "\n".join([*told, rows.checked(self, path, [*fitting.values()], tok, counted)])
 

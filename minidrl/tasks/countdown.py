@@ -17,10 +17,6 @@ computed in ``Fraction``, and one of more than ``MAX_CHARACTERS`` is refused unr
     expression  + - * / and brackets, with their usual precedence
     number      0 to 999999, without leading zeros: ``007`` is refused; no sign, no point
 
-For a network that was trained on words, ``prompt_format: words`` asks in a few (``Make 46 from 5, 6
-and 8:``) for the same bare response. ``chat`` asks through the tokenizer's chat template, and reads
-the answer in the <answer> tags of the response; blanks beside operators do not count there.
-
 A running calculation cannot pass through a fraction or a negative number; an expression can.
 """
 
@@ -46,7 +42,6 @@ from minidrl.tasks.text import tokenizer as tokenizer_of
 CHARACTERS = "0123456789+-*/()=,>:"
 MAX_CHARACTERS = 64  # a longer response scores 0 unread
 MAX_DRAWS = 100_000  # misses in a row after which a split counts as empty
-SPLITS = ("pretrain", "train", "held_out")
 
 
 # ----------------------------------------------------------------------------------------- the task
@@ -104,7 +99,7 @@ class Countdown(rows.Puzzles):
     1, decides, so the splits are disjoint whatever is drawn, in whatever order. The lowest
     ``held_out_share`` is held out, the highest ``pretrain_share`` is for pre-training, and RL
     trains on what lies between. Where ``pretrain_share`` is 0, pre-training and RL share a split.
-    ``prompt_format: words`` is a sentence, answered as the plain format is.
+    ``prompt_format: words`` is a sentence (``Make 46 from 5, 6 and 8:``), answered as plain is.
     Of a file (``path``, ``exclude``) the rows have ``input`` (30,100,93) and ``output`` (23).
     """
 

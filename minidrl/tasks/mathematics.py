@@ -38,7 +38,7 @@ from minidrl.tasks.text import (
     turn,
 )
 
-SPLITS = ("train", "held_out")
+SPLITS = ("held_out", "train")  # in this order: what is held out is not trained on
 _CALCULATOR = re.compile("<<[^<>]*>>")
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 # The published patterns, with . for a new line as well, as they were meant.
@@ -119,16 +119,14 @@ class Mathematics(rows.Listed):
     def splits_of_files(self) -> dict[str, list[Question]]:
         """The questions of each split, each once, in the words of the prompt."""
         equality.needs(self.name)
-        found = {split: self._read(split) for split in SPLITS}
-        kept: dict[str, dict[str, Question]] = {"held_out": {}, "train": {}}
-        for split, questions in kept.items():
-            for question in found[split]:
-                if split == "held_out" or question.key not in kept["held_out"]:
-                    questions.setdefault(question.key, question)
-        if removed := sum(len(found[split]) - len(kept[split]) for split in SPLITS):
+        found = [(question, split) for split in SPLITS for question in self._read(split)]
+        kept: dict[str, tuple[Question, str]] = {}
+        for question, split in found:
+            kept.setdefault(question.key, (question, split))
+        if removed := len(found) - len(kept):
             said = f"removed {removed} questions that are held out or stand there twice"
             logging.getLogger("minidrl").warning(f"task {self.name}: {said}")
-        return {split: list(questions.values()) for split, questions in kept.items()}
+        return {split: [q for q, of in kept.values() if of == split] for split in SPLITS}
 
     def _read(self, split: str) -> list[Question]:
         where = self.train_path if split == "train" else self.path

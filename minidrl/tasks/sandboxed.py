@@ -2,15 +2,11 @@
 
     candidate   executes a stranger's program, then answers calls of its functions
     judge       executes the tests; in them each function of the program is a stand-in that asks the
-                candidate, over a pipe, and gets plain data back
+                candidate, over a pipe, and gets plain data back (``packed``)
 
-The two are processes in namespaces of their own: neither sees the other. A program can therefore
-neither read its tests, nor change what compares, nor write a verdict; whatever it patches, prints
-or sends stands for its own answers. Plain data, rebuilt from JSON by the judge, are None, bool,
-int, float, complex, str, bytes, and list, tuple, set, frozenset, dict of them: a value whose
-``__eq__`` is always true does not get across. It is compared as Python compares.
-
-This file is a script for an interpreter without packages; it imports nothing but the library.
+A program can therefore neither read its tests, nor change what compares, nor write a verdict. A
+value whose ``__eq__`` is always true does not get across. This file is a script for an interpreter
+without packages; it imports nothing but the library.
 """
 
 from __future__ import annotations
@@ -68,8 +64,6 @@ def packed(value: Any) -> Any:
 
 def unpacked(found: Any) -> Any:
     """The plain data that ``packed`` made the JSON of; an error of some kind for other JSON."""
-    if isinstance(found, dict):
-        raise TypeError("an object")
     if not isinstance(found, list):
         return found
     kind, *rest = found

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -293,20 +293,19 @@ def cells(puzzle: Puzzle, response: str) -> float:
 
     0 for what is not sixteen digits 1 to 4. Clues count for nothing here, kept or not.
     """
-    if not _is_grid(response):
-        return 0.0
-    empty = [i for i, clue in enumerate(puzzle.clues) if clue == EMPTY]
-    right = [sum(grid[i] == response[i] for i in empty) for grid in completions(puzzle.clues)]
-    return max(right, default=0) / max(1, len(empty))
+    return _agreement(puzzle, response, completions(puzzle.clues)) if _is_grid(response) else 0.0
 
 
 def published_cells(puzzle: Puzzle, answer: str) -> float:
-    """The share of the empty cells in which an answer agrees with the one solution of the file,
-    or, of a puzzle that we drew, with the completion nearest to it."""
+    """The same of any answer, with the one solution of the file where the puzzle is of a file."""
     known = [puzzle.solution] if puzzle.solution else completions(puzzle.clues)
-    empty = [i for i in range(CELLS) if puzzle.clues[i] == EMPTY]
+    return _agreement(puzzle, answer, known)
+
+
+def _agreement(puzzle: Puzzle, answer: str, known: Iterable[str]) -> float:
+    empty = [i for i, clue in enumerate(puzzle.clues) if clue == EMPTY]
     right = [sum(grid[i] == answer[i : i + 1] for i in empty) for grid in known]
-    return max(right) / max(1, len(empty))
+    return max(right, default=0) / max(1, len(empty))
 
 
 def _is_grid(response: str) -> bool:
