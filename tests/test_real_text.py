@@ -167,9 +167,9 @@ def test_what_a_file_excludes_is_not_trained_on_and_the_held_out_puzzles_stay(tm
 
 
 WRONG = {
-    '{"nums": [1, 2], "target": 3}': "row 1: got {'nums': [1, 2], 'target': 3}; allowed input, numbers with commas, and output",
-    '{"input": "1,2", "output": "3"}\n{"input": "1,1", "output": "7"}': "row 2: output: got 7; allowed what 1,1 can make",
-    '{"input": "1,2,3,4,5", "output": "15"}': "row 1: input: got '1,2,3,4,5'; allowed 2 to 4 numbers up to 999999",
+    '{"nums": [1, 2], "target": 3}': "row 1: got {'nums': [1, 2], 'target': 3}; allowed input, 2 to 4 numbers",
+    '{"input": "1,2", "output": "3"}\n{"input": "1,1", "output": "7"}': "row 2: got {'input': '1,1', 'output': '7'}; allowed",
+    '{"input": "1,2,3,4,5", "output": "15"}': "row 1: got {'input': '1,2,3,4,5', 'output': '15'}; allowed input",
 }
 WRONG_GRIDS = {
     "Puzzle,Solution\n1100000000000000,": "row 1: Puzzle: got '1100000000000000'; allowed sixteen digits, 0 in an empty cell",

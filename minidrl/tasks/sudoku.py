@@ -232,8 +232,7 @@ class Sudoku(rows.Puzzles):
         """A grid for each puzzle that keeps its clues.
 
         With probability ``hit_share`` a solution, else rows that hold 1, 2, 3 and 4 each, drawn
-        apart from one another, so that columns and boxes are right by chance only. As in Countdown,
-        demonstrations of mixed quality teach the form well, and the goal only weakly.
+        apart from one another, so that columns and boxes are right by chance only.
         """
         return [self._demonstration(p, rng, rng.random() < self.hit_share) for p in problems]
 

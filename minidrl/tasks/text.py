@@ -130,7 +130,8 @@ def encode_prompts(
         how = {"padding": "max_length", "max_length": width}
     batch = tok(asked, **how)
     if (found := max(map(len, batch.input_ids))) > width:
-        check_lengths(tok, problems, width, prompt_format)
+        if prompt_format != "plain":
+            check_lengths(tok, problems, width, prompt_format)
         raise ValueError(f"prompt: got {found} tokens; allowed up to {width}, the task's longest")
     batch = batch.convert_to_tensors("pt")
     prompt, mask = batch.input_ids, batch.attention_mask.bool()
