@@ -94,7 +94,7 @@ class Run:
 class Experience:
     """One rollout and what the task said about it; a problem for each prompt.
 
-    ``readable``: where the verifier found an answer of the asked form. ``updates``: how many
+    ``readable``: where the verifier found an answer to judge. ``updates``: how many
     updates the weights had seen that sampled it, if they are the trained weights and their policy
     was not approximated; else None. ``kl``: KL of the sampler's policy to the trained one, where
     the sampler approximated.

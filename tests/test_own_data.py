@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from minidrl.run import checkpoints, folders
 from minidrl.run.cli import main
 from minidrl.tasks import code, countdown, sudoku, text
 from minidrl.tasks.countdown import tokenizer
-from minidrl.tasks.mathematics import Math500
+from minidrl.tasks.mathematics import Gsm8k, Math500, Question
 
 LIMIT = 220
 RUN = {"model": "chat", "steps": 4, "num_prompts": 2, "num_generations": 3, "save_every": 2, "evaluate": {"n": 2}}
@@ -124,22 +125,56 @@ def test_where_it_cannot_run_one_line_says_so(platform, line, folder, capfd, mon
     assert train(capfd) == (2, line + "\n") and not (folder / "run").exists()
 
 
+COUNTDOWN_CHAT = countdown.Countdown(prompt_format="chat")
+COUNTDOWN_D1 = countdown.Countdown(prompt_format="chat", protocol="d1")
+SUM = Question("?", "18")
 CLUES = countdown.Puzzle((5, 6, 8), 46), sudoku.Puzzle("23144.2.3.4.1.3.")
 READ = [  # task, problem, response: can it be read?
     (countdown.Countdown(), CLUES[0], "5*8=40+6=46", True),
     (countdown.Countdown(), CLUES[0], "5*8=40+", False),
-    (countdown.Countdown(prompt_format="chat"), CLUES[0], "<answer>5+6+8</answer>", True),
-    (countdown.Countdown(prompt_format="chat", protocol="d1"), CLUES[0], "<answer>\\boxed{5+6+8}</answer>", True),
+    (countdown.Countdown(), CLUES[0], "21-22=1", True),
+    (countdown.Countdown(), CLUES[0], "<answer>5+6</answer>", False),
+    (countdown.Countdown(), CLUES[0], None, False),
+    (COUNTDOWN_CHAT, CLUES[0], "<answer>5+6</answer>", True),
+    (COUNTDOWN_CHAT, CLUES[0], "<answer>5*8+6=47</answer>", True),
+    (COUNTDOWN_CHAT, CLUES[0], "<answer>the answer is 5*8+6</answer>", False),
+    (COUNTDOWN_CHAT, CLUES[0], "5*8+6", False),
+    (COUNTDOWN_D1, CLUES[0], "<answer>\\boxed{5+6}</answer>", True),
+    (COUNTDOWN_D1, CLUES[0], "<answer>5*8+6</answer>", False),  # without a box that rule reads the tags, too
     (sudoku.Sudoku(), CLUES[1], "1" * 16, True),
+    (sudoku.Sudoku(), CLUES[1], "4" * 16, True),  # no clue kept, no cell right
     (sudoku.Sudoku(), CLUES[1], "3" * 15, False),
-    (sudoku.Sudoku(prompt_format="chat", protocol="d1"), CLUES[1], "I cannot.", False),
+    (sudoku.Sudoku(prompt_format="chat", protocol="d1"), CLUES[1], "<answer>2314</answer>", True),
+    (sudoku.Sudoku(prompt_format="chat", protocol="d1"), CLUES[1], "<answer>no idea</answer>", False),
     (code.Code(), None, "I cannot.", False),
+    (Gsm8k(), SUM, "<answer>17</answer>", True),
+    (Gsm8k(), SUM, "It is 18.", False),
+    (Gsm8k(protocol="d1"), SUM, "<answer>seventeen</answer>", False),
+    (Math500(protocol="d1"), SUM, "so \\boxed{17}", True),
+    (Math500(protocol="d1"), SUM, "It is 18.", False),
 ]
 
 
 @pytest.mark.parametrize(("task", "problem", "response", "readable"), READ)
 def test_what_a_verifier_can_read(task, problem, response, readable):
     assert task.judge(problem, response).readable == readable
+
+
+@pytest.mark.parametrize("words", ["ours", "d1"])
+def test_an_endless_answer_and_nested_tags_earn_nothing_in_bounded_time(words):
+    made, started = {"prompt_format": "chat", "protocol": words}, time.perf_counter()
+    asked = [(countdown.Countdown(**made), CLUES[0]), (sudoku.Sudoku(**made), CLUES[1])]
+    asked += [(kind(**made), SUM) for kind in (Gsm8k, Math500)]
+    for task, problem in asked:
+        for inside in (
+            "18" * 50_000,
+            "<answer>" * 2000 + "</answer>" * 2000,
+            "\\boxed{" * 2000 + "}" * 2000,
+            "<answer></answer>" * 2000,
+        ):
+            verdict = task.judge(problem, f"<answer>{inside}</answer>")
+            assert (verdict.reward, verdict.solved) == (0, False)
+    assert time.perf_counter() - started < 10
 
 
 # ------------------------------------------------------------------------------------------------------------------ ends

@@ -299,7 +299,7 @@ MUTANTS = [
     ("any valid grid", 'solved = marks["well_formed"] and is_valid(answer)', "solved = is_valid(str(answer))"),
     ("clues are enough", 'solved = marks["well_formed"] and is_valid(answer)', 'solved = marks["well_formed"]'),
     ("strict pays anything", 'if self.reward == "strict" and marks["well_formed"]', 'if self.reward == "strict"'),
-    ("cells pay for grids", 'return Verdict(marks["cells"], solved, marks)', "return Verdict(float(solved), solved, marks)"),
+    ("cells pay for grids", 'Verdict(marks["cells"], solved, marks, found)', "Verdict(float(solved), solved, marks)"),
     ("all blanks go", '"[ \\t\\r\\n|,.`]"', '"[\\\\s|,.`]"'),
     ("no tags in a chat", 'if self.prompt_format == "plain":', "if True:"),
 ]

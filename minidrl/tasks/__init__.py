@@ -38,11 +38,7 @@ class Verdict(NamedTuple):
     reward: float  # what reinforcement learning maximises
     solved: bool  # whether the problem is solved, whatever the reward pays for
     marks: dict[str, float]  # further marks, from 0 to 1; their means are columns of an evaluation
-
-    @property
-    def readable(self) -> bool:
-        """Whether an answer of the asked form was found, as any of the marks says."""
-        return any(self.marks.values()) or not self.marks
+    readable: bool = True  # whether the rule found an answer to judge, right or wrong
 
 
 class Example(NamedTuple):

@@ -43,7 +43,7 @@ from minidrl.tasks.text import (
 )
 
 REWARDS = ("all", "share")
-FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?[ \t]*(?:```|\Z)", re.DOTALL)
+FENCE = re.compile(r"```[^`\n]*\n(.*?)\n?[ \t]*(?:```|\Z)", re.DOTALL)
 
 
 # --------------------------------------------------------------------------------------- a problem
@@ -281,7 +281,7 @@ class Code(rows.Listed):
         program = answer(response)
         marks = {"answered": program != "", "tests": 0.0}
         if not program:
-            return Verdict(0.0, False, marks)
+            return Verdict(0.0, False, marks, readable=False)
         record = self.run(problem, program)
         marks["tests"] = record.passed / record.total
         solved = record.passed == record.total

@@ -182,7 +182,7 @@ class Countdown(rows.Puzzles):
         """A row of a file."""
         try:
             numbers = tuple(int(number) for number in str(row["input"]).split(","))
-            target = int(row["output"])
+            target = int(str(row["output"]))
         except (KeyError, TypeError, ValueError):
             numbers, target = (), 0
         readable = 2 <= len(numbers) <= 4 and 0 <= min(numbers) and max(numbers) <= 999_999
@@ -248,7 +248,8 @@ class Countdown(rows.Puzzles):
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Solved and well-formed by the protocol, whatever ``reward`` pays for."""
         right, solved, _ = self._read(problem, response)
-        return Verdict(self.score(problem, response), solved, {"well_formed": right})
+        marks = {"well_formed": right}
+        return Verdict(self.score(problem, response), solved, marks, self._finds(response))
 
     def score(self, puzzle: Puzzle, response: str) -> float:
         """The reward of a response.
@@ -273,6 +274,14 @@ class Countdown(rows.Puzzles):
         found = evaluate(answer)
         right = found is not None and Counter(found[1]) == Counter(puzzle.numbers)
         return right, right and found[0] == puzzle.target, isinstance(answer, str) and answer != ""
+
+    def _finds(self, response: str) -> bool:
+        """Whether there is a calculation to judge, true or false."""
+        if self.protocol == "d1":
+            return d1.is_expression(d1.expression(response))
+        text = response if self.prompt_format != "chat" else chat_text(response)
+        short = isinstance(text, str) and len(text) <= MAX_CHARACTERS
+        return short and _CALCULATION.fullmatch(text) is not None
 
     def tokenizer(self) -> Any:
         """The characters of prompts and calculations."""
@@ -357,6 +366,7 @@ _NUMBER, _OPERATOR = "(?:0|[1-9][0-9]{0,5})", "[-+*/]"
 _STEP = re.compile(f"({_OPERATOR})({_NUMBER})=({_NUMBER})")
 _RUNNING = re.compile(f"{_NUMBER}(?:{_OPERATOR}{_NUMBER}={_NUMBER})+")
 _EXPRESSION = re.compile(rf"\(*{_NUMBER}\)*(?:{_OPERATOR}\(*{_NUMBER}\)*)*")
+_CALCULATION = re.compile(f"{_RUNNING.pattern}|{_EXPRESSION.pattern}(?:=-?[0-9/]+)?")
 _SIGN = re.compile(r"([-+*/()=])")
 _LATEX = {r"\div": "/", r"\times": "*", r"\cdot": "*", "÷": "/", "×": "*", "−": "-"}
 _LATEX |= dict.fromkeys((r"\left", r"\right", r"\[", r"\]"), "") | {r"\(": "", r"\)": ""}
@@ -389,20 +399,28 @@ def _evaluate_running(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def chat_answer(response: str) -> str:
-    """The expression in a chat, its LaTeX written as the grammar has it; "" if there is not one.
+    """The expression in a chat; "" if there is not one.
 
-    Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
-    and is no number. After MAX_CHARACTERS of these signs, where no expression can be read any more,
-    they stay. What follows one =, if it is true, is taken off: ``5*8+6=46``.
+    What follows one =, if it is true, is taken off ``chat_text``: ``5*8+6=46``.
     """
-    answer = final_answer(response).strip("$` \n")
-    for word, sign in _LATEX.items():
-        answer = answer.replace(word, sign)
-    answer = "".join(part.strip(" ") for part in _SIGN.split(answer.strip(), MAX_CHARACTERS))
+    answer = chat_text(response)
     expression, equals, stated = answer.partition("=")
     if equals and evaluate(answer) is None and (found := evaluate(expression)):
         answer = expression if stated == str(found[0]) else ""
     return answer
+
+
+def chat_text(response: str) -> str:
+    """The answer in a chat, its LaTeX written as the grammar has it.
+
+    Blanks at its ends and beside an operator, bracket or = are taken out; ``4 4`` keeps its blank,
+    and is no number. After MAX_CHARACTERS of these signs, where no expression can be read any more,
+    they stay.
+    """
+    answer = final_answer(response).strip("$` \n")
+    for word, sign in _LATEX.items():
+        answer = answer.replace(word, sign)
+    return "".join(part.strip(" ") for part in _SIGN.split(answer.strip(), MAX_CHARACTERS))
 
 
 # ------------------------------------------------------------------------------------ the tokenizer

@@ -123,8 +123,8 @@ def answered(response: str) -> bool:
     return _tagged(_bounded(response)) is not None
 
 
-def countdown(response: str, numbers: Sequence[int], target: int) -> tuple[bool, bool]:
-    """Whether an answer has the given numbers, and whether its value is the target to 1e-5."""
+def expression(response: str) -> str:
+    """What is read of an answer to Countdown."""
     response = _bounded(response)
     text = last_box(response)
     if text is None:
@@ -132,12 +132,21 @@ def countdown(response: str, numbers: Sequence[int], target: int) -> tuple[bool,
         text = response if tagged is None else tagged
     for word, sign in _LATEX.items():
         text = text.replace(word, sign)
-    if left := _LEFT.search(text):
-        text = left[1]
-    text = text.strip()
+    left = _LEFT.search(text)
+    return (left[1] if left else text).strip()
+
+
+def is_expression(text: str) -> bool:
+    """Whether there are numbers, and signs of arithmetic alone."""
+    return _EXPRESSION.fullmatch(text) is not None and re.search("[0-9]", text) is not None
+
+
+def countdown(response: str, numbers: Sequence[int], target: int) -> tuple[bool, bool]:
+    """Whether an answer has the given numbers, and whether its value is the target to 1e-5."""
+    text = expression(response)
     found = [digits.lstrip("0") or "0" for digits in re.findall(r"\d+", text)]
     right = sorted(found) == sorted(map(str, numbers))
-    value = arithmetic.value(text) if right and _EXPRESSION.fullmatch(text) else None
+    value = arithmetic.value(text) if right and is_expression(text) else None
     return right, value is not None and abs(value - target) < Fraction(1, 100_000)
 
 

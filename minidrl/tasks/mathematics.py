@@ -168,7 +168,9 @@ class Mathematics(rows.Listed):
             answer = final_answer(response)
             solved = equality.equal(problem.gold, answer)
         paid = self.shape(response, answer, solved) if self.reward == "d1" else float(solved)
-        return Verdict(paid, solved, {"well_formed": bool(answer)})
+        # Without a box d1 takes the whole text for an answer of MATH.
+        found = solved or answer not in ("", response)
+        return Verdict(paid, solved, {"well_formed": bool(answer)}, found)
 
     def check(self, path: str, tok: Any = None) -> str:
         """What was found in a file whose rows can all be asked and judged; ``tok`` counts tokens.

@@ -214,9 +214,9 @@ class Sudoku(rows.Puzzles):
         found = completions(clues) if re.fullmatch("[1-4.]{16}", clues) else frozenset()
         if not found:
             allowed = "sixteen digits, 0 in an empty cell, of a puzzle that can be solved"
-            raise ValueError(f"Puzzle: got {row.get('Puzzle')!r}; allowed {allowed}")
+            raise ValueError(f"Puzzle: got {rows.brief(row.get('Puzzle'))}; allowed {allowed}")
         if solution and solution not in found:
-            raise ValueError(f"Solution: got {solution!r}; allowed one of the puzzle")
+            raise ValueError(f"Solution: got {rows.brief(solution)}; allowed one of the puzzle")
         return Puzzle(clues, solution, self.wording)
 
     def split_of(self, puzzle: Puzzle) -> str | None:
@@ -253,13 +253,15 @@ class Sudoku(rows.Puzzles):
         answer = self._answer(response)
         marks = {"well_formed": is_well_formed(problem, answer), "cells": cells(problem, answer)}
         solved = marks["well_formed"] and is_valid(answer)
+        found = _is_grid(answer)
         if self.protocol == "d1":
             marks["cells"] = published_cells(problem, answer)
             solved = marks["cells"] == 1
+            found = answer.isdigit()
         if self.reward == "cells":
-            return Verdict(marks["cells"], solved, marks)
+            return Verdict(marks["cells"], solved, marks, found)
         close = 0.1 if self.reward == "strict" and marks["well_formed"] else 0.0
-        return Verdict(1.0 if solved else close, solved, marks)
+        return Verdict(1.0 if solved else close, solved, marks, found)
 
     def _answer(self, response: str) -> str:
         if self.prompt_format == "plain":
