@@ -23,8 +23,10 @@ project = "minidrl"
 author = copyright = "the minidrl developers"
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md", "notebooks/**.md", "notebooks/**.ipynb", "research/*.md", "research/**.ipynb"]
+include_patterns += ["tests/golden/llada_tiny/README.md"]  # of which lesson 11 speaks
 exclude_patterns = ["**/solutions/**", "**/.ipynb_checkpoints/**"]
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinxcontrib.mermaid"]
+myst_fence_as_directive = ["mermaid"]
 myst_enable_extensions = ["dollarmath", "amsmath", "html_image"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
@@ -94,7 +96,7 @@ def before_reading(app: Sphinx, page: str, source: list[str]) -> None:
             "Lessons": ["notebooks/README", *documents("notebooks/[01]*.ipynb")],
             "Exercises": ["notebooks/exercises/README", *documents("notebooks/exercises/*.ipynb")],
             "Pages": documents("docs/*.md") + ["CONTRIBUTING"],
-            "Research": ["research/README", *documents("research/notebooks/*.ipynb")],
+            "Research": ["research/README", *documents("research/notebooks/*.ipynb"), "tests/golden/llada_tiny/README"],
             "Code": documents("docs/book/*.md"),
         }
         source[0] += "".join(CONTENTS.format(caption=name, pages="\n".join(pages)) for name, pages in groups.items())
