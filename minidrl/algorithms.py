@@ -87,9 +87,8 @@ sum that a test can write down. What papers disagree on (standard deviation or n
 length normaliser, side of a clip, form of a KL) is a required keyword. Rewards, anchors
 and references that carry a gradient are refused: there are no stop-gradient flags.
 Numbers such as (2.3) tag the equations; notebooks and tests use the same tags, and
-``grep -rn '(2.3)' minidrl`` finds one. "Accounts" of a paper are descriptions by
-others: they are named
-as the source where the paper's own text could not be read.
+``python -m minidrl where 2.3`` finds one. "Accounts" of a paper are descriptions by
+others: they are named as the source where the paper's own text could not be read.
 """
 
 from __future__ import annotations
