@@ -317,20 +317,6 @@ def lines_of(notebook: str, *names: str) -> str:
     return "\n".join(parts)
 
 
-def borrow(notebook: str, into: dict, names: str, folded: str = "") -> None:
-    """Execute these definitions of another notebook, names apart by spaces, in the namespace ``into``, and print them.
-
-    folded: what they are; then they are displayed below this line, to be unfolded.
-    """
-    taken = lines_of(notebook, *names.split())
-    if folded:
-        head = f"<details><summary>{folded} (<code>{names}</code>)</summary>"
-        display(Markdown(f"{head}\n\n```python\n{taken}\n```\n\n</details>"))
-    else:
-        print(taken)
-    exec(taken, into)
-
-
 def _defined(node: ast.stmt) -> set[str]:
     """The names that a definition or an assignment binds."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -20,13 +20,12 @@ from transformers import (
 )
 
 import tiny
-from minidrl import loop
 from minidrl.run import checkpoints, config, memory, pretrain
 from minidrl.run.cli import main
 from minidrl.run.convert import convert
 from minidrl.tasks.countdown import Countdown
 from minidrl.tasks.mathematics import Gsm8k
-from test_train import assert_same_tensors, stop, untimed
+from test_train import pretrained_whole_and_in_parts, untimed
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZES |= {"intermediate_size": 48, "vocab_size": 320, "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": None}
@@ -173,14 +172,7 @@ def test_fine_tuning_learns_in_the_models_own_tokens_and_is_judged_on_the_way(co
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resumed_fine_tuning_equals_the_uninterrupted_one(converted, tmp_path, monkeypatch, dtype):
     settings = finetuning(converted, save_every=2, compute_dtype=dtype)
-    pretrain.pretrain(settings, tmp_path / "whole")
-    step, count = loop.optimizer_step, []
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "optimizer_step", lambda *a: step(*a) if count.append(1) or len(count) < 4 else stop())
-        pretrain.pretrain(settings, tmp_path / "parts")
-    pretrain.pretrain(settings, tmp_path / "parts", resume=True)
-    assert_same_tensors(tmp_path / "whole/model.safetensors", tmp_path / "parts/model.safetensors")
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+    pretrained_whole_and_in_parts(settings, tmp_path, monkeypatch)
     assert {value.dtype for value in load_file(tmp_path / "whole/model.safetensors").values()} == {torch.float32}
 
 

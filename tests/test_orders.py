@@ -33,7 +33,7 @@ def test_classes_of_puzzle():
     task = orders.settings_of("low_confidence").task
     classes = {(1, 2, 3, 6): "sums", (9, 2, 3, 4): "differences", (5, 8, 6, 46): "products"}
     for (*numbers, target), name in classes.items():
-        assert orders.class_of(Puzzle(tuple(numbers), target), task) == name
+        assert orders.class_of(Puzzle(tuple(numbers), target), task.max_value) == name
     assert orders.chance(Puzzle((1, 1, 1), 3), task) == 1 / 15  # 1+1=2+1=3
 
 

@@ -53,6 +53,18 @@ def stop():
     raise KeyboardInterrupt
 
 
+def pretrained_whole_and_in_parts(settings, folder: Path, monkeypatch) -> None:
+    """Pre-training, and the same stopped before its fourth update and resumed, are one: weights and metrics."""
+    pretrain.pretrain(settings, folder / "whole")
+    step, count = loop.optimizer_step, []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "optimizer_step", lambda *a: step(*a) if count.append(1) or len(count) < 4 else stop())
+        pretrain.pretrain(settings, folder / "parts")
+    pretrain.pretrain(settings, folder / "parts", resume=True)
+    assert_same_tensors(folder / "whole/model.safetensors", folder / "parts/model.safetensors")
+    assert untimed(folder / "whole") == untimed(folder / "parts")
+
+
 def interrupt_at(monkeypatch, step: int) -> None:
     """Ctrl-C during a step."""
     take = loop.take_step
@@ -167,14 +179,7 @@ def test_pretraining_learns_and_writes_a_network_that_a_run_can_start_from(tmp_p
 
 def test_resumed_pretraining_equals_the_uninterrupted_one(tmp_path, monkeypatch):
     settings = pretraining(steps=4, save_every=2, optimizer=config.Optimizer(schedule="cosine", warmup=3))
-    pretrain.pretrain(settings, tmp_path / "whole")
-    step, count = loop.optimizer_step, []
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "optimizer_step", lambda *a: step(*a) if count.append(1) or len(count) < 4 else stop())
-        pretrain.pretrain(settings, tmp_path / "parts")
-    pretrain.pretrain(settings, tmp_path / "parts", resume=True)
-    assert_same_tensors(tmp_path / "whole/model.safetensors", tmp_path / "parts/model.safetensors")
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
+    pretrained_whole_and_in_parts(settings, tmp_path, monkeypatch)
     whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
     assert whole["distinct_problems"] == parts["distinct_problems"]
 

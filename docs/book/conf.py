@@ -6,6 +6,7 @@ the net of links: an equation of a lesson, `\\tag{2.6}`, names the function of a
 """
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -229,6 +230,7 @@ def parents(node: nodes.Node):
         yield node
 
 
+@functools.cache
 def code(module: str) -> str:
     return (ROOT / "minidrl" / f"{module}.py").read_text()
 

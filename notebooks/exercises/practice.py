@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from judge import CLONES
+from minidrl.algorithms import group_mean
 
 LESSONS = CLONES[0].parent / "notebooks"
 sys.path.append(str(LESSONS))
@@ -72,11 +73,6 @@ def moves(model: nn.Module) -> Tensor:
     return torch.cat([(now - start).detach().flatten() for now, start in pairs])
 
 
-def centred(reward: Tensor) -> Tensor:
-    group = reward.view(-1, N)
-    return (group - group.mean(1, keepdim=True)).flatten()
-
-
 def uphill(rollout: Rollout, adv: Tensor) -> Tensor:
     """The policy gradient of the base with these advantages."""
     model = base()
@@ -89,7 +85,7 @@ def missed(update: Update) -> str:
     """What the first two updates show, in one line; nothing if they are right."""
     model, generator = base(), torch.Generator().manual_seed(0)
     rollout = Rollout(model, np.random.default_rng(0), generator)
-    right = uphill(rollout, centred(rollout.reward))
+    right = uphill(rollout, group_mean(rollout.reward, N))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     try:
         update(model, optimizer, rollout, N)

@@ -16,7 +16,8 @@ import pandas as pd
 
 from minidrl.run import config
 from minidrl.tasks import held_out
-from minidrl.tasks.countdown import Countdown, Puzzle, evaluate, running_calculations
+from minidrl.tasks.countdown import Countdown, Puzzle, evaluate
+from research.benches.orders import CLASSES, class_of
 from research.tables import markdown
 
 NEEDS = ("sums", "differences", "products or quotients")
@@ -26,8 +27,7 @@ _RUNNING = re.compile(rf"(\d+)((?:{_STEP.pattern})+)")
 
 def needs(puzzle: Puzzle, max_value: int) -> str:
     """What the easiest of a puzzle's running calculations needs beyond the one before it in ``NEEDS``."""
-    chains = running_calculations(puzzle.numbers, max_value)[puzzle.target]
-    return NEEDS[min(2 if set(chain) & set("*/") else "-" in chain for chain in chains)]
+    return NEEDS[CLASSES.index(class_of(puzzle, max_value))]
 
 
 def kind(puzzle: Puzzle, response: str, solved: bool) -> str:
@@ -52,8 +52,8 @@ def counted(task: Countdown, path: Path) -> dict[str, str]:
     asked = evaluation["protocol"]
     puzzles = held_out(task, asked["n"], asked["skip"])
     each = [(puzzles[row["problem"]], row["text"], row["solved"]) for row in evaluation["rows"]]
-    of = Counter(needs(puzzle, task.max_value) for puzzle, _, _ in each)
-    right = Counter(needs(puzzle, task.max_value) for puzzle, _, solved in each if solved)
+    needed = [(needs(puzzle, task.max_value), solved) for puzzle, _, solved in each]
+    of, right = Counter(need for need, _ in needed), Counter(need for need, solved in needed if solved)
     kinds = Counter(kind(*one) for one in each)
     column = {f"solved, {need}": f"{right[need]} of {of[need]}" for need in NEEDS if of[need]}
     return column | {name: f"{100 * count / len(each):.1f} %" for name, count in kinds.most_common()}

@@ -88,8 +88,8 @@ def kind_of(puzzle: Puzzle, text: str, solved: bool) -> str:
     return "bent" if all(true[:-1]) and left == puzzle.target else "false"
 
 
-def class_of(puzzle: Puzzle, task: Countdown) -> str:
-    solutions = running_calculations(puzzle.numbers, task.max_value)[puzzle.target]
+def class_of(puzzle: Puzzle, max_value: int) -> str:
+    solutions = running_calculations(puzzle.numbers, max_value)[puzzle.target]
     used = [set(re.findall(r"[-+*/]", solution)) for solution in solutions]
     if any(ops <= {"+"} for ops in used):
         return "sums"
@@ -125,7 +125,7 @@ def answers(model: Path, settings: config.Train) -> dict:
     texts = decode(tok, rollout.response)
     solved = [verdict.solved for verdict in verdicts(settings.task, problems, texts)]
     kinds = Counter(map(kind_of, problems, texts, solved))
-    classes = [class_of(puzzle, settings.task) for puzzle in problems]
+    classes = [class_of(puzzle, settings.task.max_value) for puzzle in problems]
     by_class = {c: statistics.fmean(s for s, k in zip(solved, classes, strict=True) if k == c) for c in CLASSES}
     placed = [found for found in map(places, texts, rollout.unmask_step.tolist()) if found]
     return {
@@ -203,7 +203,7 @@ def main() -> None:
 
     task = settings_of("low_confidence").task
     problems = held_out(task, PUZZLES)
-    classes = [class_of(puzzle, task) for puzzle in problems]
+    classes = [class_of(puzzle, task.max_value) for puzzle in problems]
     for order in ORDERS:
         print(table(f"base, {order}", [before[order]]), table(f"RL, {order}", after[order]), sep="\n")
         print(table(f"RL, {order}, crossed", crossed[order]))
