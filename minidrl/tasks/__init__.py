@@ -20,6 +20,7 @@ TASKS = {
     "code": "minidrl.tasks.code:Code",
     "gsm8k": "minidrl.tasks.mathematics:Gsm8k",
     "math500": "minidrl.tasks.mathematics:Math500",
+    "words": "minidrl.tasks.words:Words",
 }
 DEFAULT = "countdown"
 

@@ -1,0 +1,131 @@
+"""A sentence with three given words: a task of language whose answers a rule can judge.
+
+A file has a row per problem: ``words``, the list of those asked for, and for demonstrations
+``answer``, a sentence that holds them. ``path`` names what is held out, ``train_path`` what is
+trained on; research/benches/sentences.py lets a language model write both.
+
+The rule reads the whole response. It must be one sentence, from a capital letter to a full stop;
+hold each word that is asked for once, as it is given; repeat no word of four letters or more; and
+have at least as many other words. It does not judge whether the sentence makes sense: read some, or
+ask a language model how likely they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from minidrl.tasks import Verdict, rows
+from minidrl.tasks.text import check_asked, check_setting
+
+SENTENCE = re.compile(r"[A-Z][A-Za-z]*(?:,? [A-Za-z]+(?:'[a-z]+)?)*\.")
+WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
+
+
+def in_order(text: str) -> list[str]:
+    """The words of a text, in small letters."""
+    return WORD.findall(text.lower())
+
+
+@dataclass(frozen=True)
+class Request:
+    """The words that are asked for, and a sentence that holds them."""
+
+    wanted: tuple[str, ...]
+    answer: str = ""
+    place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
+
+    @property
+    def words(self) -> str:
+        return f"{', '.join(self.wanted)}:"
+
+    @property
+    def instruction(self) -> str:
+        return f"Write one sentence with the words {', '.join(self.wanted)}."
+
+    prompt = words
+
+    @property
+    def key(self) -> str:
+        return " ".join(sorted(self.wanted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words(rows.Listed):
+    """The settings and the behaviour of the task.
+
+    path, train_path   files of held-out and of training rows
+    prompt_format      words (``rain, door, old:``) or chat, in at most ``max_prompt_length`` tokens
+    """
+
+    name: ClassVar[str] = "words"
+    summary: ClassVar[str] = (
+        "write a sentence with three given words; rows of your own or of a model's, judged by rule"
+    )
+    rewards: ClassVar[tuple[str, ...]] = ("strict",)
+    formats: ClassVar[tuple[str, ...]] = ("words", "chat")
+    source: ClassVar[str] = "train_path"
+
+    path: str
+    train_path: str = ""
+    reward: str = "strict"
+    prompt_format: str = "words"
+    max_prompt_length: int = 16
+    wording: ClassVar[str] = "ours"
+    protocol: ClassVar[str] = "ours"
+
+    def __post_init__(self) -> None:
+        check_asked(self)
+
+    @cached_property
+    def splits_of_files(self) -> dict[str, list[Request]]:
+        """The requests of each split; what is held out is not trained on."""
+        held_out = {request.key: request for request in self._read("path")}
+        train = self._read("train_path") if self.train_path else []
+        kept = {request.key: request for request in train if request.key not in held_out}
+        return {"held_out": [*held_out.values()], "train": [*kept.values()]}
+
+    def _read(self, key: str) -> list[Request]:
+        path = getattr(self, key)
+        return [
+            _request(row, f"{path} row {number}")
+            for number, row in enumerate(rows.of_file(f"task.{key}", path), 1)
+        ]
+
+    def demonstrations(
+        self, problems: Sequence[Request], rng: np.random.Generator, progress: float
+    ) -> list[str]:
+        """The sentences of the file."""
+        lacking = [request.place for request in problems if not request.answer]
+        allowed = f"a file with an answer in each row; {', '.join(lacking[:1])} has none"
+        check_setting(self, "train_path", not lacking, allowed)
+        return [f" {request.answer}" for request in problems]
+
+    def judge(self, problem: Request, response: str) -> Verdict:
+        """The verdict by the rule above; marks: the share of words that are there, one sentence."""
+        text = response.strip()
+        found = in_order(text)
+        held = sum(found.count(word) == 1 for word in problem.wanted)
+        sentence = SENTENCE.fullmatch(text) is not None
+        long = [word for word in found if len(word) > 3]
+        plain = len(long) == len(set(long)) and len(found) >= 2 * len(problem.wanted)
+        solved = sentence and plain and held == len(problem.wanted)
+        marks = {"words": held / len(problem.wanted), "sentence": float(sentence)}
+        return Verdict(float(solved), solved, marks, readable=sentence)
+
+
+def _request(row: rows.Row, place: str) -> Request:
+    wanted = row.get("words")
+    if not isinstance(wanted, list) or not wanted or not all(_is_word(word) for word in wanted):
+        allowed = "a list of one or more words in small letters"
+        raise ValueError(f"{place}: words: got {rows.brief(wanted)}; allowed {allowed}")
+    return Request(tuple(wanted), str(row.get("answer", "")), place)
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and WORD.fullmatch(value) is not None

@@ -1,0 +1,72 @@
+"""A sentence with given words: its rule, its files and its settings."""
+
+import json
+
+import numpy as np
+import pytest
+
+from minidrl.run import config
+from minidrl.tasks.words import Request, Words
+
+WANTED = Request(("rain", "door", "old"))
+
+
+@pytest.fixture
+def task(tmp_path):
+    rows = [
+        {"words": ["rain", "door", "old"], "answer": "The old man shut the door before the rain."},
+        {"words": ["boat", "night", "river"], "answer": "We saw a boat on the river at night."},
+    ]
+    for name, some in (("test.jsonl", rows[:1]), ("train.jsonl", rows)):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, some)))
+    return Words(path=str(tmp_path / "test.jsonl"), train_path=str(tmp_path / "train.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("response", "solved"),
+    [
+        (" The old man shut the door before the rain came.", True),
+        ("The Old man's dog, near a door, likes rain.", True),
+        ("The old man shut the door.", False),  # a word is missing
+        ("The older man shut the door before the rain.", False),  # another word
+        ("The old man shut the old door before the rain.", False),  # a word twice
+        ("The old man shut the door before the rain", False),  # no end
+        ("the old man shut the door before the rain.", False),  # no capital letter
+        ("The old man shut the door. It was the rain.", False),  # two sentences
+        ("Rain, door, old.", False),  # a list
+        ("The old dog saw the dog at a door in the rain.", True),  # words of three letters may recur
+        ("The old horse saw a horse at a door in the rain.", False),
+        ("", False),
+    ],
+)
+def test_the_rule(task, response, solved):
+    verdict = task.judge(WANTED, response)
+    assert verdict.solved is solved and verdict.reward == float(solved)
+
+
+def test_marks_say_what_is_missing(task):
+    verdict = task.judge(WANTED, "The old man shut the door.")
+    assert verdict.marks == {"words": 2 / 3, "sentence": 1.0} and verdict.readable
+
+
+def test_what_is_held_out_is_not_trained_on(task):
+    (held_out,) = task.held_out(1)
+    assert held_out.words == "rain, door, old:"
+    drawn = task.problems(20, np.random.default_rng(0), "train")
+    assert {problem.key for problem in drawn} == {"boat night river"}
+    assert task.demonstrations(drawn[:1], None, 0.0) == [" We saw a boat on the river at night."]
+    assert task.judge(drawn[0], drawn[0].answer).solved
+
+
+def test_a_row_without_words_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"words": "rain"}')
+    with pytest.raises(ValueError, match=r"row 1: words: got 'rain'; allowed a list"):
+        Words(path=str(path)).held_out(1)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_the_shipped_configs(kind):
+    of = {"sft": config.Pretrain, "rl": config.Train}[kind]
+    settings = config.load(of, f"tiny_configs/smollm2_135m_words_{kind}.yaml")
+    assert isinstance(settings.task, Words)
