@@ -64,7 +64,7 @@ class Words(rows.Listed):
     """
 
     name: ClassVar[str] = "words"
-    summary: ClassVar[str] = (
+    about: ClassVar[str] = (
         "write a sentence with three given words; rows of your own or of a model's, judged by rule"
     )
     rewards: ClassVar[tuple[str, ...]] = ("strict",)
