@@ -1,12 +1,15 @@
 """A sentence with given words: its rule, its files and its settings."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from minidrl.run import config
 from minidrl.tasks.words import Request, Words
+from research.benches.sentences import row_of
+from research.benches.words import kind
 
 WANTED = Request(("rain", "door", "old"))
 
@@ -70,3 +73,27 @@ def test_the_shipped_configs(kind):
     of = {"sft": config.Pretrain, "rl": config.Train}[kind]
     settings = config.load(of, f"tiny_configs/smollm2_135m_words_{kind}.yaml")
     assert isinstance(settings.task, Words)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The old man shut the door.", "a word is missing"),
+        ("The old man shut the door before the rain", "no whole sentence"),
+        ("The old rain door.", "too short"),
+        ("The old man shut the old door before the rain.", "a word stands twice"),
+    ],
+)
+def test_kinds_of_errors(task, text, expected):
+    verdict = task.judge(WANTED, text)
+    assert kind(WANTED, text, verdict.solved, verdict.readable) == expected
+
+
+def test_a_row_is_made_of_a_sentence_that_its_rule_accepts(task):
+    def tok(text):  # whose tokens are words
+        return SimpleNamespace(input_ids=text.split())
+
+    row = row_of("The teacher asked all the children today.", tok, np.random.default_rng(0))
+    assert set(row["words"]) < {"teacher", "asked", "children", "today"}
+    assert task.judge(Request(tuple(row["words"])), row["answer"]).solved
+    assert row_of("They went to bed and slept all day.", tok, np.random.default_rng(0)) is None
