@@ -2,7 +2,6 @@
 
     python -m research.benches.words answers CONFIG MODEL --causal runs/smollm2_135m --out base.json
     python -m research.benches.words imitate CONFIG --seed 0 --out runs/imitation-0
-    python -m research.benches.words report --base base.json --rl rl-0.json .. --imitation imitation-0.json .. --out real_words.json
 
 ``answers`` asks a checkpoint every held-out request by each of DECODERS and says how answers fail. ``imitate``
 is self-training in rounds: the sampler becomes what was learnt, every ROUND steps; steps, samples and updates
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minidrl import loop
 from minidrl.denoiser import Denoiser
 from minidrl.run import checkpoints, config, folders
 from minidrl.run.evaluate import evaluate, interval, record
