@@ -1,5 +1,6 @@
 """A sentence with given words: its rule, its files and its settings."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -50,6 +51,12 @@ def test_the_rule(task, response, solved):
 def test_marks_say_what_is_missing(task):
     verdict = task.judge(WANTED, "The old man shut the door.")
     assert verdict.marks == {"words": 2 / 3, "sentence": 1.0} and verdict.readable
+
+
+def test_a_share_of_the_words_is_paid_for_a_sentence_alone(task):
+    paid = dataclasses.replace(task, reward="share")
+    assert paid.judge(WANTED, "The old man shut the door.").reward == pytest.approx(2 / 3)
+    assert paid.judge(WANTED, "the old man shut the door.").reward == 0
 
 
 def test_what_is_held_out_is_not_trained_on(task):

@@ -60,6 +60,8 @@ class Words(rows.Listed):
     """The settings and the behaviour of the task.
 
     path, train_path   files of held-out and of training rows
+    reward             strict (1 or 0), or share: of a sentence that breaks no other part of the
+                       rule, the share of the words asked for that it holds
     prompt_format      words (``rain, door, old:``) or chat, in at most ``max_prompt_length`` tokens
     """
 
@@ -67,7 +69,7 @@ class Words(rows.Listed):
     about: ClassVar[str] = (
         "write a sentence with three given words; rows of your own or of a model's, judged by rule"
     )
-    rewards: ClassVar[tuple[str, ...]] = ("strict",)
+    rewards: ClassVar[tuple[str, ...]] = ("strict", "share")
     formats: ClassVar[tuple[str, ...]] = ("words", "chat")
     source: ClassVar[str] = "train_path"
 
@@ -114,9 +116,10 @@ class Words(rows.Listed):
         sentence = SENTENCE.fullmatch(text) is not None
         long = [word for word in found if len(word) > 3]
         plain = len(long) == len(set(long)) and len(found) >= 2 * len(problem.wanted)
-        solved = sentence and plain and held == len(problem.wanted)
-        marks = {"words": held / len(problem.wanted), "sentence": float(sentence)}
-        return Verdict(float(solved), solved, marks, readable=sentence)
+        share = held / len(problem.wanted)
+        solved = sentence and plain and share == 1
+        reward = share * (sentence and plain) if self.reward == "share" else float(solved)
+        return Verdict(reward, solved, {"words": share, "sentence": float(sentence)}, sentence)
 
 
 def _request(row: rows.Row, place: str) -> Request:
