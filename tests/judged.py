@@ -31,7 +31,6 @@ ROOMS = (
     "minidrl.features",
     "minidrl.gradient",
     "minidrl.methods",
-    "research.benches.estimators",
 )
 
 ROOT = Path(__file__).parent.parent
@@ -160,10 +159,7 @@ def _short(path: Any) -> str:
 def place(mutant: Mutant) -> tuple[Room, Definition]:
     """Where the mutant says that its passage is."""
     if mutant.where:
-        short = {room.name.rpartition(".")[2]: room for room in ROOM.values()}
-        head, _, rest = mutant.where.partition(".")
         found = [(room, room.names[mutant.where]) for room in ROOM.values() if mutant.where in room.names]
-        found += [(short[head], short[head].names[rest])] if head in short and rest in short[head].names else []
         what = f"where={mutant.where!r}"
     else:
         found = [(room, d) for room in ROOM.values() for d in room.definitions if d.tag == mutant.tag != ""]
@@ -172,9 +168,7 @@ def place(mutant: Mutant) -> tuple[Room, Definition]:
         return found[0]
     rooms = ", ".join(room.name for room, _ in found)
     if found:
-        raise Stale(
-            f"{_short(mutant.at)}: {what} is defined in {rooms}: write the module before it, as in estimators.ESTIMATORS"
-        )
+        raise Stale(f"{_short(mutant.at)}: {what} is defined in {rooms}: rename one of them")
     raise Stale(
         f"{_short(mutant.at)}: there is no {what} in {', '.join(ROOMS)}: mend where, or drop the mutant\n    {mutant.old}"
     )

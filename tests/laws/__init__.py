@@ -15,7 +15,6 @@ Numbers are float64 throughout, and exact comparisons are to 1e-10.
 from laws import (  # noqa: F401
     blocks,
     credit,
-    estimators,
     features,
     objectives,
     quadrature,

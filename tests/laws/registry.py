@@ -31,8 +31,7 @@ class Mutant:
     new     what stands there instead: valid Python with the same names
     law     the name of the law that must fail by an assertion, a ValueError or a RuntimeError
     where   the place, if it is not the function whose docstring opens with the tag: a function, a class or one of its members
-            ("Plan.needed"), a name that is assigned ("RECORDS"), or a method of the table ("row.gdpo"); with its module
-            ("estimators.LAWS") where two modules have such a name
+            ("Plan.needed"), a name that is assigned ("RECORDS"), or a method of the table ("row.gdpo")
     """
 
     tag: str
