@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from minidrl import algorithms as alg
 from minidrl import methods
 from minidrl.algorithms import Plan, Rollout
-from minidrl.gradient import Alone, shared_features
-from minidrl.keyed import keyed_generator
+from minidrl.gradient import Alone
 from minidrl.methods import Method
 from minidrl.sampler import is_end
 from minidrl.tasks import Problem, Task
@@ -94,10 +93,8 @@ class Run:
 class Experience:
     """One rollout and what the task said about it; a problem for each prompt.
 
-    ``readable``: where the verifier found an answer to judge. ``updates``: how many
-    updates the weights had seen that sampled it, if they are the trained weights and their policy
-    was not approximated; else None. ``kl``: KL of the sampler's policy to the trained one, where
-    the sampler approximated.
+    ``readable``: where the verifier found an answer to judge. ``updates``: how many updates the
+    weights had seen that sampled it, if it is the policy of the trained weights; else None.
     """
 
     problems: Sequence[Problem]
@@ -107,7 +104,6 @@ class Experience:
     solved: Tensor
     readable: Tensor
     updates: int | None = None
-    kl: float | None = None
 
     @property
     def groups(self) -> Tensor:
@@ -135,8 +131,6 @@ def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> di
         "completions/readable": float(experience.readable.double().mean()),
         "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
     }
-    if experience.kl is not None:
-        found["rollout_kl"] = experience.kl
     for name in {name: None for row in rows for name in row}:
         values = [row[name] for row in rows if name in row]
         found[name] = max(values) if name == "ratio_max" else float(np.mean(values))
@@ -193,25 +187,3 @@ def _penalty(
     present = alg.entries(plan, method.reduction)[0].expand_as(ll)
     kl = alg.kl_term(ll, anchor if ref is None else ref, form="k3")
     return {"kl": float(kl[present].mean())}
-
-
-def rollout_kl(run: Run, step: int, rollout: Rollout) -> float | None:
-    """KL(policy of an approximate sampler || policy of the network) of a kept token, nats.
-
-    Two steps of each response, drawn uniformly, are scored as the network has them: 2 / T of the
-    calls of the rollout. Unbiased for the mean over the kept tokens where the order does not depend
-    on the tokens; with low_confidence it is that of the selected tokens. None at temperature 0,
-    where the policy is a point mass and most KLs are infinite or 0.
-    """
-    s = run.settings.sampler
-    if s.temperature == 0:
-        return None
-    noise = keyed_generator(run.settings.seed, step, "rollout_kl")
-    plan = alg.replay_plan(rollout, noise, num_states=min(2, s.num_steps), min_entropy=0.0)
-    run.clock.count("rollout_kl", plan.network_calls)
-    with run.clock.phase("rollout_kl"):
-        how = {"temperature": s.temperature, "size": run.settings.micro_batch}
-        found = shared_features(run.network, rollout, plan, processes=run.processes, **how)
-    kl = alg.kl_term(rollout.logp.expand_as(found["logp"]), found["logp"], form="k3")
-    drawn = plan.weight[..., None] * (plan.scored & rollout.keep)
-    return float((drawn * kl).sum() / rollout.keep.sum())

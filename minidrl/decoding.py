@@ -1,26 +1,16 @@
-"""Decoding at less cost: caches of keys and values, and steps that reveal all that is sure.
+"""Decoding at less cost: a cache of keys and values, and steps that reveal all that is sure.
 
 sampler.py calls these functions where ``Sampler.cache`` or ``Sampler.threshold`` asks for them.
 
 cache "exact", for block-causal attention. No token sees a later block, so finished blocks never
     change: their keys and values are kept, and a step computes its own block alone. The same
     states, the same noise and the same distributions; only what a step costs is another matter.
-caches "prefix" and "dual", for bidirectional attention (Fast-dLLM, arXiv 2505.22618). Every token
-    revealed changes the keys and values of all others, so what is kept is out of date from the
-    second step of a block on. A block's first step computes all P + L positions. Its other steps
-    compute the block and what follows it ("prefix"), or the block alone ("dual"), and take the rest
-    as the first step left it. The tokens are drawn from other distributions than the network's
-    own: ``logp`` says from which, and to a trainer such rollouts are off-policy (an evaluation
-    judges that policy, too). With one step a block they equal "none".
 record "seen_logp". log p of every token of the response in every state of the run, for credit that
     is given step by step.
-threshold tau (the same paper's confidence-aware parallel decoding). A step reveals every hidden
-    position of the block whose drawn token has confidence tau or more, and at least the one of
-    highest confidence. How many steps a block takes differs by row: tau = 1 is nearly one token a
-    step, tau = 0 the whole block at once.
-
-Of a model whose predictions are shifted by one position (Dream), the position before those computed
-is computed as well: it predicts the first of them.
+threshold tau (Fast-dLLM's confidence-aware parallel decoding, arXiv 2505.22618). A step reveals
+    every hidden position of the block whose drawn token has confidence tau or more, and at least
+    the one of highest confidence. How many steps a block takes differs by row: tau = 1 is nearly
+    one token a step, tau = 0 the whole block at once.
 """
 
 from __future__ import annotations
@@ -37,12 +27,12 @@ from transformers import DynamicCache
 from minidrl.algorithms import log_threshold
 
 if TYPE_CHECKING:
-    from minidrl.sampler import Sampler, Steps, Trace
+    from minidrl.sampler import Steps, Trace
 
 CHUNK = 2**26  # the most logits that a record makes at a time, 256 MiB in float32
 
 
-# ------------------------------------------------------------------------------------------- caches
+# -------------------------------------------------------------------------------------------- cache
 def prompt_cache(
     model: Any,
     prompt: Int[Tensor, "G P"],
@@ -84,31 +74,6 @@ def block_states(
     return h
 
 
-def stale_states(
-    model: Any,
-    settings: Sampler,
-    tokens: Int[Tensor, "R PL"],
-    attention_mask: Bool[Tensor, "R PL"],
-    first: int,
-    cache: DynamicCache,
-) -> Float[Tensor, "R M D"]:
-    """Hidden states of the M positions from ``first`` to the last (dual: to the end of the block).
-
-    The approximate prefix and dual caches. ``cache`` is empty before the first step of a block,
-    which computes all positions, these M at the end. They are taken out again, so that the later
-    steps meet the others' keys and values as the first one left them. Attention does not mind in
-    which order keys are given, as long as their positions go with them. Where predictions are
-    shifted, all of this is so of the position before the M, too.
-    """
-    width = settings.block_length if settings.cache == "dual" else tokens.shape[1] - first
-    lead = min(first, int(model.shift))
-    column = torch.arange(tokens.shape[1], device=tokens.device)
-    order = ((column >= first - lead) & (column < first + width)).long().argsort(stable=True)
-    h = model.extend(tokens[:, order[cache.get_seq_length() :]], attention_mask, cache, order)
-    cache.crop(-width - lead)
-    return h[:, -width:]
-
-
 # ---------------------------------------------------------------------------------------- threshold
 def confident(
     conf: Float[Tensor, "R C"],
@@ -124,27 +89,17 @@ def confident(
 
 
 def still_going(
-    trace: Trace,
-    rows: Int[Tensor, " R"],
-    block: int,
-    agree: Callable[[Tensor, Tensor], Tensor],
-    cache: DynamicCache | None,
+    trace: Trace, rows: Int[Tensor, " R"], block: int, agree: Callable[[Tensor, Tensor], Tensor]
 ) -> Int[Tensor, " S"]:
     """The rows that go on with the block: those in which something of it is hidden, and those that
     ``agree`` adds.
 
-    Of an exact cache none leave before all are full: the next block needs the keys and values of
-    every row.
+    With a cache none leave before all are full: the next block needs the keys and values of every
+    row.
     """
     step = trace.unmask_step[rows].unflatten(1, (trace.settings.num_blocks, -1))[:, block]
     left = agree(rows, rows[(step < 0).any(1)])
-    if len(left) == 0:
-        return left
-    if trace.settings.cache == "exact":
-        return rows
-    if cache is not None:
-        keep_rows(cache, rows, left)
-    return left
+    return rows if len(left) and trace.settings.cache == "exact" else left
 
 
 # -------------------------------------------------------------------- log p in every state of a run

@@ -5,7 +5,7 @@ mask that predicts, at every [MASK], the token that belongs there (in place: the
 scores token i). What a published checkpoint needs to become that stands in run/families.py.
 
 Read ``encode`` and ``head``: sampler, estimators and pre-training need no more. ``extend`` serves
-caches, ``encode_staircase`` the likelihoods that score all blocks of a response in one forward;
+a cache, ``encode_staircase`` the likelihoods that score all blocks of a response in one forward;
 adapters (LoRA) and layers that are computed twice to save memory come last. N rows of T tokens, D
 numbers in a hidden state, V tokens in the vocabulary.
 """
@@ -127,30 +127,16 @@ class Denoiser(nn.Module):
         tokens: Int[Tensor, "N W"],
         attention_mask: Bool[Tensor, "N T"],
         cache: DynamicCache,
-        order: Int[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "N W D"]:
-        """Hidden states of W of T tokens, the others being in ``cache``; the W are added to it.
+        """Hidden states of the last W of T tokens, the others being in ``cache``, to which the W
+        are added: a forward with a KV cache, which ``crop`` undoes.
 
-        A forward with a KV cache; ``crop`` undoes that. ``order`` lists the T places in a text:
-        first those in the cache, as they came there, then those of ``tokens``; None: as they stand.
-
-        Exact for block-causal attention over whole blocks: no token sees a later block, so the past
-        never changes. Under bidirectional attention it is exact where all T are computed (W = T);
-        otherwise the cache holds keys and values of the texts from which it was computed, not of
-        this one. Where predictions are shifted, i - 1 must be among the W for token i.
+        For block-causal attention over whole blocks, where it is exact: no token sees a later
+        block, so the past never changes.
         """
-        length = attention_mask.shape[1]
-        position = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        # What each of the T tokens would see; then the rows of the W, and the columns as cached.
-        if self.block_length is None:
-            visible = attention_mask[:, None, None].expand(-1, -1, length, -1)
-        else:
-            visible = block_causal(self._blocks(position), attention_mask)
-        order = torch.arange(length, device=self.device) if order is None else order
-        now = order[-tokens.shape[1] :]
-        visible = visible[:, :, now][..., order]
-        h = self._body(tokens, visible, position[:, now], cache)
-        return shifted(h, attention_mask, now) if self.shift else h
+        now, position = tokens.shape[1], (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        visible = block_causal(self._blocks(position), attention_mask)  # of all T: (N, 1, T, T)
+        return self._body(tokens, visible[:, :, -now:], position[:, -now:], cache)
 
     def encode_staircase(
         self,
@@ -196,11 +182,6 @@ class Denoiser(nn.Module):
             allowed = "False, a denoiser sees both sides of a [MASK]"
             raise ValueError(f"is_causal: got True; allowed {allowed}")
         head = getattr(self.model, "head", None)  # ModernBERT's, in front of the vocabulary's
-        if head is not None and cache is not None:
-            raise ValueError("sampler.cache: got one for an encoder, which has none; allowed none")
-        if head is not None and visible is not None and visible.ndim == 4:
-            near = (position[:, :, None] - position[:, None]).abs() <= config.sliding_window
-            visible = {"full_attention": visible, "sliding_attention": visible & near[:, None]}
         where = {"attention_mask": visible, "position_ids": position}
         kept = {"past_key_values": cache, "use_cache": cache is not None}
         with _recomputing(self.model.model):
@@ -216,26 +197,19 @@ class Denoiser(nn.Module):
 
 
 def shifted(
-    h: Float[Tensor, "N W D"],
-    attention_mask: Bool[Tensor, "N T"] | None,
-    column: Int[Tensor, " W"] | None = None,
-) -> Float[Tensor, "N W D"]:
+    h: Float[Tensor, "N T D"], attention_mask: Bool[Tensor, "N T"] | None
+) -> Float[Tensor, "N T D"]:
     """Logit shift by one, as in Dream: the state of i - 1 at position i; the first token keeps its
     own.
 
     Dream's code takes the first column for the first token. Here it is the first real token, so
-    that a padded row equals the row alone. ``column`` says which W of the T columns ``h`` holds, in
-    any order; None: all, in theirs. Where i - 1 is not among them, i keeps its own.
+    that a padded row equals the row alone.
     """
-    if column is None:
-        before = torch.cat([h[:, :1], h[:, :-1]], 1)
-    else:
-        is_before = column[:, None] == column[None, :] + 1  # [i, j] True: j stands before i
-        before = torch.where(is_before.any(1)[:, None], h[:, is_before.long().argmax(1)], h)
+    before = torch.cat([h[:, :1], h[:, :-1]], 1)
     if attention_mask is None:
         return before
     first = attention_mask & (attention_mask.long().cumsum(-1) == 1)
-    return torch.where((first if column is None else first[:, column])[..., None], h, before)
+    return torch.where(first[..., None], h, before)
 
 
 def compiled(denoiser: Denoiser) -> Denoiser:

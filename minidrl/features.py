@@ -29,8 +29,8 @@ class Network(Protocol):
     """What estimators and sampler need of a network: its body, its head, and two numbers.
 
     ``Denoiser`` is one, from 0.3 M parameters to LLaDA-8B; so is the oracle's table. A block-causal
-    one has ``encode_staircase``, too; where the sampler keeps keys and values, ``extend``,
-    ``block_length`` and ``shift``.
+    one has ``block_length`` and ``encode_staircase``, too, and ``extend`` where the sampler keeps
+    keys and values.
     """
 
     mask_token_id: int

@@ -16,8 +16,8 @@ generator is left, depend neither on the micro-batch, nor on early stopping, nor
 rows end.
 
 Read ``generate``, ``decode`` and ``reveal``, in this order; the rest is what they call. What a
-first reading can do without is in decoding.py: caches, which make a step cheaper, and threshold
-decoding, in which a step reveals as many tokens as are sure.
+first reading can do without is in decoding.py: the cache of block-causal models, which makes a step
+cheaper, and threshold decoding, in which a step reveals as many tokens as are sure.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left", "entropy
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
 OF_REST = (*COMPLETIONS, "seen_logp")  # records that look at every hidden position
 RECORDS = ("entropy", *COMPLETIONS, "topk", "seen_logp")
-APPROXIMATE = ("prefix", "dual")
-CACHES = {"bidirectional": ("none", *APPROXIMATE), "block_causal": ("none", "exact")}
+CACHES = {"bidirectional": ("none",), "block_causal": ("none", "exact")}
 CHUNK = decoding.CHUNK  # the most logits that a record makes at a time
 TOP_K = 20  # what inference servers return at most: no method should need more
 
@@ -80,12 +79,11 @@ class Sampler:
                      the order "low_confidence" with ``tokens_per_step`` 1, the fewest. None: n a
                      step.
     top_p            nucleus sampling: tokens are drawn from the fewest that together have this
-                     probability. Below 1 a rollout is off-policy, as with an approximate cache.
+                     probability. Below 1 a rollout is off-policy.
     attention        what the network is: "bidirectional" (every token sees every other), or
                      "block_causal" (no token sees a later block, of this block_length).
-    cache            keys and values that are kept: "none"; "exact" for block-causal attention,
-                     which changes only what a step costs; "prefix" or "dual" for bidirectional
-                     attention, approximations that make a rollout off-policy. See decoding.py.
+    cache            keys and values that are kept: "none"; or, for block-causal attention, "exact",
+                     which changes only what a step costs. See decoding.py.
     """
 
     order: str
@@ -189,15 +187,14 @@ def generate(
                   the state before each step; 0 where it is visible, and after a row's end. Until
                   the response is known, B T L V numbers are kept: at most CHUNK.
 
-    The last four apply ``head`` to all hidden blocks at every step, and can't be had with cache
-    "dual", which does not compute these.
+    The last four apply ``head`` to all hidden blocks at every step.
 
     Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, in the dtype of the
     logits. At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
     """
     check_attention(model, settings)
     check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
-    check_records(records, settings)
+    check_records(records, settings.temperature)
 
     # Every row begins as its prompt and L times [MASK], with all the randomness it will ever need.
     prompts = prompt, prompt_mask
@@ -228,27 +225,24 @@ def decode(
 ) -> None:
     """All steps of ``rows``, ``size`` a call: the blocks from left to right, and in each the steps.
 
-    ``cache``: that of the prompts of ``rows``, where it is exact. With a cache of any kind,
-    ``rows`` are at most ``size``.
+    ``cache``: that of the prompts of ``rows``, which are then at most ``size``; or None.
     """
     settings = trace.settings
     for block in range(settings.num_blocks):
-        if settings.cache in APPROXIMATE:
-            cache = DynamicCache()  # a block begins with nothing kept
         going = rows
         for within in range(settings.steps_per_block):
             for part in going.split(size):
                 reveal(model, trace, block * settings.steps_per_block + within, part, cache)
             # Steps of a fixed number of tokens fill all rows at once; with a threshold, some early.
             if settings.threshold is not None:
-                going = decoding.still_going(trace, going, block, agree, cache)
+                going = decoding.still_going(trace, going, block, agree)
                 if len(going) == 0:
                     break
         if eos_token_id is not None:
             left = agree(rows, unfinished(trace, rows, block, eos_token_id))
             if len(left) == 0:
                 break
-            if settings.cache == "exact":
+            if cache is not None:
                 decoding.keep_rows(cache, rows, left)
             rows = left
 
@@ -391,15 +385,12 @@ def hidden_states(
     settings, width = trace.settings, trace.settings.block_length
     first = trace.tokens.shape[1] - settings.length + start  # where the block starts in the text
     tokens, attention_mask = trace.tokens[rows], trace.attention_mask[rows]
-    if settings.cache in APPROXIMATE:
-        rest = decoding.stale_states(model, settings, tokens, attention_mask, first, cache)
-        return rest[:, :width], rest
     if settings.attention == "bidirectional":
         rest = model.encode(tokens, attention_mask)[:, first:]
         return rest[:, :width], rest
     # No token of a block-causal model sees a later block: the text ends here.
     shown, seen = tokens[:, : first + width], attention_mask[:, : first + width]
-    if settings.cache == "exact":
+    if cache is not None:
         h = decoding.block_states(model, shown, seen, width, cache)
     else:
         h = model.encode(shown, seen)[:, -width:]
@@ -687,14 +678,11 @@ def check_attention(model: Network, settings: Sampler) -> None:
         raise ValueError(f"block_length: got {settings.block_length}; allowed {allowed}")
 
 
-def check_records(records: Sequence[str], settings: Sampler) -> None:
-    """ValueError for a record that does not exist, or that decoding by ``settings`` cannot fill."""
+def check_records(records: Sequence[str], temperature: float) -> None:
+    """ValueError for a record that does not exist, or that a point mass cannot fill."""
     for name in records:
         if name not in RECORDS:
             raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-        if name in OF_REST and settings.cache == "dual":
-            allowed = "entropy, topk, which need no later block"
-            raise ValueError(f"records: got {name!r} with cache dual; allowed {allowed}")
-    if "topk" in records and settings.temperature == 0:
+    if "topk" in records and temperature == 0:
         allowed = "above 0, where more than one token has a probability"
         raise ValueError(f"records: got 'topk' at temperature 0; allowed {allowed}")

@@ -345,9 +345,8 @@ def run_cell(settings: config.Train, imitates: bool, out: Path) -> None:
 
 def calls_of(row: dict) -> dict[str, int]:
     """Network calls of a step in forward equivalents: a backward counts twice."""
-    calls = {phase: row.get(f"network_calls/{phase}", 0) for phase in (*PHASES, "rollout_kl")}
-    both = calls["rollout"] + calls["rollout_kl"]
-    return {"rollout": both, "scoring": calls["scoring"], "update": 3 * calls["update"]}
+    calls = {phase: row.get(f"network_calls/{phase}", 0) for phase in PHASES}
+    return calls | {"update": 3 * calls["update"]}
 
 
 def curve(cell: Cell, metrics: list[dict]) -> list[dict]:

@@ -16,7 +16,6 @@ from minidrl import algorithms as alg
 from minidrl import decoding, denoiser, sampler
 from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
-from minidrl.run import checkpoints
 from minidrl.sampler import Sampler, network_calls, steps_run
 from test_sampler import EVERYONE, assert_law, assert_replayed, install, seeded
 
@@ -35,15 +34,14 @@ class Alphabet:
         return self.size
 
 
-def network(block_length: int | None, layers=2, dtype=torch.float64, vocab: int = 7, family: str = "llama", words=None):
-    """``family`` says whether predictions are shifted; the layers are Llama's."""
-    model = denoiser.build(tiny.SIZES | {"num_hidden_layers": layers}, words or Alphabet(vocab), 0).eval()
+def network(block_length: int | None, layers=2, vocab: int = 7) -> denoiser.Denoiser:
+    model = denoiser.build(tiny.SIZES | {"num_hidden_layers": layers}, Alphabet(vocab), 0).eval()
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 2:
                 p.copy_(torch.randn(p.shape, generator=noise) * 1.5 / p.shape[1] ** 0.5)
-    return denoiser.Denoiser(tiny.exact(model.to(dtype)).model, checkpoints.FAMILIES[family], block_length)
+    return denoiser.Denoiser(tiny.exact(model.double()).model, block_length=block_length)
 
 
 class Spy(torch.nn.Module):
@@ -52,7 +50,7 @@ class Spy(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.shapes = model, []
-        for name in ("mask_token_id", "vocab_size", "block_length", "shift", "head"):
+        for name in ("mask_token_id", "vocab_size", "block_length", "head"):
             setattr(self, name, getattr(model, name))
 
     def encode(self, tokens, attention_mask):
@@ -246,8 +244,8 @@ MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
     "padding in the prompt's cache": (decoding, "prompt_cache", "prompt_mask[own]", "prompt_mask[own] | True"),
     "the rows of another prompt": (sampler, "generate", "part // num_generations", "part % len(prompts[0])"),
     "the cache keeps the first rows": (decoding, "keep_rows", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
-    "positions start again": (denoiser.Denoiser, "extend", "position[:, now]", "position[:, : len(now)]"),
-    "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, now]", "[:, :, : len(now)]"),
+    "positions start again": (denoiser.Denoiser, "extend", "position[:, -now:]", "position[:, :now]"),
+    "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, -now:]", "[:, :, :now]"),
 }
 
 

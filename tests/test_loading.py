@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
-    DynamicCache,
     LlamaForCausalLM,
     ModernBertForMaskedLM,
     Qwen2ForCausalLM,
@@ -388,22 +387,6 @@ def test_a2d_made_by_dllms_block_trainer_is_not_taken_for_bidirectional(family, 
         A2D[family](path)
         with pytest.raises(ValueError, match="block_length: got None for .*allowed .* in its config.json as block_size"):
             checkpoints.load(path)
-
-
-def test_an_encoder_has_staircases_and_no_cache(folders):
-    """Its local layers see what the staircase shows them within their window, wherever it stands."""
-    model, _ = checkpoints.load(folders["modernbert"])
-    tokens, mask = batch(model)
-    prompt, clean, noisy = tokens[:, :6], tokens[:, 6:], tokens[:, 6:].masked_fill(tokens[:, 6:] % 2 == 0, model.mask_token_id)
-    h = model.encode_staircase(prompt, mask[:, :6], clean, noisy, block_length=4, clean_stream="block")
-    visible = denoiser.staircase_mask(mask[:, :6], 8, 4, clean="block")
-    place = denoiser.staircase_positions(mask[:, :6], 8)
-    local = visible & ((place[:, None, :, None] - place[:, None, None, :]).abs() <= 4)
-    sees = {"full_attention": additive(visible), "sliding_attention": additive(local)}
-    whole = reference(folders["modernbert"])(torch.cat([prompt, clean, noisy], 1), sees, place).logits
-    close(model.head(h)[..., others(model)], whole[:, 14:, others(model)])
-    with pytest.raises(ValueError, match="sampler.cache: got one for an encoder, which has none; allowed none"):
-        model.extend(tokens, mask, DynamicCache())
 
 
 def test_a2d_opens_its_chats_without_thinking(folders):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import test_block_sampler
-import test_cache
 from minidrl import decoding, sampler
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.sampler import RECORDS, Noise, Sampler, network_calls, steps_run
@@ -167,38 +166,6 @@ def test_at_tau_is_revealed():
     assert not out.unmask_step.any()
     out = drawn(model, settings_of(0.51, 1.0, 8, 8), eos=None)
     assert torch.equal(out.unmask_step, torch.arange(8).expand_as(out.unmask_step))
-
-
-def law_the_cost_changes_nothing_with_a_cache(model, settings):
-    """Rows that leave a block, and micro-batches, change no row."""
-    out = test_block_sampler.run(model, settings)
-    for words in (EVERYONE, {"micro_batch": 1}, {"micro_batch": 5}):
-        test_block_sampler.same(out, test_block_sampler.run(model, settings, **words))
-    return out
-
-
-@pytest.mark.parametrize("wrong", ["torch.arange(len(left))", "torch.searchsorted(rows, rows[-len(left) :])"])
-@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
-def test_keys_stay_with_their_rows(cache, wrong, monkeypatch):
-    model, settings = test_block_sampler.network(None), replace(test_cache.settings_of(cache, 8), threshold=0.6)
-    install(monkeypatch, decoding, "keep_rows", "torch.searchsorted(rows, left)", wrong)
-    with pytest.raises(AssertionError):
-        law_the_cost_changes_nothing_with_a_cache(model, settings)
-
-
-@pytest.mark.parametrize("block_length", [8, 4])
-@pytest.mark.parametrize("cache", sampler.APPROXIMATE)
-def test_with_the_approximate_caches(cache, block_length):
-    """Each row's steps are those of the network written out, with keys and values as its block's first step left them."""
-    same = test_block_sampler.same
-    model, records = test_block_sampler.network(None), () if cache == "dual" else ("one_step", "one_step_sampled")
-    settings = replace(test_cache.settings_of(cache, block_length), threshold=0.6)
-    test_cache.law_steps_are_those_of_stale_keys(model, settings, records=("entropy", *records))
-    out = law_the_cost_changes_nothing_with_a_cache(model, settings)
-    assert len({tuple(row) for row in out.unmask_step.tolist()}) > 2 and (out.unmask_step.amax(1) < 7).any()
-    if block_length == 8:  # with one step a block nothing is out of date
-        whole = replace(settings, threshold=0.0)
-        same(test_block_sampler.run(model, whole), test_block_sampler.run(model, replace(whole, cache="none")))
 
 
 def test_with_the_exact_cache():

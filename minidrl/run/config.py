@@ -150,8 +150,7 @@ class Train:
 
     A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
     Three settings make a run off-policy on purpose: ``num_iterations`` above 1 (stale rollouts),
-    ``rollout_dtype`` bfloat16 (a rounded sampler) and ``sampler.cache`` prefix or dual (keys and
-    values out of date). The metric ``rollout_kl`` says how far the last two take it, nats a token.
+    ``rollout_dtype`` bfloat16 (a rounded sampler) and ``sampler.top_p`` below 1 (a nucleus).
     ``compute_dtype`` bfloat16 is for several processes that train all weights in float32: forwards
     and backwards are of bfloat16 copies, made for one layer at a time.
     """

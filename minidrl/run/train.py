@@ -188,9 +188,6 @@ def start(settings: config.Train) -> loop.Run:
     if settings.rollout_dtype != "float32":
         actor = compiled(denoiser.rounded(model, getattr(torch, settings.rollout_dtype)))
     distributed.shard(model, reference, actor, compute_dtype=settings.compute_dtype)
-    if settings.sampler.cache in sampler.APPROXIMATE:
-        said = "rollouts are off-policy; the metric rollout_kl says how far"
-        log.warning(f"sampler.cache {settings.sampler.cache}: {said}")
     return loop.Run(
         settings=settings,
         task=settings.task,

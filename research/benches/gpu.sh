@@ -10,7 +10,7 @@
 #   sampler   forwards, rollouts and an RL step of the 12 M network against their floors: as they are, and compiled
 #   llada     an RL step at the shape of LLaDA-8B with random weights: predicted, and measured
 #   shapes    a reduced step of the other models at full size, from files: predicted, and measured
-#   caches    sampler.cache prefix and dual: seconds, and KL to the network's own policy
+#   caches    seconds of block-causal generation with and without its cache
 #   memory    an RL step of every row: seconds, bytes as predicted and as counted
 #
 # A stage writes DIR/STAGE.txt: date, device, versions, commands, what they printed, exit status. DIR, seen from the repository,
@@ -57,7 +57,7 @@ if [ -n "$tiny" ]; then
   pretrain="--steps 2 --batch_size 4 --evaluate.n 2 --compile false $small" short=$pretrain
   train="--steps 1 --num_prompts 2 --num_generations 2 --evaluate.n 2 --compile false"
   speed="--quick --threads 1 --steps 2 --config tiny_configs/countdown_cpu.yaml" compile=
-  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1 --puzzles 1" rows=reinforce,gdpo,justgrpo
+  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1" rows=reinforce,gdpo,justgrpo
 fi
 base_config=tiny_configs/countdown_gpu_base.yaml run_config=tiny_configs/countdown_gpu.yaml
 
