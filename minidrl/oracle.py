@@ -291,55 +291,24 @@ def any_order_log_likelihood(
 def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Tensor:
     """ELBO of a model that writes block after block: that of each block given the earlier ones,
 
-        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l
-          <= block_log_likelihood,    W = block_length
+        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l,    W = block_length
 
     where S_m(M) adds up ll_i(M and all later blocks) over i in M: later blocks are hidden and not
-    scored. One block is `elbo`, blocks of one token are the exact likelihood from left to right.
+    scored. It is at most the log-likelihood of `trajectories(model, "random", 1.0, 1, W)`. One
+    block is `elbo`, blocks of one token are the exact likelihood from left to right.
 
     Source: BD3-LM, arXiv 2503.09573. Nats. Cost L/W 2^W W.
     """
     total = torch.zeros((), dtype=torch.float64)
-    for block, later in _blocks_and_rest(model, block_length):
+    for start in range(0, model.length, block_length):
+        block = range(start, start + block_length)
+        later = frozenset(range(block.stop, model.length))
         for count in range(1, block_length + 1):
             masks = list(itertools.combinations(block, count))
             for hidden in masks:
                 logp = token_logp(model, response, later.union(hidden))
                 total = total + sum(logp[i] for i in hidden) / (count * len(masks))
     return total
-
-
-def block_log_likelihood(
-    model: TabularDenoiser, response: State, block_length: int, temperature: float = 1.0
-) -> Tensor:
-    """Exact log-likelihood where block after block is finished, a random position at a time.
-
-    The sum over blocks of the dynamic programme of `any_order_log_likelihood`, which runs over the
-    hidden sets of one block while the earlier blocks are clean and the later ones hidden. It is the
-    response distribution of `trajectories(model, "random", temperature, tokens_per_step=1,
-    block_length=block_length)`.
-
-    Returns:
-        Scalar, nats; -inf for an impossible response. Cost L/W 2^W W.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for block, later in _blocks_and_rest(model, block_length):
-        log_p = {frozenset(): torch.zeros((), dtype=torch.float64)}
-        for count in range(1, block_length + 1):
-            for hidden in map(frozenset, itertools.combinations(block, count)):
-                logp = token_logp(model, response, hidden | later, temperature)
-                routes = torch.stack([logp[i] + log_p[hidden - {i}] for i in hidden])
-                log_p[hidden] = torch.logsumexp(routes, dim=0) - math.log(count)
-        total = total + log_p[frozenset(block)]
-    return total
-
-
-def _blocks_and_rest(
-    model: TabularDenoiser, block_length: int
-) -> list[tuple[range, frozenset[int]]]:
-    """The positions of each block, and all positions after it."""
-    stops = range(block_length, model.length + 1, block_length)
-    return [(range(i - block_length, i), frozenset(range(i, model.length))) for i in stops]
 
 
 # -------------------------------------------- The sampler: its exact distribution over trajectories

@@ -24,23 +24,7 @@ def test_the_law_accepts_the_unmutated_source(name):
     laws.LAWS[name](judged.unmutated())
 
 
-def test_every_mutant_is_of_an_equation():
-    tags = {tag for tag, _, _ in judged.equations()} | {""}
-    wrong = [
-        f"{m.at}: no docstring of {', '.join(judged.ROOMS)} opens with ({m.tag})" for m in laws.MUTANTS if m.tag not in tags
-    ]
-    assert not wrong, "\n" + "\n".join(wrong)
-
-
 def test_every_law_kills_something():
     killing = {mutant.law for mutant in laws.MUTANTS}
     idle = [f"tests/laws/: {name} kills no mutant: add @rejects(..) to it" for name in laws.LAWS if name not in killing]
     assert not idle, "\n" + "\n".join(idle)
-
-
-def test_no_mutant_is_listed_twice():
-    first, twice = {}, []
-    for mutant in laws.MUTANTS:
-        if first.setdefault(mutant, mutant) is not mutant:
-            twice.append(f"{mutant.at}: this mutant is that of {first[mutant].at}: drop one")
-    assert not twice, "\n" + "\n".join(twice)
