@@ -198,6 +198,11 @@ class Group:
             raise ValueError(f"rate: got {got} in the stage report; allowed is one")
         return rates[0] if rates else max(self.tried, key=self.tried.get, default=None)
 
+    @property
+    def at_an_end(self) -> bool:
+        """True where the rate was chosen and is the smallest or the largest of those tried."""
+        return bool(self.tried) and self.rate in (min(self.tried), max(self.tried))
+
     def values(self, column: str) -> list[float]:
         """Of the runs that ended and have a value, by seed."""
         return [row[column] for row in self.ended.values() if row[column] is not None]

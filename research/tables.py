@@ -67,7 +67,8 @@ def study_report(ledger: str | Path, curves: str | Path, study: str) -> str:
 
 {len(rows)} runs, of which {len(failed)} failed. Held-out puzzles: {judged}. Solved rates in percent; after: the \
 mean over seeds [95 % interval, Student]; tried: the mean of each rate under the seeds of the choice, where a run \
-that failed counts 0; training: rollouts of the last tenth; calls: network calls of a run in forward equivalents.
+that failed counts 0; an end: the rate taken is the smallest or the largest of these, and a better one may lie \
+beyond; training: rollouts of the last tenth; calls: network calls of a run in forward equivalents.
 
 {markdown(lines(found))}
 
@@ -92,7 +93,7 @@ def lines(found: Sequence[Group]) -> pd.DataFrame:
         {
             "method": group.name,
             "updates": group.updates,
-            "rate": rate_text(group.rate) if group.rate else "",
+            "rate": rate_text(group.rate) + " (an end)" * group.at_an_end if group.rate else "",
             "tried": ", ".join(f"{rate_text(rate)}: {percent(mean)}" for rate, mean in group.tried.items()),
             "before": percent(group.mean("before")),
             "after": interval(group.values("after")) + (" collapsed" if group.collapsed else ""),

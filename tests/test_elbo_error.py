@@ -208,10 +208,8 @@ def test_a_rehearsal_goes_all_the_way(bench, tmp_path, capsys):
     assert bench.page(rows) in capsys.readouterr().out
     shown = {(r["group"], r["estimator"]) for r in rows[1:]}
     assert {("all", "strata (2.3)"), ("all masks", "by verdict: surrogate, law of counts, arcs")} <= shown
-    assert {("all masks", name) for name in (bench.FLOOR, bench.ROUNDED, bench.STRATA, bench.ARCS, bench.LESS)} <= shown
-    assert not {("all", bench.ARCS), ("all", bench.LESS)} & shown, "arcs are not judged where masks are missing"
-    at = {r["estimator"]: r["all"][0] for r in rows[1:] if (r["group"], r.get("calls")) == ("all masks", 3)}
-    assert at[bench.LESS] == pytest.approx(at[bench.ARCS] - at[bench.FLOOR], abs=2e-4)
+    assert {("all masks", name) for name in (bench.FLOOR, bench.ROUNDED, bench.STRATA, bench.ARCS)} <= shown
+    assert ("all", bench.ARCS) not in shown, "arcs are not judged where masks are missing"
 
 
 @pytest.mark.slow

@@ -31,14 +31,10 @@ from minidrl.run import checkpoints, config
 from minidrl.tasks import text as texts
 from research.tables import markdown
 
-RESULT = Path(__file__).parents[1] / "results" / "elbo_error.json"
-SHIPPED = RESULT.with_name("elbo_error_shipped.json")  # of the base that ships; RESULT is of an earlier one
-OF_24, OF_256 = (RESULT.with_name(f"elbo_error_{length}.json") for length in (24, 256))
 SHOWN = "{:.3f} [{:.3f}, {:.3f}]".format
 ORDERS, CALLS, LONGEST, GENERATIONS = ("random", "low_confidence"), (2, 3, 4, 6, 8), 16, 8
-POSITIONS = (0, 1, 2, 3, 4, 5, 18, 19)  # the terms of the surrogate that are about one position
 FLOOR, ROUNDED = "SDMC, floor(tn) hidden (biased, as released)", "SDMC, rounded counts (biased)"
-STRATA, ARCS, LESS = "strata (2.3)", "arcs (2.11)", "arcs less SDMC with floor(tn)"
+STRATA, ARCS = "strata (2.3)", "arcs (2.11)"
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -222,24 +218,12 @@ def law_terms(table: Table, hidden: np.ndarray) -> np.ndarray:
     return np.concatenate([sums, sums * x, sums * (1 - x) ** 4], 1)
 
 
-def floored(values: np.ndarray, mean: float) -> np.ndarray:
-    """No mask is left out: 3 % of the mean is added."""
-    return values + 0.03 * mean
-
-
 def law_of_counts(table: Table, constants: np.ndarray) -> np.ndarray:
     """(n,) q(l) in proportion to the root of the mean of v over the masks of l positions; closed, no mask is enumerated."""
     n, l = table.n, np.arange(1, table.n + 1)
     share = np.repeat((l / n)[:, None], n, 1)  # of the masks of l positions that hide i: v is linear in the mask
     v = law_terms(table, share) @ constants
-    q = np.sqrt(floored(v, v.mean()))
-    return q / q.sum()
-
-
-def law_of_masks(table: Table, constants: np.ndarray) -> np.ndarray:
-    """(M,) q(M) in proportion to p times the root of v: needs the sum over all masks."""
-    v = law_terms(table, table.hidden) @ constants
-    q = table.p * np.sqrt(floored(v, table.p @ v))
+    q = np.sqrt(v + 0.03 * v.mean())  # no count is left out
     return q / q.sum()
 
 
@@ -299,10 +283,10 @@ def centre_problem(found: list[Table]) -> Problem:
     return [centre_terms(t) for t in found], [np.array([t.B]) for t in found], [np.array([1 / t.size]) for t in found]
 
 
-def surrogate_problem(found: list[Table], columns=slice(None)) -> Problem:
+def surrogate_problem(found: list[Table]) -> Problem:
     """H - E H against Z - B. E H is the closed one where all masks are there, else that of the population."""
-    x = [terms(t)[:, columns] for t in found]
-    means = [mean_terms(t)[columns] if t.complete else t.p @ every for t, every in zip(found, x, strict=True)]
+    x = [terms(t) for t in found]
+    means = [mean_terms(t) if t.complete else t.p @ every for t, every in zip(found, x, strict=True)]
     x = [every - mean for every, mean in zip(x, means, strict=True)]
     return x, [t.Z - t.B for t in found], [t.p / t.size for t in found]
 
@@ -320,9 +304,9 @@ def fit_centre(found: list[Table], keys: list) -> list[float]:
     return [float((row @ c)[0]) for row, c in zip(problem[0], fitted(found, keys, problem, ridge), strict=True)]
 
 
-def fit_surrogate(found: list[Table], keys: list, columns=slice(None)) -> list[np.ndarray]:
+def fit_surrogate(found: list[Table], keys: list) -> list[np.ndarray]:
     """Z - H + E H (M,) of each response."""
-    problem = surrogate_problem(found, columns)
+    problem = surrogate_problem(found)
     constants = fitted(found, keys, problem, ridge)
     return [t.Z - every @ c for t, every, c in zip(found, problem[0], constants, strict=True)]
 
@@ -437,7 +421,7 @@ def errors(found: list[Table]) -> dict[tuple[int, str], np.ndarray]:
     centre = {name: fit_centre(found, key) for name, key in keys.items()}
     rest = {name: [v - c for v, c in zip(fit_surrogate(found, keys[name]), centre[name], strict=True)] for name in keys}
     laws = {name: fit_law(found, key, rest[name]) for name, key in keys.items()}
-    positions, rows = fit_surrogate(found, keys["surrogate"], list(POSITIONS)), {}
+    rows = {}
     for i, t in enumerate(found):
         pairs = {name: pair_means(t, v) for name, v in {"": t.Z, **{n: r[i] for n, r in rest.items()}}.items() if t.complete}
         for calls in CALLS:
@@ -446,30 +430,15 @@ def errors(found: list[Table]) -> dict[tuple[int, str], np.ndarray]:
             row[ROUNDED] = sdmc(t, calls, "rounded")
             row[STRATA] = strata(t, t.Z, t.p, calls)
             row[ARCS] = arcs(t, t.Z, flat, calls, 0.0, pairs[""]) if pairs else math.nan
-            row[LESS] = row[ARCS] - row[FLOOR]
-            row["surrogate, positions alone"] = strata(t, positions[i], t.p, calls)
             for name in keys:
                 r, c, q = rest[name][i], centre[name][i], law_of_counts(t, laws[name][i])
                 row[name] = strata(t, r, t.p, calls, c)
                 row[f"{name}, law of counts"] = strata(t, r, t.p * t.n * q[t.l - 1], calls, c)
                 row[f"{name}, law of counts, arcs"] = arcs(t, r, q, calls, c, pairs[name]) if pairs else math.nan
-            row["by verdict: surrogate, law of masks"] = strata(t, r, law_of_masks(t, laws[name][i]), calls, c)
-            row["by verdict: regression, no call (biased)"] = abs(c - t.B)
             reference = sdmc(t, calls, "bernoulli")
             for name, error in row.items():
                 rows.setdefault((calls, name), []).append(error / reference)
     return {key: np.array(values) for key, values in rows.items()}
-
-
-def shares(table: Table) -> np.ndarray:
-    """(3,) of the variance of Z: between counts, of positions within a count, and what no sum over positions explains."""
-    inside, left = table.Z - table.by_count(table.Z, table.n * table.p)[table.l - 1], np.zeros(len(table.Z))
-    for l in range(1, table.n + 1):
-        rows = table.l == l
-        x = table.hidden[rows] - l / table.n
-        left[rows] = inside[rows] - x @ np.linalg.lstsq(x, inside[rows], rcond=None)[0]
-    within, rest = table.p @ inside**2 / table.size, table.p @ left**2 / table.size
-    return np.array([1 - within, within - rest, rest])
 
 
 @lru_cache
@@ -496,7 +465,7 @@ def cells(found: list[Table]) -> dict[str, np.ndarray]:
 
 
 def judged(found: list[Table], facts: dict, verdicts: bool = True) -> list[dict]:
-    """The rows of the result: facts and counts, then errors of all responses, of those with all masks, and the shares.
+    """The rows of the result: facts and counts, then errors of all responses, and of those with all masks.
 
     ``verdicts``: False where nothing can be solved.
     """
@@ -518,9 +487,6 @@ def judged(found: list[Table], facts: dict, verdicts: bool = True) -> list[dict]
     for (group, rows), ((calls, name), values) in itertools.product(groups.items(), ratio.items()):
         if rows.any() and not np.isnan(values[rows]).any():
             result.append({"group": group, "calls": calls, "estimator": name, **summary(values, rows)})
-    parts = np.array([shares(t) if t.complete else np.zeros(3) for t in found])
-    for name, values in zip(("between counts", "positions within a count", "interaction"), parts.T, strict=True):
-        result.append({"group": "shares", "estimator": name, **summary(values, complete)})
     return result
 
 
@@ -532,9 +498,9 @@ def table_by_calls(rows: list[dict], group: str) -> str:
     return markdown(pd.DataFrame(list(lines.values())))
 
 
-def table_by_cell(rows: list[dict], group: str, counts: dict[str, int], calls: int | None) -> str:
+def table_by_cell(rows: list[dict], group: str, counts: dict[str, int], calls: int) -> str:
     """Markdown: one number of calls, a column for each order and verdict, with the number of responses."""
-    found = [r for r in rows[1:] if (r["group"], r.get("calls")) == (group, calls)]
+    found = [r for r in rows[1:] if (r["group"], r["calls"]) == (group, calls)]
     names = {c: f"{c} ({counts[c]})" for c in counts if counts[c]}
     lines = [{"estimator": r["estimator"]} | {name: SHOWN(*r[c]) for c, name in names.items()} for r in found]
     return markdown(pd.DataFrame(lines))
@@ -550,9 +516,6 @@ def page(rows: list[dict], calls: int = 3) -> str:
         if counts[group]["all"]:
             parts += [f"{counts[group]['all']} {title}, by network calls:", table_by_calls(rows, group)]
             parts += [f"The same at {calls} calls, by order and verdict:", table_by_cell(rows, group, counts[group], calls)]
-    if counts["all masks"]["all"]:
-        shown = table_by_cell(rows, "shares", counts["all masks"], None)
-        parts += ["Shares of the variance of one state, of the responses with all masks:", shown]
     return "\n\n".join(parts)
 
 
@@ -562,11 +525,6 @@ def report(rows: list[dict], out: Path | None) -> list[dict]:
         out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(page(rows))
     return rows
-
-
-def stored(path: Path) -> list[dict]:
-    """A result that is in the repository."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def settings_of(given: argparse.Namespace) -> config.Train:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import time
 from dataclasses import replace
 from functools import partial
@@ -46,7 +45,6 @@ DUAL = ", dual clip"
 FREE = ", no clip"  # the ratio as it is, of good and bad answers alike: no clip, so no bypass either
 GOOD = ", good clipped"  # of no clip the good answers above 1.2, as GRPO's clip, and nothing of the bad ones
 BAD = ", bad clipped"  # of no clip the bad answers above the bound, as the dual clip, and nothing of the good ones
-LATER = (CLIPPED, DUAL, FREE, GOOD, BAD)  # lines with these were added after all others had run
 
 
 class Alphabet:
@@ -215,22 +213,6 @@ def summary(result: dict) -> dict:
 def stored(path: Path) -> list[dict]:
     """One dict a run."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def gained(run: dict) -> float:
-    """Mean reward of the last hundred updates less that of the first ten."""
-    return run["final_reward"] - run["reward"][0]
-
-
-def fallen(run: dict) -> float:
-    """Highest mean reward of a hundred updates in a row less that of the last hundred: never negative.
-
-    Both means have the same length: a highest mean of fewer updates would be noisier, and the highest of noise is too high.
-    """
-    curve = run["reward"]
-    count = min(100 // run["every"], len(curve))
-    means = [statistics.mean(curve[i : i + count]) for i in range(len(curve) - count + 1)]
-    return max(means) - means[-1]
 
 
 def missing(done: list[dict], names: list[str], scales: list[str], seeds: int) -> list[tuple[str, str, int]]:

@@ -10,6 +10,8 @@ made up, and no response ends early. The first step is a warm-up; the second is 
                    a2d-0.6b, all of whose weights are trained, by tiny_configs/a2d_06b_24gb.yaml
     --reduced      the same on any device and with any shape
 
+A reduced step writes up to 17 GB for a while. On a CPU without bfloat16 instructions its way back takes hours at full size.
+
 Counted are the products that the method needs. Of a sequence of T tokens of which R rows go through the head, forward:
 
     base       2 T B          B weights of the layers
@@ -26,11 +28,9 @@ recipe's matmul_precision.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import resource
-import shutil
 import statistics
 import tempfile
 import time
@@ -321,35 +321,6 @@ def reduced(raw: dict, folder: Path, device: str) -> config.Train:
     return dataclasses.replace(recipe, model=str(folder), task=Words(4), sampler=decoding, lora=lora, **small)
 
 
-class Frozen(torch.autograd.Function):
-    """A product with weights that are not trained, whose way back is multiplied in float32, a part of the weights at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.weight = weight
-        return LINEAR(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        total, rows = 0, 4096
-        for start in range(0, len(ctx.weight), rows):
-            total = total + gradient[..., start : start + rows].float() @ ctx.weight[start : start + rows].float()
-        return total.to(gradient.dtype), None, None
-
-
-LINEAR = torch.nn.functional.linear
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's, but for the way back through frozen bfloat16."""
-    return Frozen.apply(x, weight, bias) if weight.dtype == torch.bfloat16 and x.requires_grad else LINEAR(x, weight, bias)
-
-
-def without_instructions(device: str) -> bool:
-    """True of a CPU that has no bfloat16 products: torch's own way back through such weights is then slower than 1 GFLOP/s."""
-    return torch.device(device).type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     """Write the checkpoint, load it as any other, do one step: no warm-up, so that the first use of everything is in it."""
     settings = reduced(raw, folder, device)
@@ -364,9 +335,7 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     run = train.start(settings)
     wait(device)
     loaded, started = time.perf_counter() - started, time.perf_counter()
-    slow = without_instructions(device) and settings.lora.rank > 0
-    with mock.patch.object(torch.nn.functional, "linear", linear) if slow else contextlib.nullcontext():
-        row = loop.take_step(run, 0)
+    row = loop.take_step(run, 0)
     wait(device)
     took = time.perf_counter() - started
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident)  # KiB on Linux
@@ -377,7 +346,6 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     peak = memory.peak(memory.predicted_memory(settings))
     counted = "not measured" if found is None else f"measured {found / 1e9:.3g} GB"
     what = "allocated on the GPU" if gpu else "resident (by how much the peak of the process grew)"
-    told = "; no bfloat16 instructions, backward through the frozen weights in float32" if slow else ""
     phases = [name for name in ("rollout", "scoring", "update") if f"seconds/{name}" in row]
     rows = [{"phase": p, "sequences": row[f"network_calls/{p}"], "seconds": row[f"seconds/{p}"]} for p in phases]
     adapters = sum(p.numel() for name, p in run.model.named_parameters() if "lora" in name)
@@ -385,30 +353,11 @@ def measure_reduced(raw: dict, mask: int, folder: Path, device: str) -> str:
     return (
         f"{torch.cuda.get_device_name() if gpu else f'CPU, {torch.get_num_threads()} threads'}, torch {torch.__version__}: "
         f"{base:,} random weights in {raw['torch_dtype']}, written in {written:.0f} s as {files} files of {size / 1e9:.3g} GB, "
-        f"loaded by checkpoints.load{' with adapters' if adapters else ''} in {loaded:.1f} s{told}\n\n{table(rows)}\n\n"
+        f"loaded by checkpoints.load{' with adapters' if adapters else ''} in {loaded:.1f} s\n\n{table(rows)}\n\n"
         f"whole step: {took:.1f} s (loss {row['loss']:.3g}, gradient norm {row['grad_norm']:.3g}, "
         f"entropy {row['entropy']:.3g} of ln V = {np.log(raw['vocab_size']):.3g})\n"
         f"peak {what}: predicted {peak / 1e9:.3g} GB, {counted}"
     )
-
-
-def refuse_small(raw: dict, mask: int, folder: Path, device: str) -> None:
-    """SystemExit in one line where disk or main memory has no room for the reduced step."""
-    (folder / "config.json").write_text(json.dumps(raw))
-    parts = memory.predicted_memory(reduced(raw, folder, device))
-    needs = {"disk": (parts["weights"], shutil.disk_usage(folder).free)}
-    if torch.device(device).type == "cpu" and (free := available()) is not None:
-        needs["memory"] = (memory.peak(parts), free)
-    for name, (asked, free) in needs.items():
-        if asked > free:
-            raise SystemExit(f"{name}: got {free / 1e9:.1f} GB free; allowed from {asked / 1e9:.1f} GB")
-
-
-def available() -> int | None:
-    """Bytes of main memory that a program can have, where Linux says it."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -497,7 +446,6 @@ def main(argv: list[str] | None = None) -> None:
             print(predict(settings_of(arguments.shape, "cuda", Path(folder)), *rates))
         elif small:
             raw, mask = SHAPES[arguments.shape] if full else (SHAPES["8b"][0] | TINY, TINY["mask_token_id"])
-            refuse_small(raw, mask, Path(folder), arguments.device)
             print(measure_reduced(raw, mask, Path(folder), arguments.device))
         else:
             print(measure(settings_of(arguments.shape, arguments.device, Path(folder))))
