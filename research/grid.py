@@ -329,7 +329,7 @@ def run_cell(settings: config.Train, imitates: bool, out: Path) -> None:
             if folders.read_summary(out):
                 config.check_unchanged(settings, out)
             else:
-                train.train(settings, out, folders.has_checkpoint(out))
+                train.train(settings, out, bool(folders.checkpoint_folders(out)))
             model, tok = checkpoints.load(out / f"checkpoint-{settings.steps}")
     except (RunError, FloatingPointError) as error:
         if not (said := re.match(r"(step \d+: [^;]*)", str(error))):

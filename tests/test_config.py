@@ -31,27 +31,18 @@ def load(path: Path, **overrides) -> config.Train:
 
 MISTAKES = {
     "stepz 5": "stepz: unknown key (did you mean steps?); allowed model,",
-    "optimizer.learning_rat 5": "optimizer.learning_rat: unknown key (did you mean optimizer.learning_rate?)",
-    "sampler.lenght 5": "sampler.lenght: unknown key (did you mean sampler.length?)",
     "steps many": "steps: got 'many'; allowed a valid integer",
-    "steps 0": "steps: got 0; allowed greater than 0",
     "steps [1": "steps: got '[1'; allowed a value in YAML",
     "steps.more 3": "steps.more: got a value below 'steps', which is no section",
     "optimizer.learning_rate fast": "optimizer.learning_rate: got 'fast'; allowed a valid number",
-    "optimizer.learning_rate .nan": "optimizer.learning_rate: got nan; allowed a finite number",
     "optimizer.schedule linear": "optimizer.schedule: got 'linear'; allowed 'constant' or 'cosine'",
-    "optimizer 3": "optimizer: got 3; allowed a dictionary",
     "task 3": "task: got 3; allowed a section",
     "task.name chess": "task.name: got 'chess'; allowed countdown, sudoku",
     "task.num_numbers 7": "task.num_numbers: got 7; allowed 2, 3, 4",
-    "sampler.temperature -1": "sampler.temperature: got -1.0; allowed 0 (greedy)",
-    "sampler.order sideways": "sampler.order: got 'sideways'; allowed random, low_confidence",
     "sampler.block_length 3": "sampler.block_length: got 3; allowed a divisor of length = 4",
-    "sampler.length 1": "sampler.block_length: got 4; allowed a divisor of length = 1",
     "dtype float16": "dtype: got 'float16'; allowed 'stored', 'float32' or 'bfloat16'",
     "compute_dtype bfloat16": "compute_dtype: got 'bfloat16'; allowed weights, or dtype and rollout_dtype float32",
     "quantize true": "quantize: got True; allowed with lora.rank from 1",
-    "lora.target_modules []": "lora.target_modules: got []; allowed list should have at least 1 item",
     "device quantum": "device: got 'quantum'; allowed cpu, cuda",
 }
 
@@ -81,11 +72,8 @@ def test_settings_that_do_not_go_together(key, path):
 
 FILES = {
     "steps: [1": "is no YAML",
-    "- 1\n- 2\n": "holds list; allowed a mapping",
     "": "holds NoneType; allowed a mapping",
     "model: base\n": "sampler: missing; it has no default",
-    "sampler: {order: random}\n": "sampler.temperature: missing; it has no default",
-    "a: !!python/object/apply:os.system ['true']": "is no YAML",
 }
 
 
@@ -156,15 +144,6 @@ def test_another_task_keeps_only_how_a_model_is_asked(path, caplog):
     assert "num_numbers of the file are settings of countdown: left out for gsm8k" in caplog.text
 
 
-def test_settings_stay_as_they_were_checked(path):
-    settings = load(path)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.steps = 3
-    assert dataclasses.replace(settings, steps=3).steps == 3
-    with pytest.raises(ValueError, match="steps"):
-        dataclasses.replace(settings, steps=-3)
-
-
 # ------------------------------------------------------------------------------------------------------- what is stored
 
 
@@ -176,27 +155,6 @@ def test_a_config_that_ships_is_valid_and_survives_being_written_down(path):
     assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
     assert kind is config.Pretrain or settings.method in METHODS
     assert config.from_dict(kind, yaml.safe_load(config.dumped(settings))) == settings
-
-
-UNSAID = {
-    config.Train: {"steps": 100, "num_prompts": 16, "num_generations": 12, "num_iterations": 1, "micro_batch": 128}
-    | {"seed": 0, "save_every": 0, "threads": 0, "method": "reinforce", "dtype": "stored", "rollout_dtype": "float32"},
-    config.Pretrain: {"steps": 1000, "stop_after": 0, "batch_size": 128, "seed": 0, "save_every": 0, "threads": 0},
-    config.Optimizer: {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "max_grad_norm": 1.0}
-    | {"warmup": 0},
-    config.Evaluation: {"n": 512, "temperature": 1.0, "every": 0, "skip": 0},
-    config.Lora: {"rank": 0, "alpha": 64.0},
-    config.Network: {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256},
-}
-
-
-@pytest.mark.parametrize("kind", UNSAID, ids=lambda kind: kind.__name__)
-def test_what_a_config_does_not_say_means_what_it_meant_when_the_run_was_started(kind):
-    """A config that leaves a key out is another run as soon as the key has another default."""
-    sampler = SAMPLER | {"length": 8}
-    data = {"sampler": sampler} if kind in (config.Train, config.Pretrain) else {}
-    settings = config.from_dict(kind, data)
-    assert {key: getattr(settings, key) for key in UNSAID[kind]} == UNSAID[kind]
 
 
 def test_a_changed_run_is_noticed(path):

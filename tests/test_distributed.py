@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 import tiny
 from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
-from minidrl.gradient import Alone
 from minidrl.run import config, distributed, train
 from minidrl.tasks.countdown import Countdown
 
@@ -39,7 +38,7 @@ CASES = {
     "dppo-topk": {},
     "adapters": {"method": "diffu-grpo-paper", **ADAPTERS},
 }
-RUNS = ("diffu-grpo-paper", "stabledrl-block")
+RUNS = ("adapters", "stabledrl-block")
 
 
 @contextlib.contextmanager
@@ -97,7 +96,7 @@ def rollouts(folder: Path, order: str, attention: str) -> dict:
 
 def settings_of(folder: Path, method: str, **changes) -> config.Train:
     words = {"num_prompts": 4, "micro_batch": 3, "save_every": 1, "evaluate": config.Evaluation(n=5), "threads": 1}
-    return tiny.settings(folder / "base", **{"method": method, **words, **changes})
+    return tiny.settings(folder / "base", **{"method": method, **words, **CASES[method], **changes})
 
 
 def run_into(out: Path, settings: config.Train, resume: bool = False) -> dict:
@@ -268,11 +267,3 @@ def test_shares_have_one_size_and_cover_everything_once(monkeypatch):
             assert all(0 <= start and stop <= total and stop - start == size for start, stop in spans)
             own = [i for process, (_, stop) in enumerate(spans) for i in range(process * size, stop)]
             assert own == list(range(total))
-
-
-def test_without_torchrun_nothing_is_connected_and_nothing_copied():
-    model = object()
-    with distributed.process_group("cpu"):
-        assert (distributed.num_processes(), distributed.rank(), torch.distributed.is_initialized()) == (1, 0, False)
-        assert distributed.processes() is Alone
-        assert distributed.unsharded_copy(model) is model

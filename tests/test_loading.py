@@ -4,7 +4,6 @@
 says how it was made. The other checkpoints are made here, with random weights under the published keys.
 """
 
-import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -378,17 +377,6 @@ def test_a2d_and_encoders_see_everything_but_padding(folders, family, padded):
     assert (logits[..., model.mask_token_id] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("family", A2D)
-def test_a2d_made_by_dllms_block_trainer_is_not_taken_for_bidirectional(family, tmp_path):
-    (named := tmp_path / "Qwen-bd3lm-v0.1/checkpoint").mkdir(parents=True)
-    (trained := tmp_path / "mine").mkdir()
-    (trained / "training_args.bin").write_bytes(b"cdllm.core.trainers.bd3lm\nBD3LMConfig\n.")  # as it is pickled
-    for path in (named, trained):
-        A2D[family](path)
-        with pytest.raises(ValueError, match="block_length: got None for .*allowed .* in its config.json as block_size"):
-            checkpoints.load(path)
-
-
 def test_a2d_opens_its_chats_without_thinking(folders):
     """The template is told enable_thinking false, as in the released code; other families' are told nothing."""
     _, tokenizer = checkpoints.load(folders["a2d-qwen3"])
@@ -444,18 +432,6 @@ def test_an_end_that_only_the_generation_config_names(told, folder):
     assert (tok.eos_token_id, tok.pad_token_id) == (197, 195)
 
 
-@pytest.mark.parametrize("family", ["sdar", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Dream", "a2d-qwen3"))])
-def test_the_body_compiles_in_one_piece(folders, family, monkeypatch):
-    """As it is outside of the tests, where no function asks for the shapes of its arguments."""
-    for name in ("block_causal", "staircase_mask", "staircase_positions"):
-        monkeypatch.setattr(denoiser, name, inspect.unwrap(getattr(denoiser, name)))
-    model, _ = checkpoints.load(folders[family])
-    tokens, mask = batch(model)
-    whole = torch.compile(model._encode, backend="eager", fullgraph=True)
-    for attention_mask in (mask, None):
-        close(whole(tokens, attention_mask), model.encode(tokens, attention_mask))
-
-
 @each_family
 def test_a_network_goes_back_in_the_format_it_came_in(folders, family, tmp_path):
     """Raw tensors, file by file; config.json and the tokenizer byte for byte; and no code beside them."""
@@ -477,35 +453,25 @@ HEADS = {"llada": "model.transformer.ff_out.weight", "modernbert": "decoder.weig
 EMBEDDINGS = {"llada": "model.transformer.wte.weight", "modernbert": "model.embeddings.tok_embeddings.weight"}
 
 
-@pytest.mark.parametrize("equal", [False, True])
 @each_family
-def test_a_head_stays_what_the_file_holds_whatever_the_config_calls_it(family, equal, folders, tmp_path, caplog):
-    """Two weights where config.json says one; and one value twice where it says two."""
+def test_a_head_stays_what_the_file_holds_whatever_the_config_calls_it(family, folders, tmp_path):
+    """Two weights where config.json says one."""
     path = Path(shutil.copytree(folders[family], tmp_path / "made"))
     head, embedding = HEADS.get(family, "lm_head.weight"), EMBEDDINGS.get(family, "model.embed_tokens.weight")
     stored = load_file(path / "model.safetensors")
-    stored[head] = stored[embedding].clone() if equal else stored[embedding].flip(0).contiguous()
+    stored[head] = stored[embedding].flip(0).contiguous()
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    config(**{"weight_tying" if family == "llada" else "tie_word_embeddings": not equal})(path)
+    config(**{"weight_tying" if family == "llada" else "tie_word_embeddings": True})(path)
     model, tok = checkpoints.load(path)
-    assert ("both are kept" in caplog.text) is not equal
-    before = tiny.weights(model)
-    assert torch.equal(before["model." + ("decoder.weight" if family == "modernbert" else "lm_head.weight")], stored[head])
-    for again in (tmp_path / "again", tmp_path / "once more"):
-        caplog.clear()
-        checkpoints.save(model, tok, again)
-        assert torch.equal(load_file(again / "model.safetensors")[head], stored[head])
-        model, tok = checkpoints.load(again)
-        assert not caplog.text and not model.model.config.tie_word_embeddings
-    assert all(torch.equal(value, before[name]) for name, value in tiny.weights(model).items())
+    checkpoints.save(model, tok, tmp_path / "again")
+    assert torch.equal(load_file(tmp_path / "again/model.safetensors")[head], stored[head])
+    first, second = tiny.weights(model), tiny.weights(checkpoints.load(tmp_path / "again")[0])
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    "fast, asked", [(True, None), (False, None), (False, "bfloat16"), (True, "float32"), (True, "float64")]
-)
-@pytest.mark.parametrize("family", ["llama", "llada", "a2d-qwen3"])
-def test_the_stored_dtype_if_the_cpu_has_it_unless_another_is_asked(family, fast, asked, folder, monkeypatch, caplog):
-    path, dtype = folder(family), getattr(torch, asked or ("bfloat16" if fast else "float32"))
+@pytest.mark.parametrize("fast, asked", [(True, None), (False, None), (False, "bfloat16"), (True, "float32")])
+def test_the_stored_dtype_if_the_cpu_has_it_unless_another_is_asked(fast, asked, folder, monkeypatch, caplog):
+    path, dtype = folder("llada"), getattr(torch, asked or ("bfloat16" if fast else "float32"))
     weights(lambda w: w.update({name: value.bfloat16() for name, value in w.items()}))(path)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -515,7 +481,6 @@ def test_the_stored_dtype_if_the_cpu_has_it_unless_another_is_asked(family, fast
     assert [record.message for record in caplog.records] == (slow if not fast and not asked else [])
     checkpoints.save(model, tokenizer, path / "again")
     assert {value.dtype for value in load_file(path / "again/model.safetensors").values()} == {dtype}
-    assert checkpoints.arithmetic(torch.bfloat16, "cuda") == torch.bfloat16
 
 
 def shard(path: Path) -> None:
@@ -575,8 +540,6 @@ BROKEN = {
         config(model_type="llada3"),
         "'llada3'; allowed llama, llada, Dream, sdar, a2d-llama, a2d-qwen2, a2d-qwen3, modernbert$",
     ),
-    "another Dream": ("Dream", config(architectures=["DreamForCausalLM"]), r"allowed for Dream is \['DreamModel'\]"),
-    "ALiBi": ("llada", config(alibi=True), "with alibi True; allowed for llada is False"),
     "a size is missing": ("llada", config(d_model=None), "cannot be read: config.json gives no d_model"),
     "a mask beyond the tokens": ("llada", config(mask_token_id=500), "mask_token_id 500; allowed the id of one of its.* 199"),
     "a vocabulary below the tokenizer": ("sdar", config(vocab_size=261, mask_token_id=5), "262 tokens in its tok.*of 261"),

@@ -1,11 +1,9 @@
-"""Predicted bytes against counted ones: parameters of LLaDA-8B, what autograd keeps, the peak of a whole step.
+"""Predicted bytes against counted ones: parameters of LLaDA-8B, the peak of a whole step.
 
 A CPU has no counter of allocated memory. ``PeakBytes`` is one: it sees every tensor that an operation returns.
 """
 
-import dataclasses
 import weakref
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -120,54 +118,6 @@ def test_four_bits_are_what_bitsandbytes_stores(tmp_path):
     assert memory.predicted_memory(settings)["weights"] == pytest.approx(stored, rel=0.01)
 
 
-# ----------------------------------------------------------------------------------------------------------- activations
-WIDTH = 12
-
-
-def network(hidden: int, mlp: int, heads: int, layers: int, dtype: torch.dtype, adapters: config.Lora) -> denoiser.Denoiser:
-    """Weights without values: bytes do not depend on them."""
-    words = {"vocab_size": 8, "hidden_size": hidden, "intermediate_size": mlp, "num_attention_heads": heads}
-    words |= {"num_hidden_layers": layers, "mask_token_id": 1, "is_causal": False, "attn_implementation": "sdpa"}
-    with torch.device("meta"):
-        model = denoiser.Denoiser(LlamaForCausalLM(LlamaConfig(**words)).to(dtype))
-    model = model.to_empty(device="cpu").eval()
-    if adapters.rank:
-        denoiser.add_adapters(model, **dataclasses.asdict(adapters), seed=0, base="x")
-    return model
-
-
-def kept(*words) -> float:
-    """Bytes a token that autograd keeps of a forward over padded rows, weights left out, a storage once."""
-    model, sizes, users = network(*words), {}, Counter()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    tokens, mask = torch.full((2, WIDTH), 2), torch.ones(2, WIDTH, dtype=torch.bool)
-    mask[0, 0] = False
-
-    class Held:
-        def __init__(self, tensor):
-            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
-            sizes[self.key] = tensor.untyped_storage().nbytes()
-            users[self.key] += 1
-
-        def __del__(self):
-            users[self.key] -= 1
-
-    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
-        h = model.encode(tokens, mask)
-        held = sum(sizes[key] for key, count in users.items() if count and key not in weights)
-    assert h.requires_grad
-    return held / mask.numel()
-
-
-@pytest.mark.parametrize("adapters", [lora(0), lora(3)], ids=["none", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_keeps_what_is_predicted(dtype, adapters):
-    shape = (96, 64, 3)
-    counted = kept(*shape, 3, dtype, adapters) - kept(*shape, 2, dtype, adapters)
-    config_of = network(*shape, 1, dtype, adapters).model.config
-    assert memory.layer_bytes(config_of, dtype.itemsize, adapters, WIDTH) == counted  # to the byte
-
-
 # ------------------------------------------------------------------------------------------------------------- the peak
 def saved(folder: Path, **sizes) -> Path:
     tok = tokenizer()
@@ -223,14 +173,6 @@ def test_the_peak_of_a_step_is_within_15_percent_of_the_prediction(case, parts_o
     parts = memory.predicted_memory(settings)
     assert memory.peak(parts) == pytest.approx(sum(p.nbytes for p in tensors) + meter.peak, rel=0.15)
     assert (parts["earlier"] == 0) == case.endswith("at once") and parts["gradients"] > 0
-
-
-def test_the_head_of_llada_8b_is_applied_to_132_rows_at_a_time_however_many_there_are():
-    """3 arrays of float32 of at most 2^24 logits; beside them the hidden states of 256 rows a sequence, and their gradient."""
-    for size in (1, 64):
-        rows = size * 256 * 2 * 2 * 4096
-        logits = memory.predicted_memory(run(method="gdpo-sequence", micro_batch=size, lora=lora(8)))["logits"]
-        assert 0.9 * 3 * 4 * 2**23 < logits <= 3 * 4 * (2**24 + 126464) + rows
 
 
 def test_the_peak_is_the_worst_moment_and_not_the_sum():

@@ -38,15 +38,6 @@ def test_a_step_that_was_written_twice_counts_once_and_what_is_not_finite_not_at
     assert list(report.running_mean(np.array([1.0, 2.0, 6.0]), 3)) == [1.5, 3.0, 4.0]
 
 
-def test_the_axes_say_what_is_drawn():
-    [axes] = report.draw_curve(UPDATES + EVALUATIONS).axes
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["training rollouts", "held-out"]
-    assert axes.yaxis.get_major_formatter()(20.0) == "20 %" and axes.get_ylim()[0] == 0
-    training, held_out = axes.get_lines()
-    assert list(held_out.get_ydata()) == [30.0, 30.0] and training.get_ydata()[50] == pytest.approx(25.1)
-
-
 @pytest.mark.parametrize("rows", [UPDATES + EVALUATIONS, UPDATES[:1], EVALUATIONS[:1]])
 def test_the_file_is_a_png_of_fixed_size_and_the_same_each_time(tmp_path, rows):
     run = write_run(tmp_path / "run", rows)

@@ -194,7 +194,7 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 def run_on(monkeypatch, model: nn.Module, **changes) -> loop.Run:
     """A run that finds copies of ``model`` where it would load a checkpoint."""
     model = blockwise(model) if in_blocks(changes.get("method", "")) else model
-    monkeypatch.setattr(checkpoints, "load", lambda *_: (copy.deepcopy(model), tokenizer()))
+    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: (copy.deepcopy(model), tokenizer()))
     return train.start(settings(**changes))
 
 

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.utils import logging as their_log
 
 from minidrl.denoiser import Denoiser, has_adapters, inject_adapters, peft
+from minidrl.run.distributed import sharded_like
 from minidrl.run.families import FAMILIES, OWN, PUBLISHED, Family, own_name, stored_name
 from minidrl.run.launch import one_line
 
@@ -89,10 +90,7 @@ def load(
     folder = folder_of(source)
     if (folder / ADAPTER_CONFIG).is_file():
         return _load_adapters(folder, device, dtype)
-    raw = _read_config(folder)
-    family = FAMILIES[raw["model_type"]]
-    if raw.get("shift"):  # of what ``convert`` made
-        family = dataclasses.replace(family, shift=True)
+    raw, family = _read_config(folder)
     block_length = _block_length(folder, raw, family)
     tokenizer = _read_tokenizer(folder, raw, family)
     with reading(folder):
@@ -108,13 +106,7 @@ def load(
     names = [name for name in FILES if family is not OWN and (folder / name).is_file()]
     files = {name: (folder / name).read_bytes() for name in names}
     model = model if quantize else model.to(device)
-    denoiser = Denoiser(model, family, block_length, files).eval()
-    if _head_apart(denoiser):
-        said = (
-            "its head differs from its embedding, though config.json calls them one; both are kept"
-        )
-        log.warning(f"{folder}: {said}")
-    return denoiser, tokenizer
+    return Denoiser(model, family, block_length, files).eval(), tokenizer
 
 
 def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]:
@@ -123,15 +115,20 @@ def describe(source: str | Path) -> tuple[PreTrainedConfig, Family, torch.dtype]
     Those of ``PUBLISHED`` are known without a file. Raises ValueError for a folder or a name
     without a config.json.
     """
-    known = source in PUBLISHED and not Path(source).exists()
-    folder = Path(source) if known else folder_of(source, ["config.json"])
-    raw = PUBLISHED[source] if known else _read_config(folder)
-    family = FAMILIES[raw["model_type"]]
-    with reading(folder):
+    if source in PUBLISHED and not Path(source).exists():
+        raw, family = PUBLISHED[source], FAMILIES[PUBLISHED[source]["model_type"]]
+    else:
+        raw, family = _read_config(folder_of(source, ["config.json"]))
+    with reading(source):
         shape = _network_config(raw, family, raw.get("mask_token_id") or 0)
         shape._attn_implementation = "sdpa"
         stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
         return shape, family, getattr(torch, stored)
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """What the setting ``dtype`` asks for; None for stored."""
+    return None if name == "stored" else getattr(torch, name)
 
 
 def arithmetic(stored: torch.dtype, device: str | torch.device) -> torch.dtype:
@@ -144,8 +141,7 @@ def arithmetic(stored: torch.dtype, device: str | torch.device) -> torch.dtype:
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint here, as ``load`` returns it; ValueError as there."""
-    raw = _read_config(folder)
-    return _read_tokenizer(folder, raw, FAMILIES[raw["model_type"]])
+    return _read_tokenizer(folder, *_read_config(folder))
 
 
 def control_variate(source: str | Path, order: str) -> torch.Tensor | None:
@@ -180,8 +176,8 @@ def read_json(path: Path) -> dict:
         raise ValueError(f"{path.name} holds no JSON object: {error}") from None
 
 
-def _read_config(folder: Path) -> dict:
-    """config.json of a checkpoint that one of ``FAMILIES`` can compute."""
+def _read_config(folder: Path) -> tuple[dict, Family]:
+    """config.json of a checkpoint, and the family that can compute it."""
     if not (folder / "config.json").is_file():
         allowed = "a folder written by pretrain or train, or a published checkpoint"
         raise _refused(folder, f", which holds no config.json; allowed {allowed}")
@@ -190,20 +186,20 @@ def _read_config(folder: Path) -> dict:
     name = raw.get("model_type")
     if name not in list(FAMILIES):
         raise _refused(folder, f" with model_type {name!r}; allowed {', '.join(FAMILIES)}")
-    for key, value in FAMILIES[name].must.items():
+    family = FAMILIES[name]
+    for key, value in family.must.items():
         if (raw.get(key) or False) != (value or False):
-            allowed = f"{value!r}, which transformers' {FAMILIES[name].network.__name__} computes"
+            allowed = f"{value!r}, which transformers' {family.network.__name__} computes"
             got = f" with {key} {raw.get(key)!r}"
             raise _refused(folder, f"{got}; allowed for {name} is {allowed}")
-    return raw
+    # ``convert`` writes the key shift.
+    return raw, dataclasses.replace(family, shift=True) if raw.get("shift") else family
 
 
 def _block_length(folder: Path, raw: dict, family: Family) -> int | None:
     """Tokens of a block where attention is block-causal; None where it is bidirectional."""
     length = raw.get(family.block_key)
-    arguments = folder / "training_args.bin"  # a pickle, which is not opened: it names a trainer
-    told = arguments.read_bytes() if arguments.is_file() else b""
-    by_bd3lm = family.block_key == "block_size" and b"bd3lm" in str(folder).lower().encode() + told
+    by_bd3lm = family.block_key == "block_size" and "bd3lm" in str(folder).lower()
     if length is None and not (family.in_blocks or by_bd3lm):
         return None
     if type(length) is not int or length < 1:
@@ -301,23 +297,6 @@ def _read_network(
     return model
 
 
-def _head_apart(denoiser: Denoiser) -> bool:
-    """Whether a head that its config.json calls the embedding is another tensor.
-
-    Then the configurations, that of the network and the one to be saved, call them two.
-    """
-    model, raw = denoiser.model, denoiser.files.get("config.json")
-    apart = model.get_output_embeddings().weight is not model.get_input_embeddings().weight
-    if not (apart and model.config.tie_word_embeddings):
-        return False
-    model.config.tie_word_embeddings = False
-    if raw is not None:
-        (key,) = denoiser.family.fields.get("tie_word_embeddings", ("tie_word_embeddings",))
-        words = json.loads(raw) | {key: False}
-        denoiser.files["config.json"] = json.dumps(words, indent=2).encode()
-    return True
-
-
 def shards(folder: Path) -> list[Path]:
     """The weight files: one, or those that the index names."""
     if (folder / "model.safetensors").is_file():
@@ -350,8 +329,9 @@ def compared(
 
 
 def not_stored(model: PreTrainedModel) -> set[str]:
-    """The names of weights that are others' under the network's configuration: a tied head."""
-    return set(model._tied_weights_keys) if model.config.tie_word_embeddings else set()
+    """The names of weights that are another's: a head that is the embedding."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return set(model._tied_weights_keys) if tied else set()
 
 
 # ----------------------------------------------------------------------------------------- adapters
@@ -391,7 +371,7 @@ def read_adapters(denoiser: Denoiser, folder: Path) -> None:
         raise _refused(folder, f", whose adapters do not fit the network: {got}")
     with torch.no_grad():
         for name, value in weights.items():
-            own[name].copy_(value)
+            own[name].copy_(sharded_like(value, own[name]))
 
 
 def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -426,7 +406,6 @@ def merged(source: Path) -> tuple[Denoiser, PreTrainedTokenizerBase]:
         layer.merge()
         model.set_submodule(name, plain)
     del model.peft_config
-    _head_apart(denoiser)
     return denoiser, tokenizer
 
 
@@ -490,12 +469,12 @@ def save_as_llada(
 
 
 # ----------------------------------------------------------------------------------------- mistakes
-def _refused(folder: Path, found: str) -> ValueError:
+def _refused(folder: str | Path, found: str) -> ValueError:
     return ValueError(f"model: got {str(folder)!r}{found}")
 
 
 @contextlib.contextmanager
-def reading(folder: Path):
+def reading(folder: str | Path):
     """What a library has to say about a file becomes one line that names the folder.
 
     Running out of a GPU's memory is not about the file, and the caller knows what to lower.

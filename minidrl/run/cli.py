@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -31,6 +31,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ANY_KEY = {"allow_extra_args": True, "ignore_unknown_options": True}
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, as in tiny_configs/")]
 Out = Annotated[Path, typer.Option(help="output folder (default runs/CONFIG)", show_default=False)]
+Device = Annotated[str, typer.Option(help="default: cuda where torch finds a GPU")]
+Dtype = Annotated[
+    Literal["stored", "float32", "bfloat16"], typer.Option(help="of weights and activations")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
 
 
@@ -60,10 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, MemoryError) as error:
-        if type(error).__name__ == "ValidationError":  # of settings that the code itself has made
-            from minidrl.run import config
-
-            return _report(config.in_one_line(error, config.Train), 2)
         return _report(error, 2)
     except (RunError, FloatingPointError) as error:
         return _report(error, 1)
@@ -188,28 +188,30 @@ def verify(
     prompt: Annotated[str, typer.Option(help="a question whose answer is known")] = None,
     answer: Annotated[str, typer.Option(help="the word that the greedy reply must hold")] = None,
     text: Annotated[str, typer.Option(help="what the model was trained on, for the loss")] = None,
-    device: Annotated[str, typer.Option(help="default: cuda where torch finds a GPU")] = None,
-    dtype: str = "stored",
-    out: Annotated[str, typer.Option(help="an existing folder with room for the weights")] = None,
+    device: Device = None,
+    dtype: Dtype = "stored",
 ) -> None:
     """Does everything work with these weights?
 
-    Five checks, from loading to an RL step.
+    Five checks, from loading to an RL step. One writes the weights into TMPDIR.
     """
-    import torch
-
     from minidrl.run import verify
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    words = {"prompt": prompt, "answer": answer, "text": text, "dtype": dtype, "out": out}
+    words = {"prompt": prompt, "answer": answer, "text": text, "dtype": dtype}
     checks = []
-    for check in verify.verify(model, device=device, **words):
+    for check in verify.verify(model, device=_device(device), **words):
         print(check, flush=True)
         checks.append(check)
     failed = [check.name for check in checks if check.status == "FAILED"]
     if failed:
         share = f"{len(failed)} of {len(checks)}"
         raise RunError(f"verify: {share} checks failed: {', '.join(failed)}")
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @app.command()
@@ -248,6 +250,8 @@ def evaluate(
     length: Annotated[int, typer.Option(min=1, help="of the response, in tokens")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     batch: Annotated[int, typer.Option(min=1, help="at a time; changes no result")] = 128,
+    device: Device = None,
+    dtype: Dtype = "stored",
     out: Annotated[
         Path, typer.Option(help="a JSON file for protocol, result and every response")
     ] = None,
@@ -274,18 +278,16 @@ def evaluate(
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
     path = config_file or _config_of(model)
-    data, chosen = config.read(path), {}
-    if task and task != (data.get("task") or {}).get("name", "countdown"):
-        chosen["task"] = {"name": task}  # nothing of the other task stays
+    chosen = {"task.name": task} if task else {}
     if length:
-        own = data.get("sampler") or {}
+        own = config.read(path).get("sampler") or {}
         chosen["sampler.length"] = length
         if own.get("block_length") == own.get("length"):
             chosen["sampler.block_length"] = length  # a response was one block, and is one again
     settings = config.load(config.Train, path, chosen | overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     held_out(settings.task, n)  # before anything is loaded
-    network, tok = checkpoints.load(model)
+    network, tok = checkpoints.load(model, _device(device), checkpoints.dtype_of(dtype))
     how = {"n": n, "samples": samples, "seed": seed, "name": model, "out": out}
     asked = (network, tok, settings.task, decoding)
     found = evaluator.record(*asked, micro_batch=batch, **how)

@@ -17,6 +17,7 @@ turn a tie.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import statistics
@@ -52,6 +53,13 @@ def evaluate(model: Any, tok: Any, task: Task, settings: Sampler, *, n: int, **h
     solved by at least one of k samples.
     """
     return _shares(_Asked(model, tok, task, settings, n, **how).responses(), n)
+
+
+def evaluate_run(settings: Any, model: Any, tok: Any, **how: int) -> dict:
+    """`evaluate` as the settings of a run have it."""
+    how |= {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
+    decoding = dataclasses.replace(settings.sampler, temperature=settings.evaluate.temperature)
+    return evaluate(model, tok, settings.task, decoding, **how)
 
 
 @dataclass

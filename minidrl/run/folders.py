@@ -4,7 +4,7 @@
     metrics.jsonl    one JSON object a line: an update, an evaluation, or both
     summary.json     of a run that has finished
     checkpoint-N     network, tokenizer, optimiser and counters after N steps, with copies of
-                     config.yaml and metrics.jsonl as they stood then
+                     config.yaml and metrics.jsonl as they stood then; it is never written twice
 
 A file or a checkpoint is written under another name (NAME.part), flushed to the disk and renamed.
 A rename happens or does not: what has its name is whole, whatever ends the process or the machine.
@@ -31,13 +31,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from minidrl.denoiser import has_adapters, trained
-from minidrl.loop import learning_rate
 from minidrl.run import checkpoints, config, distributed
 from minidrl.run.launch import one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
-PART, OLD = ".part", ".old"
+PART = ".part"
 # What may differ when a run is continued: how long, how observed, on what machine.
 FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
 FREE_ON_RESUME += ("device", "threads", "workers", "compile", "tensorboard")
@@ -46,24 +45,15 @@ FREE_ON_RESUME += ("task.max_prompt_length",)  # which all prompts are checked t
 log = logging.getLogger("minidrl")
 
 
-class WriteError(OSError):
-    """A file could not be written; the message names it. What stood there before still does."""
-
-
 # ------------------------------------------------------------------------------ whole or not at all
 def write(path: Path, content: str | bytes) -> None:
-    """A file as a whole; WriteError leaves the one that was there."""
+    """A file as a whole; where that fails, the one that was there stays."""
     part = path.with_name(path.name + PART)
     with _writing(path):
-        try:
-            part.write_bytes(content.encode() if isinstance(content, str) else content)
-            _sync(part)
-            os.replace(part, path)
-            _sync(path.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        _sync(part)
+        os.replace(part, path)
+        _sync(path.parent)
 
 
 def append(path: Path, line: str) -> None:
@@ -74,20 +64,12 @@ def append(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; at the end of the block it has its name, and the one before it is gone.
-
-    The one before is NAME.old until the new one stands: no moment is without a whole one.
-    """
-    old = path.with_name(path.name + OLD)
+    """A new folder to fill; at the end of the block it has its name."""
     with _filled(path.with_name(path.name + PART)) as part:
         yield part
         _sync(*part.rglob("*"), part)
-        if path.exists():
-            _remove(old)
-            os.replace(path, old)
         os.replace(part, path)
         _sync(path.parent)
-        _remove(old)
 
 
 @contextlib.contextmanager
@@ -105,12 +87,12 @@ def into(path: Path) -> Iterator[Path]:
 def _filled(part: Path) -> Iterator[Path]:
     # Empty at first; what still has that name at the end was not finished.
     with _writing(part.with_suffix("")):
-        _remove(part)
+        shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir(parents=True)
             yield part
         finally:
-            _remove(part)
+            shutil.rmtree(part, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -119,7 +101,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise WriteError(f"{path} cannot be written: {one_line(error)}") from error
+        raise OSError(f"{path} cannot be written: {one_line(error)}") from error
 
 
 def _sync(*paths: Path) -> None:
@@ -132,24 +114,22 @@ def _sync(*paths: Path) -> None:
             os.close(handle)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 # -------------------------------------------------------------------------------------- checkpoints
 def save_checkpoint(
     path: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict
 ) -> None:
-    """All that a run goes on from: network, tokenizer, optimiser, counters, settings and log."""
+    """All that a run goes on from: network, tokenizer, optimiser, counters, settings and log.
+
+    One that is there already is of the same step of the same run, and stays.
+    """
     gathered = get_optimizer_state_dict(model, optimizer, options=distributed.WHOLE)
     slots = gathered.get("state", {}).items()  # nothing but in process 0
     tensors = {f"{name}/{key}": value for name, slot in slots for key, value in slot.items()}
     model = distributed.unsharded_copy(model)
 
     def save() -> None:
+        if path.exists():
+            return
         with folder(path) as part:
             checkpoints.save(model, tok, part)
             save_file(tensors, part / OPTIMIZER)
@@ -165,12 +145,11 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) ->
     """Put a checkpoint's weights and optimiser state back, to the bit; returns its counters."""
     with _whole(path):
         if has_adapters(model):
-            stored = distributed.empty_copy(model)
-            checkpoints.read_adapters(stored, path)
+            checkpoints.read_adapters(model, path)
         else:
             # On the CPU: beside the network a GPU may be full.
             stored, _ = checkpoints.load(path, dtype=model.model.dtype)
-        distributed.load_weights(model, stored)
+            distributed.load_weights(model, stored)
         load_optimizer(path / OPTIMIZER, model, optimizer)
         return _state(path)
 
@@ -206,11 +185,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def has_checkpoint(out: Path) -> bool:
-    """True when a run in ``out`` has a checkpoint, be it one whose replacement was interrupted."""
-    return any(re.fullmatch(r"checkpoint-\d+(\.old)?", path.name) for path in out.glob("*"))
-
-
 @contextlib.contextmanager
 def _whole(checkpoint: Path) -> Iterator[None]:
     # No crash leaves a damaged one here; a copy that was cut short does, and a disk may.
@@ -224,8 +198,9 @@ def _whole(checkpoint: Path) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------ a run and its end
 @contextlib.contextmanager
-def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
-    """The folder of a run, for this process alone; yields the checkpoint to go on from, or None.
+def opened(out: Path, settings: Any, resume: bool) -> Iterator[tuple[Path | None, dict[str, str]]]:
+    """The folder of a run, for this process alone; yields the checkpoint to go on from, or None,
+    and the sums of the data files, which a checkpoint keeps.
 
     No run is overwritten. The lock is the kernel's: it goes with the process, however that ends.
     """
@@ -236,12 +211,14 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[Path | None]:
         lock.release()
 
 
-def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None:
+def _open(
+    out: Path, settings: Any, resume: bool, lock: FileLock
+) -> tuple[Path | None, dict[str, str]]:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
     names = [path.name for path in out.iterdir()] if out.exists() else []
     names = [name for name in names if name != ".lock" and not name.endswith(PART)]
-    if CONFIG not in names and not has_checkpoint(out):  # no run: nothing is touched
+    if CONFIG not in names and not checkpoint_folders(out):  # no run: nothing is touched
         if resume:
             got = f"{str(out)!r}, which holds no checkpoint"
             raise ValueError(f"resume: got {got}; allowed the folder of a run")
@@ -255,82 +232,49 @@ def _open(out: Path, settings: Any, resume: bool, lock: FileLock) -> Path | None
         got = f"{str(out)!r}, to which another process is writing"
         raise ValueError(f"out: got {got}; allowed another --out, or wait for it") from None
     except OSError as error:
-        raise WriteError(f"out: {out} cannot be written to: {error}") from None
-    _settle(out)
-    if checkpoint_folders(out):
-        if resume:
-            return _resumed(out, settings)
+        raise OSError(f"out: {out} cannot be written to: {error}") from None
+    for part in out.glob(f"checkpoint-*{PART}"):  # of a write that was interrupted
+        shutil.rmtree(part)
+    found, sums = checkpoint_folders(out), data_sums(settings)
+    if found and resume:
+        _check_resumed(out, found[-1], settings, sums)
+        return found[-1], sums
+    if found or (out / SUMMARY).exists():
         allowed = "another --out, or --resume to continue it"
         raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
-    if (out / SUMMARY).exists():
-        got = f"{str(out)!r}, which already holds a finished run without its checkpoints"
-        raise ValueError(f"out: got {got}; allowed another --out")
     if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
         config.check_unchanged(settings, out)
         log.warning(f"{out} holds a run that ended before its first checkpoint; it starts again")
-    write_config(out, settings)
-    return None
+    return None, sums
 
 
-def _settle(out: Path) -> None:
-    # What an interrupted write left: the folder that was to be replaced stays if no other has come.
-    for path in list(out.iterdir()):
-        name, ending = path.stem, path.suffix
-        if ending in (PART, OLD) and re.fullmatch(r"checkpoint-\d+", name):
-            if ending == OLD and not (out / name).exists():
-                os.replace(path, out / name)
-            else:
-                _remove(path)
-
-
-def _resumed(out: Path, settings: Any) -> Path:
-    """The newest checkpoint, if these settings may continue it."""
-    checkpoint = checkpoint_folders(out)[-1]
+def _check_resumed(out: Path, checkpoint: Path, settings: Any, sums: dict[str, str]) -> None:
+    """ValueError unless these settings and data may continue the run."""
     config.check_unchanged(settings, checkpoint, free=FREE_ON_RESUME)
-    _check_data(settings.task, checkpoint)
+    with _whole(checkpoint):
+        known = _state(checkpoint).get("data", {})  # an older version says nothing of its data
+    for key, digest in sums.items():
+        if digest != known.get(key, digest):
+            section, name = (settings, key) if key == "data" else (settings.task, f"task.{key}")
+            got = f"{getattr(section, key)!r}, which has changed since {checkpoint} was written"
+            allowed = f"the file as it was, or another --out, for a new run from {checkpoint}"
+            raise ValueError(f"{name}: got {got}; allowed {allowed}")
     step = step_of(checkpoint)
     if step > settings.steps or (step == settings.steps and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
         raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
-    _tell_schedule(settings, checkpoint)
-    return checkpoint
 
 
-def data_sums(task: Any) -> dict[str, str]:
-    """The SHA-256 of each file of problems that a task is asked from, by its setting."""
-    paths = {
-        key: Path(getattr(task, key, "")) for key in config.DATA_PATHS if getattr(task, key, "")
-    }
-    return {key: hashlib.sha256(path.read_bytes()).hexdigest() for key, path in paths.items()}
-
-
-def _check_data(task: Any, checkpoint: Path) -> None:
-    with _whole(checkpoint):
-        known = _state(checkpoint).get("data", {})  # an older version says nothing of its data
-    for key, digest in data_sums(task).items():
-        if digest != known.get(key, digest):
-            got = f"{getattr(task, key)!r}, which has changed since {checkpoint} was written"
-            allowed = f"the file as it was, or a new run: --model {checkpoint} --out another"
-            raise ValueError(f"task.{key}: got {got}; allowed {allowed}")
-
-
-def _tell_schedule(settings: Any, checkpoint: Path) -> None:
-    """A remark where a cosine, which ends with the steps, is made longer or shorter."""
-    before, s = config.of_run(type(settings), checkpoint).steps, settings.optimizer
-    if s.schedule == "cosine" and before != settings.steps:
-        updates, step = getattr(settings, "num_iterations", 1), step_of(checkpoint)
-        was, now = (
-            learning_rate(s, step * updates, steps * updates) for steps in (before, settings.steps)
-        )
-        said = f"the cosine of {before} steps becomes one of {settings.steps}"
-        log.warning(
-            f"optimizer.schedule: {said}: the rate of step {step + 1} is {now:.3g}, not {was:.3g}"
-        )
-
-
-def write_config(out: Path, settings: Any) -> None:
-    """config.yaml of a run; of one that goes on, once its checkpoint has been read."""
-    write(out / CONFIG, config.dumped(settings))
+def data_sums(settings: Any) -> dict[str, str]:
+    """The SHA-256 of each data file of a run, by its setting."""
+    files = {key: getattr(settings.task, key, "") for key in config.DATA_PATHS}
+    files["data"] = getattr(settings, "data", "")
+    sums = {}
+    for key, path in files.items():
+        if path:
+            with open(path, "rb") as file:
+                sums[key] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def write_summary(out: Path, summary: dict) -> dict:
@@ -369,21 +313,25 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """metrics.jsonl, and TensorBoard's event files where they are asked for.
 
-    A resumed run begins with the lines that its checkpoint holds: later ones are written again.
+    With it a run begins: its settings are written. A resumed run begins with the lines that its
+    checkpoint holds; later ones are written again.
     """
 
-    def __init__(self, out: Path, checkpoint: Path | None, step: int, tensorboard: bool = False):
+    def __init__(self, out: Path, settings: Any, checkpoint: Path | None):
         self.path, self.writer = out / METRICS, None
-        if not distributed.is_main():
-            return
-        if tensorboard:
+        distributed.on_main(lambda: self._begin(out, settings, checkpoint))
+
+    def _begin(self, out: Path, settings: Any, checkpoint: Path | None) -> None:
+        if getattr(settings, "tensorboard", False):
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 allowed = "false, or pip install tensorboard"
                 raise ValueError(f"tensorboard: got true, it is missing; {allowed}") from None
+        write(out / CONFIG, config.dumped(settings))
         write(self.path, (checkpoint / METRICS).read_bytes() if checkpoint else "")
-        if tensorboard:
+        if getattr(settings, "tensorboard", False):
+            step = step_of(checkpoint) if checkpoint else 0
             self.writer = SummaryWriter(out / "tensorboard", purge_step=step + 1)
 
     def write(self, row: dict) -> None:

@@ -74,7 +74,7 @@ def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     if settings.task.prompt_format != "chat":  # whose prompts may be shorter than they are allowed
         sampler.check_positions(network, settings.task.prompt_length, settings.sampler.length)
     stored = checkpoints.arithmetic(stored, settings.device)
-    dtype = stored if settings.dtype == "stored" else getattr(torch, settings.dtype)
+    dtype = checkpoints.dtype_of(settings.dtype) or stored
     own = settings.compute_dtype != "weights"
     size = (getattr(torch, settings.compute_dtype) if own else dtype).itemsize
     plan = draw(method, rollout, torch.Generator().manual_seed(settings.seed))

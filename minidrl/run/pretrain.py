@@ -31,10 +31,10 @@ from minidrl.algorithms import Rollout
 from minidrl.features import Network
 from minidrl.keyed import keyed_generator, keyed_seed
 from minidrl.run import checkpoints, config, folders, memory
-from minidrl.run.evaluate import evaluate
+from minidrl.run.evaluate import evaluate_run
 from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import RunError, stop_requests
-from minidrl.run.train import make_optimizer, prepare, stopped
+from minidrl.run.train import make_optimizer, prepare, until_asked
 from minidrl.tasks import Problem, held_out, rows
 from minidrl.tasks.text import encode_prompts, encode_responses
 
@@ -52,19 +52,18 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     if settings.init:
         memory.check_weights(settings.init, 16, settings.device)  # bytes a weight
     held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
-    with folders.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
-        try:
-            return _pretrain(settings, out, checkpoint, asked)
-        except (RuntimeError, ConnectionError, EOFError) as error:
-            lost = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
-            if not settings.workers or not lost:
-                raise
-            said = "a process that makes demonstrations was ended from outside (out of memory?)"
-            raise RunError(f"{said}; --resume goes on from the last checkpoint") from None
+    if settings.data:
+        _exchanges(settings.data)
+    with folders.opened(out, settings, resume) as (checkpoint, sums), stop_requests() as asked:
+        return _pretrain(settings, out, checkpoint, sums, asked)
 
 
 def _pretrain(
-    settings: config.Pretrain, out: Path, checkpoint: Path | None, asked: Callable[[], int]
+    settings: config.Pretrain,
+    out: Path,
+    checkpoint: Path | None,
+    sums: dict[str, str],
+    asked: Callable[[], int],
 ) -> dict:
     state = {"step": 0, "seconds": 0.0, "met": []}
     model, tok = _begun(settings)
@@ -72,54 +71,49 @@ def _pretrain(
     optimizer = make_optimizer(model, settings.optimizer, fused=bool(settings.init))
     if checkpoint is not None:
         state |= folders.load_checkpoint(checkpoint, model, optimizer)
-    log = MetricsLog(out, checkpoint, state["step"])
-    if checkpoint is not None:
-        folders.write_config(out, settings)
+    log = MetricsLog(out, settings, checkpoint)
     started = time.perf_counter() - state["seconds"]
     log_every = 1 if settings.init else 50
     last, met = settings.stop_after or settings.steps, set(state["met"])
     steps = range(state["step"], last)
 
-    def save(step: int) -> Path:
-        reached = {"step": step, "seconds": time.perf_counter() - started, "met": sorted(met)}
-        folders.save_checkpoint(out / f"checkpoint-{step}", model, tok, optimizer, reached)
-        return out / f"checkpoint-{step}"
+    def save() -> Path:
+        facts = {"seconds": time.perf_counter() - started, "met": sorted(met), "data": sums}
+        folder = out / f"checkpoint-{state['step']}"
+        folders.save_checkpoint(folder, model, tok, optimizer, state | facts)
+        return folder
 
-    def judged(step: int) -> dict:
-        scores = _judged(settings, model, tok)
+    def judged() -> dict:
+        with precision(settings):
+            scores = evaluate_run(settings, model, tok)
         if settings.evaluate.every:
-            seconds = {"step": step, "seconds": time.perf_counter() - started}
-            log.write(seconds | {f"eval/{key}": value for key, value in scores.items()})
+            reached = {"step": state["step"], "seconds": time.perf_counter() - started}
+            log.write(reached | {f"eval/{key}": value for key, value in scores.items()})
         return scores
 
     batches = demonstration_rollouts(settings, tok, steps)
-    bar = tqdm(steps, desc="pretrain", initial=state["step"], total=last, mininterval=2)
-    with contextlib.closing(batches):  # whose processes end with it
-        for step in bar:
-            if signal := asked():
-                bar.close()
-                save(step)
-                raise stopped(signal, out, step, last)
-            problems, rollout = next(batches)
-            lr = loop.learning_rate(settings.optimizer, step, settings.steps)
-            with precision(settings):
-                loss = elbo_loss(network, rollout, settings, step)
-                loss.backward()
-            try:
-                norm = loop.optimizer_step(model, optimizer, settings.optimizer, lr)
-            except FloatingPointError as error:
-                raise RunError(
-                    f"step {step}: {error}; stopped, {save(step)} is from before it"
-                ) from None
-            met.update(problem.key for problem in problems)
-            if step % log_every == 0:
-                bar.set_postfix(loss=f"{loss.item():.3f}")
-                measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
-                log.write({"step": step + 1} | measured)
-            if (every := settings.evaluate.every) and (step + 1) % every == 0 and step + 1 < last:
-                judged(step + 1)
-            if settings.save_every and (step + 1) % settings.save_every == 0:
-                save(step + 1)
+    bar = tqdm(desc="pretrain", initial=state["step"], total=last, mininterval=2)
+    for step in until_asked(asked, bar, steps, save):
+        problems, rollout = next(batches)
+        lr = loop.learning_rate(settings.optimizer, step, settings.steps)
+        with precision(settings):
+            loss = elbo_loss(network, rollout, settings, step)
+            loss.backward()
+        try:
+            norm = loop.optimizer_step(model, optimizer, settings.optimizer, lr)
+        except FloatingPointError as error:
+            raise RunError(f"step {step}: {error}; stopped, {save()} is from before it") from None
+        state["step"] = step + 1
+        met.update(problem.key for problem in problems)
+        if step % log_every == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+            measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
+            log.write({"step": step + 1} | measured)
+        if (every := settings.evaluate.every) and (step + 1) % every == 0 and step + 1 < last:
+            judged()
+        if settings.save_every and (step + 1) % settings.save_every == 0:
+            save()
+    bar.close()
     facts = {
         "steps": last,
         "seconds": round(time.perf_counter() - started, 1),
@@ -128,15 +122,7 @@ def _pretrain(
     }
     with folders.into(out) as part:
         checkpoints.save(model, tok, part)
-    return folders.write_summary(out, facts | {"held_out": judged(last)})
-
-
-def _judged(settings: config.Pretrain, model: denoiser.Denoiser, tok: Any) -> dict:
-    """Shares of held-out problems, at the temperature that ``evaluate`` says."""
-    decoding = dataclasses.replace(settings.sampler, temperature=settings.evaluate.temperature)
-    how = {"n": settings.evaluate.n, "skip": settings.evaluate.skip}
-    with precision(settings):
-        return evaluate(model, tok, settings.task, decoding, **how)
+    return folders.write_summary(out, facts | {"held_out": judged()})
 
 
 def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
@@ -175,19 +161,12 @@ def precision(settings: config.Pretrain) -> Iterator[None]:
 @dataclasses.dataclass(frozen=True)
 class Demonstrations:
     """What step ``i`` of a pre-training learns from, item ``i``: problems of the pre-training
-    split, their prompts and mask, and a response to each; in main memory. Or why there is none: an
-    error that a worker process raises would reach the run with its traceback for a message."""
+    split, their prompts and mask, and a response to each; in main memory."""
 
     settings: config.Pretrain
     tok: Any
 
-    def __getitem__(self, step: int) -> tuple | ValueError:
-        try:
-            return self._made(step)
-        except ValueError as error:
-            return error
-
-    def _made(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
+    def __getitem__(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
         settings, task = self.settings, self.settings.task
         source = Written(settings.data) if settings.data else task
         rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
@@ -240,28 +219,6 @@ def _exchanges(path: str) -> list[Exchange]:
     return [Exchange(*row.values()) for row in rows.texts(found, (asked, "answer"), path)]
 
 
-def _unchanged(item: Any) -> Any:
-    return item
-
-
-def _begin_worker(number: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
-
-
-@contextlib.contextmanager
-def _deaf_children() -> Iterator[None]:
-    """Processes that begin inside leave Ctrl-C to the run, which saves first.
-
-    They inherit that the signal is blocked; the run itself hears it when the block ends.
-    """
-    resource_tracker.ensure_running()  # to start it would end the block
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
 def demonstration_rollouts(
     settings: config.Pretrain, tok: Any, steps: Sequence[int]
 ) -> Iterator[tuple[Sequence[Problem], Rollout]]:
@@ -274,7 +231,7 @@ def demonstration_rollouts(
         Demonstrations(settings, tok),
         batch_size=None,
         sampler=steps,
-        collate_fn=_unchanged,
+        collate_fn=tuple,  # as it is
         num_workers=settings.workers,
         # A forked process would hold the run's lock after the run's death.
         multiprocessing_context="spawn" if settings.workers else None,
@@ -283,13 +240,25 @@ def demonstration_rollouts(
     )
     with _deaf_children() if settings.workers else contextlib.nullcontext():
         made = iter(items)
-    for item in made:
-        if isinstance(item, ValueError):
-            raise item
-        problems, *tensors = item
+    for problems, *tensors in made:
         prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
         words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
         yield problems, Rollout.of(response, **words)
+
+
+def _begin_worker(number: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
+
+
+@contextlib.contextmanager
+def _deaf_children() -> Iterator[None]:
+    # Processes that begin inside inherit that Ctrl-C is blocked: it is for the run, which saves.
+    resource_tracker.ensure_running()  # to start it would end the block
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minidrl import denoiser, loop, sampler
 from minidrl.methods import Method
 from minidrl.run import checkpoints, config, distributed, folders, memory, report
-from minidrl.run.evaluate import evaluate
+from minidrl.run.evaluate import evaluate_run
 from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import Interrupted, RunError, stop_requests
 from minidrl.run.precheck import method_of
@@ -54,16 +54,12 @@ def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
 
 def _train(run: loop.Run, out: Path, resume: bool) -> dict:
     settings = run.settings
-    with folders.opened(out, settings, resume) as checkpoint, stop_requests() as asked:
+    with folders.opened(out, settings, resume) as (checkpoint, sums), stop_requests() as asked:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
             state |= distributed.collectively(lambda: restore(run, checkpoint))
-        state["data"] = folders.data_sums(settings.task)
-        rows = distributed.collectively(
-            lambda: MetricsLog(out, checkpoint, state["step"], settings.tensorboard)
-        )
-        if checkpoint is not None:
-            distributed.on_main(lambda: folders.write_config(out, settings))
+        state["data"] = sums
+        rows = MetricsLog(out, settings, checkpoint)
         if state["solved_before"] is None:
             state["solved_before"] = _evaluate(run, rows, 0, 0.0)
         _steps(run, rows, out, state, asked)
@@ -73,7 +69,7 @@ def _train(run: loop.Run, out: Path, resume: bool) -> dict:
 def _steps(
     run: loop.Run, rows: MetricsLog, out: Path, state: dict, asked: Callable[[], int]
 ) -> None:
-    """The steps that are left, each with its line; Interrupted where one was ``asked`` to stop."""
+    """The steps that are left, each with its line."""
     s, first = run.settings, state["step"]
     started = time.perf_counter() - state["seconds"]
     words = {"desc": run.method.name, "initial": first, "total": s.steps, "mininterval": 1}
@@ -81,11 +77,8 @@ def _steps(
     warned = False
     with tqdm(**words, **quiet) as bar:
         steps = loop.train(run, first)
-        for step in range(first, s.steps):
-            if signal := distributed.on_main(asked):
-                bar.close()
-                save(run, out / f"checkpoint-{step}", state)
-                raise stopped(signal, out, step, s.steps)
+        saves = partial(save, run, out, state)
+        for step in until_asked(asked, bar, range(first, s.steps), saves):
             try:
                 row = next(steps)
             except FloatingPointError as error:
@@ -99,14 +92,26 @@ def _steps(
             state |= {"step": step + 1, "seconds": seconds, "solved_after": None}
             shares = {word: f"{row[key]:.1%}" for word, key in SHARES.items()}
             bar.set_postfix({"reward": f"{row['reward']:.3f}"} | shares)
-            bar.update()
             warned = warned or _warn_unreadable(run, row)
             rows.write(row | {"seconds": seconds})
             if step + 1 < s.steps:
                 if s.evaluate.every and (step + 1) % s.evaluate.every == 0:
                     _evaluate(run, rows, step + 1, seconds)
                 if s.save_every and (step + 1) % s.save_every == 0:
-                    save(run, out / f"checkpoint-{step + 1}", state)
+                    saves()
+
+
+def until_asked(
+    asked: Callable[[], int], bar: tqdm, steps: range, save: Callable[[], Path]
+) -> Iterator[int]:
+    """The steps; where one was ``asked`` to stop, Interrupted, once a checkpoint is written."""
+    for step in steps:
+        if signal := distributed.on_main(asked):
+            bar.close()
+            told = f"stopped after {step} of {steps.stop} steps; {save()} is saved"
+            raise Interrupted(told, signal)
+        yield step
+        bar.update()
 
 
 def _warn_unreadable(run: loop.Run, row: dict) -> bool:
@@ -121,18 +126,10 @@ def _warn_unreadable(run: loop.Run, row: dict) -> bool:
     return True
 
 
-def stopped(signal: int, out: Path, step: int, steps: int) -> Interrupted:
-    """What is raised by a run that was asked to stop, once its checkpoint is written."""
-    saved = out / f"checkpoint-{step}"
-    return Interrupted(f"stopped after {step} of {steps} steps; {saved} is saved", signal)
-
-
 def _evaluate(run: loop.Run, rows: MetricsLog, step: int, seconds: float) -> float:
     s = run.settings
-    decoding = dataclasses.replace(s.sampler, temperature=s.evaluate.temperature)
-    how = {"n": s.evaluate.n, "skip": s.evaluate.skip, "micro_batch": s.micro_batch}
     with run.clock.phase("evaluation"):
-        scores = evaluate(run.model, run.tok, run.task, decoding, **how)
+        scores = evaluate_run(s, run.model, run.tok, micro_batch=s.micro_batch)
     row = {"step": step, "seconds": seconds, "eval/temperature": s.evaluate.temperature}
     rows.write(row | {f"eval/{key}": value for key, value in scores.items()})
     return scores["solved"]
@@ -142,7 +139,7 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
     s = run.settings
     if state["solved_after"] is None:  # else the checkpoint is there already
         state["solved_after"] = _evaluate(run, rows, s.steps, state["seconds"])
-        save(run, out / f"checkpoint-{s.steps}", state)
+        save(run, out, state)
     rows.close()
     distributed.on_main(lambda: report.write_curve(out))
     summary = {
@@ -158,9 +155,11 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
     return distributed.on_main(lambda: folders.write_summary(out, summary))
 
 
-def save(run: loop.Run, folder: Path, state: dict) -> None:
+def save(run: loop.Run, out: Path, state: dict) -> Path:
     """A checkpoint: weights, optimiser, counters."""
+    folder = out / f"checkpoint-{state['step']}"
     folders.save_checkpoint(folder, run.model, run.tok, run.optimizer, state)
+    return folder
 
 
 def restore(run: loop.Run, checkpoint: Path) -> dict:
@@ -224,9 +223,8 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
     copy. A method that compares with none has none.
     """
     lora = settings.lora
-    dtype = None if settings.dtype == "stored" else getattr(torch, settings.dtype)
-    how = (settings.model, settings.device)
-    model, tok = checkpoints.load(*how, dtype, **({"quantize": True} if settings.quantize else {}))
+    how, dtype = (settings.model, settings.device), checkpoints.dtype_of(settings.dtype)
+    model, tok = checkpoints.load(*how, dtype, quantize=settings.quantize)
     if denoiser.has_adapters(model):
         allowed = "a base (--resume continues a run)"
         raise ValueError(f"model: got {settings.model!r}, which holds adapters; allowed {allowed}")

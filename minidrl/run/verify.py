@@ -75,7 +75,6 @@ def verify(
     text: str | None = None,
     device: str = "cpu",
     dtype: str = "stored",
-    out: str | None = None,
 ) -> Iterator[Check]:
     """The checks of a checkpoint, each when it is done; only the first if no network loads.
 
@@ -83,17 +82,17 @@ def verify(
     prompt, answer, text
                    instead of those of ``QUESTIONS``; a prompt comes with its answer, which must
                    occur as a whole word
-    out            a folder in which the checkpoint is written for a moment (16 GB for LLaDA-8B);
-                   None: the system's temporary one
 
-    There is never more than one network in memory. Raises ValueError for what is no checkpoint.
+    There is never more than one network in memory. The checkpoint is written for a moment into the
+    system's temporary folder (16 GB for LLaDA-8B; TMPDIR names another). Raises ValueError for
+    what is no checkpoint.
     """
     checkpoints.describe(source)
     if (prompt is None) != (answer is None):
         raise ValueError(f"answer: got {answer!r} with prompt {prompt!r}; allowed both or none")
-    started, stored = time.perf_counter(), None if dtype == "stored" else getattr(torch, dtype)
+    started = time.perf_counter()
     try:
-        model, tok = checkpoints.load(source, device, stored)
+        model, tok = checkpoints.load(source, device, checkpoints.dtype_of(dtype))
     except FAULTS as error:
         yield Check("load", "FAILED", one_line(error))
         return
@@ -105,7 +104,7 @@ def verify(
     settings = _settings(source, device, dtype, model, tok, task, question)
     yield _checked("loss", lambda: _loss(model, tok, question))
     yield _checked("answer", lambda: _answer(model, tok, question))
-    yield _checked("reload", lambda: _reload(model, tok, out))
+    yield _checked("reload", lambda: _reload(model, tok))
     del model  # the step loads one of its own, and a GPU may not hold two
     yield _checked("step", lambda: _step(settings))
 
@@ -196,8 +195,8 @@ def _answer(model: Denoiser, tok: Any, question: Example) -> str:
     return f"{question.prompt!r} -> {reply!r}, with {question.answer!r}"
 
 
-def _reload(model: Denoiser, tok: Any, out: str | None) -> str:
-    with tempfile.TemporaryDirectory(dir=out) as place:
+def _reload(model: Denoiser, tok: Any) -> str:
+    with tempfile.TemporaryDirectory() as place:
         checkpoints.save(model, tok, folder := Path(place))
         files, own = model.files.items(), model.model
         changed = [name for name, x in files if (folder / name).read_bytes() != x]
