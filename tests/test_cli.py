@@ -63,6 +63,7 @@ MISTAKES = {
     "dance": "No such command 'dance'",
     "train": "Missing argument 'CONFIG'",
     "evaluate base --config run.yaml --sample 3": "--sample: unknown option",
+    "evaluate base --config run.yaml --n 4 --device quantum": "device: got 'quantum'; allowed cpu, and cuda",
     "evaluate": "model: got none; allowed a folder, or --compare A B",
     "evaluate base --config run.yaml --sampler.temperature 0.3": "sampler.temperature: got '0.3'; allowed in its place --temp",
     "train run.yaml --seed": "seed: no value given; allowed --seed value",
@@ -175,8 +176,9 @@ def test_pretrain_train_resume_evaluate(folder, capfd):
     [found] = json.loads((folder / "a.json").read_text())["evaluations"]
     assert (status, error) == (0, "") and "pass@2 " in out and found["made_by"]["model"] == "runs/run/checkpoint-2"
     assert found["result"]["pass@2"] >= found["result"]["solved"] >= 0 and found["protocol"]["temperature"] == 0.5
-    status, out, _ = run(capfd, *words)
+    status, out, _ = run(capfd, *words, "--dtype", "bfloat16", "--out", "b.json")
     assert status == 0 and out.startswith("solved ") and out.endswith(" on 4 held-out problems\n")
+    assert json.loads((folder / "b.json").read_text())["evaluations"][0]["made_by"]["dtype"] == "bfloat16"
 
 
 def test_a_block_causal_checkpoint_is_trained_and_evaluated_with_its_own_sampler(folder, capfd):

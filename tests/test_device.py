@@ -1,4 +1,4 @@
-"""What must hold on the device that a run uses: parity, replay, resume, compile, CUDA graphs.
+"""What must hold on the device that a run uses: parity, replay, resume, compile.
 
 The device is MINIDRL_DEVICE, else cuda; without it everything here is skipped. `research/benches/gpu.sh tests` runs this file.
 """
@@ -136,7 +136,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(base, tmp_path, m
         assert whole.keys() == parts.keys() and not any(far.values()), f"{file}: largest difference {max(far.values()):.3g}"
 
 
-# --------------------------------------------------------------------------------------------------- compile, CUDA graphs
+# --------------------------------------------------------------------------------------------------- ---------------compile
 @on_a_gpu
 def test_a_compiled_network_is_the_network():
     model = tiny.network().to(DEVICE)
@@ -162,21 +162,3 @@ def test_a_compiled_run_learns_as_the_plain_one(base, tmp_path, monkeypatch):
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses[compiled] = [row["grad_norm"] for row in rows if "grad_norm" in row]
     assert losses[True] == pytest.approx(losses[False], rel=1e-2, abs=1e-5)
-
-
-@on_a_gpu
-@torch.no_grad()
-def test_a_cuda_graph_of_a_forward_repeats_it_on_other_tokens():
-    """Of the layers: whether a row is padded, and which rows are equal, is asked on the host, which a graph cannot do."""
-    model = tiny.network().to(DEVICE)
-    ids, _ = tokens(model)
-    held, graph, side = ids.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a library sets up at its first call is not to be recorded
-        model.head(model._encode(held, None))
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        logits = model.head(model._encode(held, None))
-    held.copy_(ids.flip(0))
-    graph.replay()
-    torch.testing.assert_close(logits, model.head(model.encode(ids.flip(0), None)), **CLOSE)

@@ -422,16 +422,6 @@ def test_ids_and_template_are_the_files(folders, family):
         assert chat == [193, 1, 2, 195]
 
 
-@pytest.mark.parametrize("told", [197, [197, 195]])
-def test_an_end_that_only_the_generation_config_names(told, folder):
-    """For a tokenizer that marks no token as its end; of several ends the first."""
-    config(eos_token_id=None, pad_token_id=None)(path := folder("llada"))
-    llada_tokenizer(path, eos_token=None, pad_token=None)
-    write(path / "generation_config.json", {"eos_token_id": told, "pad_token_id": 195})
-    _, tok = checkpoints.load(path)
-    assert (tok.eos_token_id, tok.pad_token_id) == (197, 195)
-
-
 @each_family
 def test_a_network_goes_back_in_the_format_it_came_in(folders, family, tmp_path):
     """Raw tensors, file by file; config.json and the tokenizer byte for byte; and no code beside them."""

@@ -51,18 +51,6 @@ class PeakBytes(TorchDispatchMode):
         self.live -= size
 
 
-def test_the_counter_counts():
-    x = torch.ones(1000, requires_grad=True)
-    with PeakBytes() as meter:
-        y = (x * 2).exp()  # x * 2 is freed, exp keeps its result
-        assert (meter.live, meter.peak) == (4000, 8000)
-        y.view(10, 100).add_(1)
-        z = y.clone()
-        assert meter.live == 8000
-        del z
-        assert meter.live == 4000
-
-
 # ------------------------------------------------------------------------------------------------------------- resident
 def lora(rank: int, targets: list[str] = ALL) -> config.Lora:
     return config.Lora(rank=rank, target_modules=targets)

@@ -211,7 +211,11 @@ def verify(
 def _device(asked: str | None) -> str:
     import torch
 
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    from minidrl.run.train import check_device
+
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    return device
 
 
 @app.command()

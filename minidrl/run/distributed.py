@@ -97,12 +97,7 @@ def check_settings(settings: Any) -> None:
         if getattr(settings, key) and count > 1:
             got = f"True with {count} processes"
             raise ValueError(f"{key}: got {got}; allowed False, or one process")
-    check_compute_dtype(settings, count)
-
-
-def check_compute_dtype(settings: Any, count: int) -> None:
-    """ValueError for a ``compute_dtype`` of its own in one process, which gathers no weights."""
-    if settings.compute_dtype != "weights" and count == 1:
+    if settings.compute_dtype != "weights" and count == 1:  # which gathers no weights
         got = f"{settings.compute_dtype!r} with one process"
         raise ValueError(f"compute_dtype: got {got}; allowed weights, or several processes")
 

@@ -135,8 +135,7 @@ def save_checkpoint(
             save_file(tensors, part / OPTIMIZER)
             (part / STATE).write_text(json.dumps(state), encoding="utf-8")
             for name in (CONFIG, METRICS):
-                if (path.parent / name).is_file():
-                    shutil.copyfile(path.parent / name, part / name)
+                shutil.copyfile(path.parent / name, part / name)
 
     distributed.on_main(save)
 

@@ -65,7 +65,6 @@ def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
     They are those of a rollout in which no response ends early. Weights, gradients and moments are
     cut evenly. ValueError for a model whose config.json cannot be had.
     """
-    distributed.check_compute_dtype(settings, gpus)
     method = method_of(settings)
     rollout = blank_rollout(method, settings, settings.num_prompts)
     shape, family, stored = checkpoints.describe(settings.model)

@@ -206,14 +206,19 @@ def prepare(settings: config.Train | config.Pretrain) -> None:
 
     ``threads`` 0 leaves the number as it is. Raises ValueError for a device that is not there.
     """
-    try:
-        torch.empty(0, device=settings.device).tolist()  # meta has no numbers
-    except (RuntimeError, AssertionError):
-        allowed = "cpu, and cuda where torch finds a GPU"
-        raise ValueError(f"device: got {settings.device!r}; allowed {allowed}") from None
+    check_device(settings.device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     torch.set_float32_matmul_precision(settings.matmul_precision)
+
+
+def check_device(device: str) -> None:
+    """ValueError for a device that is not there."""
+    try:
+        torch.empty(0, device=device).tolist()  # meta has no numbers
+    except (RuntimeError, AssertionError):
+        allowed = "cpu, and cuda where torch finds a GPU"
+        raise ValueError(f"device: got {device!r}; allowed {allowed}") from None
 
 
 def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
