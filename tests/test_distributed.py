@@ -38,7 +38,7 @@ CASES = {
     "dppo-topk": {},
     "adapters": {"method": "diffu-grpo-paper", **ADAPTERS},
 }
-RUNS = ("adapters", "stabledrl-block")
+RUNS = ("diffu-grpo-paper", "stabledrl-block")
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def rollouts(folder: Path, order: str, attention: str) -> dict:
 
 def settings_of(folder: Path, method: str, **changes) -> config.Train:
     words = {"num_prompts": 4, "micro_batch": 3, "save_every": 1, "evaluate": config.Evaluation(n=5), "threads": 1}
-    return tiny.settings(folder / "base", **{"method": method, **words, **CASES[method], **changes})
+    return tiny.settings(folder / "base", **{"method": method, **words, **changes})
 
 
 def run_into(out: Path, settings: config.Train, resume: bool = False) -> dict:

@@ -144,11 +144,12 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) ->
     """Put a checkpoint's weights and optimiser state back, to the bit; returns its counters."""
     with _whole(path):
         if has_adapters(model):
-            checkpoints.read_adapters(model, path)
+            stored = distributed.empty_copy(model)
+            checkpoints.read_adapters(stored, path)
         else:
             # On the CPU: beside the network a GPU may be full.
             stored, _ = checkpoints.load(path, dtype=model.model.dtype)
-            distributed.load_weights(model, stored)
+        distributed.load_weights(model, stored)
         load_optimizer(path / OPTIMIZER, model, optimizer)
         return _state(path)
 
