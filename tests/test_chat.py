@@ -185,7 +185,7 @@ RUN = {
 
 
 def test_a_run_from_a_llada_checkpoint_to_an_evaluated_adapter(llada, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(RUN | {"model": str(llada)}))
     assert main(["memory", str(path)]) == 0

@@ -36,7 +36,7 @@ def folder(base, tmp_path, monkeypatch) -> Path:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
     return tmp_path
 
 

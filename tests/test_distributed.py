@@ -46,7 +46,7 @@ def patched():
     """Rewards that an untrained network can earn, and a list of the forwards that this process does."""
     calls, encode = [], denoiser.Denoiser.encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Countdown, "score", tiny.varied_score)
+        patch.setattr(Countdown, "judge", tiny.varied_judge)
         patch.setattr(denoiser.Denoiser, "encode", lambda self, x, mask: calls.append(len(x)) or encode(self, x, mask))
         yield patch, calls
 

@@ -19,6 +19,7 @@ from minidrl import bookkeeping, gradient, loop, methods, sampler
 from minidrl import features as feat
 from minidrl.keyed import keyed_generator, keyed_seed
 from minidrl.run import config, train
+from minidrl.tasks import Verdict
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown
 
@@ -28,7 +29,7 @@ KINDS = list({(row.plan.func, row.features, row.step_value): name for name, row 
 
 @pytest.fixture(autouse=True)
 def varied_rewards(monkeypatch):
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +256,7 @@ def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name,
     """Of the second update: there the ratios are not 1, and what a group without advantages contributes would show."""
     run, rows = tiny.run_on(monkeypatch, tiny.network(torch.float64), method=name), tiny.GENERATIONS
     experience = half_silent(tiny.experience(run))
-    monkeypatch.setattr(Countdown, "score", lambda *_: 0.5)  # of the completions in one step
+    monkeypatch.setattr(Countdown, "judge", lambda *_: Verdict(0.5, False, {}))  # of the completions in one step
     update = int(run.method.refresh != "fixed")  # else the plan of the first update is that of the second
     noise, schedule = keyed_generator(0, 0, f"plan {update}"), keyed_generator(0, 0, "schedule")
     drawn = methods.draw(run.method, experience.rollout, noise, update=update, updates=2, schedule=schedule)
@@ -275,7 +276,7 @@ def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name,
 
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_rewards_change_no_weight_and_the_schedule_goes_on(name, base, monkeypatch):
-    monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
+    monkeypatch.setattr(Countdown, "judge", lambda *_: Verdict(0.25, False, {}))
     run = start(base, method=name)
     before, row = tiny.weights(run.model), loop.take_step(run, 0)
     assert same_weights(run.model, before) and run.updates == 2
@@ -409,7 +410,7 @@ def test_step_rewards_are_those_of_the_completions(base):
     loop.advantages(run, experience, plan)
     for k, b in plan.valid.nonzero().tolist():
         text = texts.decode(run.tok, experience.rollout.records["one_step"][b, plan.step[k, b]][None])[0]
-        score = tiny.varied_score(tiny.TASK, experience.problems[b // tiny.GENERATIONS], text)
+        score = tiny.varied_score(text)
         assert float(credit["step"][k, b]) == score
     assert credit["step"].std() > 0
 

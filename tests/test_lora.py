@@ -23,7 +23,7 @@ IDS = torch.randint(3, 20, (3, 9), generator=torch.Generator().manual_seed(4))
 
 @pytest.fixture(autouse=True)
 def varied_rewards(monkeypatch):
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
     monkeypatch.setattr(report, "write_curve", lambda out: None)
 
 

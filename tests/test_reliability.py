@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import tiny
 from minidrl import __main__ as cli
 from minidrl.run import config, folders, report
+from minidrl.tasks import Verdict
 from minidrl.tasks.countdown import Countdown
 
 RESUMED = ("--resume",)
@@ -43,7 +44,7 @@ def keyboard():
 def folder(base, tmp_path, monkeypatch) -> Path:
     """A working directory with a config of four steps; rewards are made up, so that each step learns."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
     monkeypatch.setattr(report, "write_curve", lambda out: None)  # tested elsewhere, and slow
     write_config(tmp_path, tiny.settings(base, steps=4, num_iterations=1))
     return tmp_path
@@ -70,13 +71,13 @@ def at_step(monkeypatch, number: int, happens: Callable[[], object]) -> None:
     """Something happens in the middle of a step, counted from 0, of a training that evaluates at its ends only."""
     per_step, calls, evaluated = tiny.GROUPS * tiny.GENERATIONS, [], 4
 
-    def score(task, puzzle, response) -> float:
+    def judge(task, puzzle, response) -> Verdict:
         calls.append(1)
         if len(calls) == evaluated + number * per_step + 1:
             happens()
-        return tiny.varied_score(task, puzzle, response)
+        return tiny.varied_judge(task, puzzle, response)
 
-    monkeypatch.setattr(Countdown, "score", score)
+    monkeypatch.setattr(Countdown, "judge", judge)
 
 
 def untimed(rows: list[dict]) -> list[dict]:
@@ -157,7 +158,7 @@ def test_a_run_without_its_summary_is_completed_and_nothing_is_done_twice(folder
     assert train(capfd, "whole")[0] == 0
     summary, metrics = Path("whole/summary.json").read_bytes(), Path("whole/metrics.jsonl").read_bytes()
     Path("whole/summary.json").write_text("")
-    monkeypatch.setattr(Countdown, "score", None)
+    monkeypatch.setattr(Countdown, "judge", None)
     assert train(capfd, "whole", *RESUMED)[0] == 0
     assert (Path("whole/summary.json").read_bytes(), Path("whole/metrics.jsonl").read_bytes()) == (summary, metrics)
 

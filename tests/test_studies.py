@@ -37,7 +37,7 @@ def base(tmp_path_factory) -> Path:
 def folder(base, tmp_path, monkeypatch) -> Path:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.to_dict(tiny.settings(base))))
     monkeypatch.setattr("minidrl.run.report.write_curve", lambda out: None)  # tested elsewhere, and slow
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
     return tmp_path
 
 

@@ -15,12 +15,13 @@ import tiny
 from minidrl import loop
 from minidrl.run import checkpoints, config, pretrain, train
 from minidrl.run.launch import Interrupted, RunError
+from minidrl.tasks import Verdict
 from minidrl.tasks.countdown import Countdown, tokenizer
 
 
 @pytest.fixture(autouse=True)
 def varied_rewards(monkeypatch, blank_curve):
-    monkeypatch.setattr(Countdown, "score", tiny.varied_score)
+    monkeypatch.setattr(Countdown, "judge", tiny.varied_judge)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(changes, base, tm
 
 
 def test_a_run_in_which_nothing_could_be_learned_can_be_resumed(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(Countdown, "score", lambda *_: 0.25)
+    monkeypatch.setattr(Countdown, "judge", lambda *_: Verdict(0.25, False, {}))
     settings = tiny.settings(base, steps=1)
     train.train(settings, tmp_path / "run")
     train.train(dataclasses.replace(settings, steps=2), tmp_path / "run", resume=True)

@@ -17,6 +17,7 @@ from minidrl import algorithms as alg
 from minidrl import denoiser, loop, methods, sampler
 from minidrl.oracle import TabularDenoiser
 from minidrl.run import checkpoints, config, train
+from minidrl.tasks import Verdict
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle, tokenizer
 
@@ -198,6 +199,14 @@ def run_on(monkeypatch, model: nn.Module, **changes) -> loop.Run:
     return train.start(settings(**changes))
 
 
-def varied_score(task: Countdown, puzzle: Puzzle, response: str) -> float:
+def varied_score(response: str) -> float:
     """A reward from the letters alone: an untrained network solves nothing, and equal rewards teach nothing."""
     return sum(map(ord, response)) % 5 / 4
+
+
+JUDGE = Countdown.judge
+
+
+def varied_judge(task: Countdown, puzzle: Puzzle, response: str) -> Verdict:
+    """The task's own verdict, but for the reward: for tests that put it in the place of ``Countdown.judge``."""
+    return JUDGE(task, puzzle, response)._replace(reward=varied_score(response))

@@ -350,6 +350,8 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
         if not isinstance(task, dict):
             raise ValueError(f"task: got {task!r}; allowed a section with the key name and others")
         settings = {key: value for key, value in task.items() if key != "name"}
+        if settings.get("cut") == "relabelling":  # a key of older runs of Sudoku
+            del settings["cut"]
         chosen = task_class(task.get("name", DEFAULT))
         data = data | {"task": from_dict(chosen, settings, "task.")}
     if not hasattr(kind, "__pydantic_config__"):

@@ -140,39 +140,36 @@ class Countdown(rows.Puzzles):
 
         Raises ValueError for a split in which this difficulty has no puzzles.
         """
-        wanted = self._drawn_from(split)
         out: list[Puzzle] = []
         misses = 0
         while len(out) < count:
             numbers = tuple(int(n) for n in rng.integers(1, self.max_number + 1, self.num_numbers))
             targets = self.targets(numbers)
             puzzle = self._puzzle(numbers, targets[rng.integers(len(targets))]) if targets else None
-            if puzzle and self._is_in(puzzle, wanted):
+            if puzzle and self._is_in(puzzle, split):
                 out.append(puzzle)
                 misses = 0
             elif (misses := misses + 1) == MAX_DRAWS:
-                key = "held_out_share" if wanted != "pretrain" else "pretrain_share"
                 allowed = f"shares that leave {split} puzzles at this difficulty"
-                raise ValueError(f"task.{key}: got {getattr(self, key)}; allowed {allowed}")
+                raise ValueError(
+                    f"task.held_out_share: got {self.held_out_share}; allowed {allowed}"
+                )
         return out
 
     def puzzles(self, split: str) -> Iterator[Puzzle]:
         """Every puzzle of a split, each key once, with its numbers ascending."""
-        wanted = self._drawn_from(split)
         each = range(1, self.max_number + 1)
         for numbers in itertools.combinations_with_replacement(each, self.num_numbers):
             every = (self._puzzle(numbers, target) for target in self.targets(numbers))
-            yield from (puzzle for puzzle in every if self._is_in(puzzle, wanted))
+            yield from (puzzle for puzzle in every if self._is_in(puzzle, split))
 
     def _puzzle(self, numbers: tuple[int, ...], target: int) -> Puzzle:
         return Puzzle(numbers, target, self.wording)
 
-    def _drawn_from(self, split: str) -> str:
-        return "train" if split == "pretrain" and not self.pretrain_share else split
-
     def _is_in(self, puzzle: Puzzle, split: str) -> bool:
         left_out = split != "held_out" and puzzle.key in self._excluded_keys
-        return self.split_of(puzzle) == split and not left_out
+        drawn_from = "train" if split == "pretrain" and not self.pretrain_share else split
+        return self.split_of(puzzle) == drawn_from and not left_out
 
     @functools.cached_property
     def _excluded_keys(self) -> set[str]:
@@ -185,9 +182,8 @@ class Countdown(rows.Puzzles):
             target = int(str(row["output"]))
         except (KeyError, TypeError, ValueError):
             numbers, target = (), 0
-        readable = 2 <= len(numbers) <= 4 and 0 <= min(numbers) and max(numbers) <= 999_999
-        if not readable or target not in _reached(tuple(map(Fraction, sorted(numbers)))):
-            allowed = "input, 2 to 4 numbers up to 999999 with commas, and output, what they make"
+        if len(numbers) < 2 or min(numbers) < 0 or max(numbers) > 999_999:
+            allowed = "input, numbers up to 999999 with commas, and output, what they are to make"
             raise ValueError(f"got {rows.brief(row)}; allowed {allowed}")
         return self._puzzle(numbers, target)
 
@@ -225,11 +221,11 @@ class Countdown(rows.Puzzles):
         return [self._demonstration(p, rng, rng.random() < hit_share) for p in puzzles]
 
     def _demonstration(self, puzzle: Puzzle, rng: np.random.Generator, hit: bool) -> str:
-        by_value = running_calculations(puzzle.numbers, self.max_value)
+        numbers, most = tuple(sorted(puzzle.numbers)), self.max_value
         if hit:
-            chains = by_value[puzzle.target]
+            chains = running_calculations(numbers, most)[puzzle.target]
         else:
-            chains = _all_chains(tuple(sorted(puzzle.numbers)), self.max_value)
+            chains = _all_chains(numbers, most)
         return chains[rng.integers(len(chains))]
 
     @property
@@ -246,42 +242,33 @@ class Countdown(rows.Puzzles):
         return 1 if self.prompt_format != "plain" or self.path else 2 * self.num_numbers - 1
 
     def judge(self, problem: Puzzle, response: str) -> Verdict:
-        """Solved and well-formed by the protocol, whatever ``reward`` pays for."""
-        right, solved, _ = self._read(problem, response)
-        marks = {"well_formed": right}
-        return Verdict(self.score(problem, response), solved, marks, self._finds(response))
+        """Well-formed: the given numbers, each exactly once. Solved: that, and the target's value.
 
-    def score(self, puzzle: Puzzle, response: str) -> float:
-        """The reward of a response.
+        ``reward``
 
-        strict       1 solved; 0.1 each given number exactly once but another value; 0 otherwise.
+        strict       1 solved; 0.1 well-formed but of another value; 0 otherwise.
                      The rule as it is usually described.
         binary       1 solved; 0 otherwise.
         any_answer   1 solved; 0.1 for any other answer, wrong numbers and stray characters
                      included. The rule of published code, which pays for an answer tag whatever it
                      holds.
         """
-        right, solved, answered = self._read(puzzle, response)
+        if self.protocol == "d1":
+            right, solved = d1.countdown(response, problem.numbers, problem.target)
+            answered, readable = d1.answered(response), d1.is_expression(d1.expression(response))
+        else:
+            text = chat_text(response) if self.prompt_format == "chat" else response
+            answer = without_value(text) if self.prompt_format == "chat" else text
+            found = evaluate(answer)
+            right = found is not None and Counter(found[1]) == Counter(problem.numbers)
+            solved = right and found[0] == problem.target
+            answered, readable = isinstance(answer, str) and answer != "", is_calculation(text)
         close = {"strict": right, "binary": False, "any_answer": answered}[self.reward]
-        return 1.0 if solved else 0.1 * close
+        return Verdict(1.0 if solved else 0.1 * close, solved, {"well_formed": right}, readable)
 
-    def _read(self, puzzle: Puzzle, response: str) -> tuple[bool, bool, bool]:
-        """Whether a response has the right numbers, the target, and an answer at all."""
-        if self.protocol == "d1":
-            right, solved = d1.countdown(response, puzzle.numbers, puzzle.target)
-            return right, solved, d1.answered(response)
-        answer = chat_answer(response) if self.prompt_format == "chat" else response
-        found = evaluate(answer)
-        right = found is not None and Counter(found[1]) == Counter(puzzle.numbers)
-        return right, right and found[0] == puzzle.target, isinstance(answer, str) and answer != ""
-
-    def _finds(self, response: str) -> bool:
-        """Whether there is a calculation to judge, true or false."""
-        if self.protocol == "d1":
-            return d1.is_expression(d1.expression(response))
-        text = response if self.prompt_format != "chat" else chat_text(response)
-        short = isinstance(text, str) and len(text) <= MAX_CHARACTERS
-        return short and _CALCULATION.fullmatch(text) is not None
+    def score(self, puzzle: Puzzle, response: str) -> float:
+        """The reward of a response."""
+        return self.judge(puzzle, response).reward
 
     def tokenizer(self) -> Any:
         """The characters of prompts and calculations."""
@@ -348,22 +335,9 @@ def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
     return tuple(sorted(every))
 
 
-def _reached(numbers: tuple[Fraction, ...]) -> set[Fraction]:
-    """Every value of an expression with all the numbers."""
-    if len(numbers) == 1:
-        return {*numbers}
-    found = set()
-    for i, j in itertools.permutations(range(len(numbers)), 2):
-        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
-        left, right = numbers[i], numbers[j]
-        made = [left + right, left - right, left * right] + ([left / right] if right else [])
-        found = found.union(*(_reached((*rest, value)) for value in made))
-    return found
-
-
 # ------------------------------------------------------------------------------------- the verifier
 _NUMBER, _OPERATOR = "(?:0|[1-9][0-9]{0,5})", "[-+*/]"
-_STEP = re.compile(f"({_OPERATOR})({_NUMBER})=({_NUMBER})")
+_STEP = re.compile(f"({_OPERATOR})([0-9]+)=([0-9]+)")
 _RUNNING = re.compile(f"{_NUMBER}(?:{_OPERATOR}{_NUMBER}={_NUMBER})+")
 _EXPRESSION = re.compile(rf"\(*{_NUMBER}\)*(?:{_OPERATOR}\(*{_NUMBER}\)*)*")
 _CALCULATION = re.compile(f"{_RUNNING.pattern}|{_EXPRESSION.pattern}(?:=-?[0-9/]+)?")
@@ -388,26 +362,31 @@ def evaluate(response: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _evaluate_running(text: str) -> tuple[Fraction, list[int]] | None:
-    first = re.match("[0-9]+", text)[0]
-    value, numbers = Fraction(first), [int(first)]
-    for operator, number, result in _STEP.findall(text):
+    value, steps = equations(text)
+    numbers = [value]
+    for operator, number, result in steps:
         value = arithmetic.value(f"{value}{operator}{number}")
-        if value != int(result):  # which is the next left operand
+        if value != result:  # which is the next left operand
             return None
-        numbers.append(int(number))
+        numbers.append(number)
     return value, numbers
 
 
-def chat_answer(response: str) -> str:
-    """The expression in a chat; "" if there is not one.
+def equations(text: str) -> tuple[int, list[tuple[str, int, int]]] | None:
+    """Of a running calculation, true or false: its first number, then of each equation operator,
+    number and what it is said to make. None for other texts."""
+    first = re.match("[0-9]*", text)[0]
+    steps = _STEP.findall(text)
+    whole = first + "".join(f"{op}{number}={made}" for op, number, made in steps)
+    if not first or not steps or text != whole:
+        return None
+    return int(first), [(op, int(number), int(made)) for op, number, made in steps]
 
-    What follows one =, if it is true, is taken off ``chat_text``: ``5*8+6=46``.
-    """
-    answer = chat_text(response)
-    expression, equals, stated = answer.partition("=")
-    if equals and evaluate(answer) is None and (found := evaluate(expression)):
-        answer = expression if stated == str(found[0]) else ""
-    return answer
+
+def is_calculation(text: str) -> bool:
+    """Whether there is a calculation to judge, true or false."""
+    short = isinstance(text, str) and len(text) <= MAX_CHARACTERS
+    return short and _CALCULATION.fullmatch(text) is not None
 
 
 def chat_text(response: str) -> str:
@@ -421,6 +400,14 @@ def chat_text(response: str) -> str:
     for word, sign in _LATEX.items():
         answer = answer.replace(word, sign)
     return "".join(part.strip(" ") for part in _SIGN.split(answer.strip(), MAX_CHARACTERS))
+
+
+def without_value(answer: str) -> str:
+    """An expression without the value stated after it (``5*8+6=46``); "" if that is false."""
+    expression, equals, stated = answer.partition("=")
+    if equals and evaluate(answer) is None and (found := evaluate(expression)):
+        return expression if stated == str(found[0]) else ""
+    return answer
 
 
 # ------------------------------------------------------------------------------------ the tokenizer

@@ -3,11 +3,10 @@
     prompt     3..1.4....43.13.:    sixteen cells row by row, a dot where there is no clue
     response   3421143221434132     the whole grid, its clues included
 
-There are 288 valid grids. Renaming the digits makes 12 classes of them, of 24 grids each; with the
-symmetries of the square (rows of a band, bands, columns likewise, transposition) two classes are
-left, of 192 and 96 grids. Puzzles cut at random would be trained and tested on the same grids with
-other clues, or on renamed ones. Here the classes are cut, and a puzzle belongs to a split if all
-its completions do: no grid that solves a held-out puzzle, and no renaming of it, was ever shown.
+There are 288 valid grids, in 12 classes of 24, whose grids differ in the names of the digits.
+Puzzles split at random would be trained and tested on the same grids with other clues, or on
+renamed ones. Here every third class is held out, and a puzzle belongs to a split if all its
+completions do: no grid that solves a held-out puzzle, and no renaming of it, was ever shown.
 
 Any valid completion of the clues is a solution. The verifier compares sixteen digits with the rules
 and with the clues; a response of another length is refused unread.
@@ -26,35 +25,30 @@ from typing import Any, ClassVar
 import numpy as np
 
 from minidrl.tasks import Example, Verdict, d1, rows
-from minidrl.tasks.text import check_choice, check_setting, final_answer, tokenizer
+from minidrl.tasks.text import check_setting, final_answer, tokenizer
 
 SIZE, CELLS, DIGITS, EMPTY = 4, 16, "1234", "."
 ROWS = [tuple(range(first, first + 4)) for first in (0, 4, 8, 12)]
 COLUMNS = [tuple(range(first, 16, 4)) for first in range(4)]
-BOXES = [(first, first + 1, first + 4, first + 5) for first in (0, 2, 8, 10)]
+BOXES = [(first, first + 1, first + 4, first + 5) for first in (0, 2)]  # of a band
 FEWEST = 4  # clues; with fewer, some completion of every puzzle is in a class that is not held out
 MAX_ANSWER = 64  # characters of an answer in a chat, blanks included; a longer one is refused
-CUTS = ("relabelling", "symmetry")
 
 
 # -------------------------------------------------------------------------- grids and their classes
-def is_valid(grid: str) -> bool:
-    """True of sixteen digits whose rows, columns and boxes each hold 1, 2, 3 and 4."""
-    units = ROWS + COLUMNS + BOXES
-    return len(grid) == CELLS and all({grid[i] for i in unit} == {*DIGITS} for unit in units)
-
-
 @functools.cache
 def grids() -> tuple[str, ...]:
-    """All 288 valid grids, ascending."""
+    """All 288 valid grids, ascending: of two bands, whose rows and boxes are whole, each pair whose
+    columns are."""
     rows = ["".join(row) for row in itertools.permutations(DIGITS)]
-    bands = [top + row for top in rows for row in rows if _is_band(top + row)]
-    return tuple(sorted(filter(is_valid, (a + b for a in bands for b in bands))))
+    pairs = [top + row for top in rows for row in rows]
+    bands = [band for band in pairs if all(_is_whole(band, box) for box in BOXES)]
+    whole = (top + band for top in bands for band in bands)
+    return tuple(grid for grid in whole if all(_is_whole(grid, column) for column in COLUMNS))
 
 
-def _is_band(cells: str) -> bool:
-    # Two rows whose boxes are complete.
-    return all({cells[i] for i in box} == {*DIGITS} for box in BOXES[:2])
+def _is_whole(cells: str, unit: tuple[int, ...]) -> bool:
+    return {cells[i] for i in unit} == {*DIGITS}
 
 
 def relabelled(grid: str) -> str:
@@ -63,28 +57,9 @@ def relabelled(grid: str) -> str:
 
 
 @functools.cache
-def _symmetries() -> list[list[int]]:
-    """The 128 ways to move cells: which cell of the old grid each cell of the new one shows."""
-    lines = [[*a, *b] for a, b in itertools.product(((0, 1), (1, 0)), ((2, 3), (3, 2)))]
-    lines += [line[2:] + line[:2] for line in lines]
-    moved = [[SIZE * i + j for i in rows for j in columns] for rows in lines for columns in lines]
-    return moved + [[move[SIZE * (i % SIZE) + i // SIZE] for i in range(CELLS)] for move in moved]
-
-
-def under_symmetries(grid: str) -> str:
-    """The least relabelled grid that the symmetries of the square make of it. 2 values."""
-    return min(relabelled("".join(grid[i] for i in move)) for move in _symmetries())
-
-
-@functools.cache
-def _grids_held_out(cut: str) -> frozenset[str]:
+def _grids_held_out() -> frozenset[str]:
     classes = sorted({relabelled(grid) for grid in grids()})
-    if cut == "relabelling":
-        held_out = set(classes[::3])
-    else:
-        kinds = [under_symmetries(grid) for grid in classes]
-        held_out = {c for c, kind in zip(classes, kinds, strict=True) if kinds.count(kind) == 4}
-    return frozenset(grid for grid in grids() if relabelled(grid) in held_out)
+    return frozenset(grid for grid in grids() if relabelled(grid) in classes[::3])
 
 
 @functools.cache
@@ -146,14 +121,12 @@ class Puzzle:
 class Sudoku(rows.Puzzles):
     """The task as a run uses it: difficulty, split, reward.
 
-    Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: ``cut`` says
-    which grids are held out. relabelling: every third of the 12 classes under renaming of digits,
-    in ascending order, which are two of either kind under all symmetries. symmetry, meant to be
-    harder, found easier: the smaller of the two classes under all symmetries.
-    Both hold out 96 of 288 grids. A puzzle is in the split that has all its completions; a puzzle
-    with completions in both is in none. Pre-training and RL share a split. ``hit_share``: the share
-    of demonstrations that are solutions. Of a file the rows have ``Puzzle``, with 0 in an empty
-    cell, and may have ``Solution``; ``exclude`` leaves out all puzzles of its grids.
+    Difficulty: ``min_clues`` to ``max_clues`` of the sixteen cells are given. Split: every third of
+    the 12 classes is held out, in ascending order. A puzzle is in the split that has all its
+    completions; a puzzle with completions in both is in none. Pre-training and RL share a split.
+    ``hit_share``: the share of demonstrations that are solutions. Of a file the rows have
+    ``Puzzle``, with 0 in an empty cell, and may have ``Solution``; ``exclude`` leaves out all
+    puzzles of its grids.
     """
 
     name: ClassVar[str] = "sudoku"
@@ -166,7 +139,6 @@ class Sudoku(rows.Puzzles):
     longest_plain: ClassVar[int] = CELLS + 1
     min_clues: int = 6
     max_clues: int = 6
-    cut: str = "relabelling"
     hit_share: float = 0.2
 
     def __post_init__(self):
@@ -177,13 +149,12 @@ class Sudoku(rows.Puzzles):
         allowed = f"min_clues ({least}) to {CELLS - 1}"
         check("max_clues", least <= self.max_clues < CELLS, allowed)
         check("hit_share", 0 <= self.hit_share <= 1, "0 to 1")
-        check_choice("task.cut", self.cut, CUTS)
 
     def drawn(self, count: int, rng: np.random.Generator, split: str) -> list[Puzzle]:
         """Random puzzles: the number of clues, a grid of the split and the cells that are shown are
         uniform; for a puzzle with a completion outside the split, grid and cells are drawn again.
         """
-        held_out = _grids_held_out(self.cut)
+        held_out = _grids_held_out()
         pool = [grid for grid in grids() if (grid in held_out) == (split == "held_out")]
         numbers = rng.integers(self.min_clues, self.max_clues + 1, count)
         left_out = frozenset() if split == "held_out" else self._excluded_grids
@@ -221,7 +192,7 @@ class Sudoku(rows.Puzzles):
 
     def split_of(self, puzzle: Puzzle) -> str | None:
         """The split, from the puzzle alone; None for one with completions in both, or without."""
-        found, held_out = completions(puzzle.clues), _grids_held_out(self.cut)
+        found, held_out = completions(puzzle.clues), _grids_held_out()
         if not found or 0 < len(found & held_out) < len(found):
             return None
         return "held_out" if found <= held_out else "train"
@@ -249,19 +220,25 @@ class Sudoku(rows.Puzzles):
         return 1 if self.prompt_format == "chat" else CELLS
 
     def judge(self, problem: Puzzle, response: str) -> Verdict:
-        """Solved by the rules and the clues; marks: well-formed, and the share of cells right."""
-        answer = self._answer(response)
-        marks = {"well_formed": is_well_formed(problem, answer), "cells": cells(problem, answer)}
-        solved = marks["well_formed"] and is_valid(answer)
-        found = _is_grid(answer)
+        """Solved by the rules and the clues; by d1's rule, if every empty cell is right.
+
+        Marks: whether sixteen digits 1 to 4 keep the clues, and the share of the empty cells that
+        are right, by the completion that is nearest. d1 takes cells of any answer, and the one
+        solution of the file where the puzzle is of a file.
+        """
+        answer, known = self._answer(response), completions(problem.clues)
+        found = isinstance(answer, str) and len(answer) == CELLS and {*answer} <= {*DIGITS}
+        keeps = found and all(c in (EMPTY, d) for c, d in zip(problem.clues, answer, strict=True))
         if self.protocol == "d1":
-            marks["cells"] = published_cells(problem, answer)
-            solved = marks["cells"] == 1
-            found = answer.isdigit()
-        if self.reward == "cells":
-            return Verdict(marks["cells"], solved, marks, found)
-        close = 0.1 if self.reward == "strict" and marks["well_formed"] else 0.0
-        return Verdict(1.0 if solved else close, solved, marks, found)
+            known = [problem.solution] if problem.solution else known
+            right, readable = _cells(problem, answer, known), answer.isdigit()
+            solved = right == 1
+        else:
+            right, readable = _cells(problem, answer, known) if found else 0.0, found
+            solved = found and answer in known
+        paid = {"strict": 1.0 if solved else 0.1 * keeps, "binary": float(solved), "cells": right}
+        marks = {"well_formed": keeps, "cells": right}
+        return Verdict(paid[self.reward], solved, marks, readable)
 
     def _answer(self, response: str) -> str:
         if self.prompt_format == "plain":
@@ -281,33 +258,8 @@ class Sudoku(rows.Puzzles):
         return Example(prompt, answer=grid, text=grid, before=prompt, length=CELLS)
 
 
-# ------------------------------------------------------------------------------------- the verifier
-def is_well_formed(puzzle: Puzzle, response: str) -> bool:
-    """True of sixteen digits 1 to 4 that keep the clues."""
-    return _is_grid(response) and all(
-        clue in (EMPTY, digit) for clue, digit in zip(puzzle.clues, response, strict=True)
-    )
-
-
-def cells(puzzle: Puzzle, response: str) -> float:
-    """The share of the empty cells in which a response agrees with the completion nearest to it.
-
-    0 for what is not sixteen digits 1 to 4. Clues count for nothing here, kept or not.
-    """
-    return _agreement(puzzle, response, completions(puzzle.clues)) if _is_grid(response) else 0.0
-
-
-def published_cells(puzzle: Puzzle, answer: str) -> float:
-    """The same of any answer, with the one solution of the file where the puzzle is of a file."""
-    known = [puzzle.solution] if puzzle.solution else completions(puzzle.clues)
-    return _agreement(puzzle, answer, known)
-
-
-def _agreement(puzzle: Puzzle, answer: str, known: Iterable[str]) -> float:
+def _cells(puzzle: Puzzle, answer: str, known: Iterable[str]) -> float:
+    # The share of the empty cells in which an answer agrees with the nearest of the known grids.
     empty = [i for i, clue in enumerate(puzzle.clues) if clue == EMPTY]
     right = [sum(grid[i] == answer[i : i + 1] for i in empty) for grid in known]
     return max(right, default=0) / max(1, len(empty))
-
-
-def _is_grid(response: str) -> bool:
-    return isinstance(response, str) and len(response) == CELLS and {*response} <= {*DIGITS}

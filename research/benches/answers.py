@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,13 +15,11 @@ import pandas as pd
 
 from minidrl.run import config
 from minidrl.tasks import held_out
-from minidrl.tasks.countdown import Countdown, Puzzle, evaluate
+from minidrl.tasks.countdown import Countdown, Puzzle, equations, evaluate
 from research.benches.orders import CLASSES, class_of
 from research.tables import markdown
 
 NEEDS = ("sums", "differences", "products or quotients")
-_STEP = re.compile(r"([-+*/])(\d+)=(\d+)")
-_RUNNING = re.compile(rf"(\d+)((?:{_STEP.pattern})+)")
 
 
 def needs(puzzle: Puzzle, max_value: int) -> str:
@@ -32,17 +29,17 @@ def needs(puzzle: Puzzle, max_value: int) -> str:
 
 def kind(puzzle: Puzzle, response: str, solved: bool) -> str:
     """Solved, or how an answer fails: in what it says, in its numbers, or in its form."""
-    found, running = evaluate(response), _RUNNING.fullmatch(response)
+    found, running = evaluate(response), equations(response)
     if solved:
         return "solved"
     if found is None and running is None:
         return "no calculation"
-    used = found[1] if found else [int(running[1]), *(int(number) for _, number, _ in _STEP.findall(response))]
+    used = found[1] if found else [running[0], *(number for _, number, _ in running[1])]
     if Counter(used) != Counter(puzzle.numbers):
         return "other numbers"
     if found:
         return "true, of another value"
-    ends = int(_STEP.findall(response)[-1][2]) == puzzle.target
+    ends = running[1][-1][2] == puzzle.target
     return "false, ends in the target" if ends else "false, ends elsewhere"
 
 

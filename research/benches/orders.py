@@ -35,7 +35,7 @@ import torch
 from minidrl import sampler
 from minidrl.run import checkpoints, config, folders, train
 from minidrl.tasks import held_out, verdicts
-from minidrl.tasks.countdown import Countdown, Puzzle, running_calculations
+from minidrl.tasks.countdown import Countdown, Puzzle, equations, running_calculations
 from minidrl.tasks.text import decode, encode_prompts
 from research import stats
 
@@ -45,7 +45,6 @@ ORDERS = ("low_confidence", "left_to_right")
 KINDS = ("solved", "miss", "bent", "false", "other")
 CLASSES = ("sums", "differences", "products")
 PUZZLES, EXAMPLES = 894, 24  # all held-out puzzles; those whose answers are kept
-EQUATION = re.compile(r"([-+*/])(\d+)=(\d+)")
 TWO_EQUATIONS = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)([-+*/])(\d+)=(\d+)")
 NAMES = dict(
     zip(KINDS, ("solved", "true, another number", "last equation bent to the target", "false elsewhere", "other"), strict=True)
@@ -70,16 +69,15 @@ def trained(order: str, seed: int, runs: Path) -> Path:
 
 # ------------------------------------------------------------------------------------------------------------- one answer
 def kind_of(puzzle: Puzzle, text: str, solved: bool) -> str:
-    first, equations = re.match(r"\d*", text)[0], EQUATION.findall(text)
     if solved:
         return "solved"
-    if not first or text != first + "".join(f"{op}{b}={c}" for op, b, c in equations):
+    if (found := equations(text)) is None:
         return "other"
-    if sorted([int(first), *(int(b) for _, b, _ in equations)]) != sorted(puzzle.numbers):
+    left, steps = found
+    if sorted([left, *(number for _, number, _ in steps)]) != sorted(puzzle.numbers):
         return "other"
-    true, left = [], int(first)
-    for op, b, c in equations:
-        right, result = int(b), int(c)
+    true = []
+    for op, right, result in steps:
         values = {"+": left + right, "-": left - right, "*": left * right}
         true.append(right and left == result * right if op == "/" else values[op] == result)
         left = result

@@ -33,6 +33,7 @@ from minidrl import algorithms as alg
 from minidrl import denoiser, loop, methods, sampler
 from minidrl.run import checkpoints, config, memory
 from minidrl.run.train import start
+from minidrl.tasks import Verdict
 from minidrl.tasks.countdown import tokenizer
 from research.tables import markdown
 
@@ -213,13 +214,13 @@ def run_of(arguments: argparse.Namespace, **changes) -> loop.Run:
         overrides |= {"num_prompts": 2, "micro_batch": 64} if arguments.device == "cpu" else {}
     run = start(config.load(config.Train, arguments.config, overrides))
     if arguments.random:  # which solves nothing: without rewards there is no update
-        object.__setattr__(run.task, "score", made_up_score)
+        object.__setattr__(run.task, "judge", made_up_verdict)
     return run
 
 
-def made_up_score(puzzle: Any, text: str) -> float:
+def made_up_verdict(puzzle: Any, text: str) -> Verdict:
     """A reward for each answer, of no meaning."""
-    return zlib.crc32(text.encode()) % 1000 / 999
+    return Verdict(zlib.crc32(text.encode()) % 1000 / 999, False, {})
 
 
 def main() -> None:
