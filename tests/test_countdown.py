@@ -457,10 +457,10 @@ def test_the_laws_hold():
 
 
 MUTANTS = [
-    ("numbers may repeat", "Counter(found[1]) == Counter(puzzle.numbers)", "set(found[1]) == set(puzzle.numbers)"),
-    ("any value", "right and found[0] == puzzle.target,", "right,"),
-    ("value rounded", "found[0] == puzzle.target", "round(found[0]) == puzzle.target"),
-    ("false equations", "if value != int(result):", "if value is None:"),
+    ("numbers may repeat", "Counter(found[1]) == Counter(problem.numbers)", "set(found[1]) == set(problem.numbers)"),
+    ("any value", "right and found[0] == problem.target", "right"),
+    ("value rounded", "found[0] == problem.target", "round(found[0]) == problem.target"),
+    ("false equations", "if value != result:", "if value is None:"),
     ("result not carried on", 'f"{value}{operator}{number}"', 'f"{numbers[-1]}{operator}{number}"'),
     ("text after a calculation", "_RUNNING.fullmatch", "_RUNNING.match"),
     ("text after an expression", "_EXPRESSION.fullmatch", "_EXPRESSION.match"),
