@@ -150,10 +150,10 @@ class Countdown(rows.Puzzles):
                 out.append(puzzle)
                 misses = 0
             elif (misses := misses + 1) == MAX_DRAWS:
+                own = split == "pretrain" and self.pretrain_share > 0
+                key = "pretrain_share" if own else "held_out_share"
                 allowed = f"shares that leave {split} puzzles at this difficulty"
-                raise ValueError(
-                    f"task.held_out_share: got {self.held_out_share}; allowed {allowed}"
-                )
+                raise ValueError(f"task.{key}: got {getattr(self, key)}; allowed {allowed}")
         return out
 
     def puzzles(self, split: str) -> Iterator[Puzzle]:
@@ -182,8 +182,9 @@ class Countdown(rows.Puzzles):
             target = int(str(row["output"]))
         except (KeyError, TypeError, ValueError):
             numbers, target = (), 0
-        if len(numbers) < 2 or min(numbers) < 0 or max(numbers) > 999_999:
-            allowed = "input, numbers up to 999999 with commas, and output, what they are to make"
+        readable = 2 <= len(numbers) <= 4 and 0 <= min(numbers) and max(numbers) <= 999_999
+        if not readable or target not in _reached(tuple(map(Fraction, sorted(numbers)))):
+            allowed = "input, 2 to 4 numbers up to 999999 with commas, and output, what they make"
             raise ValueError(f"got {rows.brief(row)}; allowed {allowed}")
         return self._puzzle(numbers, target)
 
@@ -333,6 +334,19 @@ def _values(numbers: tuple[int, ...], max_value: int) -> frozenset[int]:
 def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
     every = itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values())
     return tuple(sorted(every))
+
+
+def _reached(numbers: tuple[Fraction, ...]) -> set[Fraction]:
+    """Every value of an expression with all the numbers."""
+    if len(numbers) == 1:
+        return {*numbers}
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = tuple(number for k, number in enumerate(numbers) if k not in (i, j))
+        left, right = numbers[i], numbers[j]
+        made = [left + right, left - right, left * right] + ([left / right] if right else [])
+        found = found.union(*(_reached((*rest, value)) for value in made))
+    return found
 
 
 # ------------------------------------------------------------------------------------- the verifier
