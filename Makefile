@@ -41,7 +41,7 @@ test: $(STAMP)
 
 lessons: $(STAMP)
 	$(NBVAL) notebooks/00a_*.ipynb notebooks/10_*.ipynb notebooks/00b_*.ipynb notebooks/0[4-69]_*.ipynb \
-		notebooks/00_*.ipynb notebooks/08_*.ipynb notebooks/11_*.ipynb notebooks/07_*.ipynb notebooks/0[1-3]_*.ipynb
+		notebooks/00_*.ipynb notebooks/08_*.ipynb notebooks/1[12]_*.ipynb notebooks/07_*.ipynb notebooks/0[1-3]_*.ipynb
 
 slow: $(STAMP)
 	$(TESTS) -m slow tests
