@@ -104,3 +104,8 @@ def test_a_row_is_made_of_a_sentence_that_its_rule_accepts(task):
     assert set(row["words"]) < {"teacher", "asked", "children", "today"}
     assert task.judge(Request(tuple(row["words"])), row["answer"]).solved
     assert row_of("They went to bed and slept all day.", tok, np.random.default_rng(0)) is None
+
+
+def test_a_file_that_is_not_named_is_asked_for():
+    with pytest.raises(ValueError, match=r"^task\.path: got '\.', whose ending is another; allowed \.jsonl"):
+        Words().held_out(1)

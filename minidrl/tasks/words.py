@@ -73,7 +73,7 @@ class Words(rows.Listed):
     formats: ClassVar[tuple[str, ...]] = ("words", "chat")
     source: ClassVar[str] = "train_path"
 
-    path: str
+    path: str = ""
     train_path: str = ""
     reward: str = "strict"
     prompt_format: str = "words"
