@@ -257,7 +257,7 @@ def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(tmp_path)
     while len(children.read_text().split()) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)  # until both workers are there, beside Python's own tracker of shared memory
     os.killpg(run.pid, signal.SIGINT)
-    said = run.communicate(timeout=60)[1].splitlines()[-1]
+    said = run.communicate(timeout=180)[1].splitlines()[-1]
     assert run.returncode == 130 and "is saved; the same command with --resume goes on" in said
     for _ in range(100):
         try:
