@@ -24,7 +24,7 @@ project = "minidrl"
 author = copyright = "the minidrl developers"
 root_doc = "README"
 include_patterns = ["*.md", "docs/**.md", "notebooks/**.md", "notebooks/**.ipynb", "research/*.md", "research/**.ipynb"]
-include_patterns += ["tests/golden/llada_tiny/README.md"]  # of which lesson 11 speaks
+include_patterns += ["tests/golden/llada_tiny/README.md", "tiny_configs/bases/*/README.md"]  # of which lessons 00 and 11 speak
 exclude_patterns = ["**/solutions/**", "**/.ipynb_checkpoints/**"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinxcontrib.mermaid"]
 myst_fence_as_directive = ["mermaid"]
