@@ -97,7 +97,12 @@ def before_reading(app: Sphinx, page: str, source: list[str]) -> None:
             "Lessons": ["notebooks/README", *documents("notebooks/[01]*.ipynb")],
             "Exercises": ["notebooks/exercises/README", *documents("notebooks/exercises/*.ipynb")],
             "Pages": documents("docs/*.md") + ["CONTRIBUTING"],
-            "Research": ["research/README", *documents("research/notebooks/*.ipynb"), "tests/golden/llada_tiny/README"],
+            "Research": [
+                "research/README",
+                *documents("research/notebooks/*.ipynb"),
+                "tests/golden/llada_tiny/README",
+                *documents("tiny_configs/bases/*/README.md"),
+            ],
             "Code": documents("docs/book/*.md"),
         }
         source[0] += "".join(CONTENTS.format(caption=name, pages="\n".join(pages)) for name, pages in groups.items())
