@@ -102,13 +102,14 @@ def main(argv: list[str] | None = None) -> None:
     for sentence in written(model, tok, args.rounds, args.seed):
         if row := row_of(sentence, tok, rng):
             rows.setdefault(tuple(sorted(row["words"])), row)
+    files: dict[str, list[dict]] = {"train": [], "test": []}
+    for key, row in rows.items():
+        files["train" if crc32(" ".join(key).encode()) % 4 else "test"].append(row)
     args.out.mkdir(parents=True, exist_ok=True)
-    held_out = [row for key, row in rows.items() if crc32(" ".join(key).encode()) % 4 == 0]
-    train = [row for row in rows.values() if row not in held_out]
-    for name, some in (("train", train), ("test", held_out)):
+    for name, some in files.items():
         text = "".join(json.dumps(row) + "\n" for row in some)
         (args.out / f"{name}.jsonl").write_text(text)
-    print(f"{args.out}: {len(train)} rows to train on, {len(held_out)} held out")
+    print(f"{args.out}: {len(files['train'])} rows to train on, {len(files['test'])} held out")
 
 
 if __name__ == "__main__":

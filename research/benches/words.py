@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from minidrl.denoiser import Denoiser
 from minidrl.run import checkpoints, config
@@ -53,10 +52,8 @@ def answered(model: Denoiser, tok: Any, s: config.Train, decoder: str, causal: t
     rows = record(model, tok, s.task, decoding, n=len(requests))["rows"]
     kinds = Counter(kind(requests[row["problem"]], row["text"], row["solved"], row["marks"]["sentence"] > 0) for row in rows)
     solved = [row["text"].strip() for row in rows if row["solved"]]
-    openings = Counter(" ".join(in_order(text)[:2]) for text in solved)
     facts = {"solved": len(solved) / len(rows), "n": len(rows), "kinds": dict(kinds.most_common())}
     facts["interval"] = interval(np.array([float(row["solved"]) for row in rows]))
-    facts["openings"] = openings.most_common(5)
     facts["words"] = float(np.mean([len(in_order(text)) for text in solved])) if solved else None
     if causal and solved:
         found = nats(*causal, solved)
@@ -73,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     args, others = parser.parse_known_args(argv)
     changes = dict(zip((word.removeprefix("--") for word in others[::2]), others[1::2], strict=True))
     settings = config.load(config.Train, args.config, changes)
-    model, tok = checkpoints.load(args.model, dtype=torch.bfloat16 if settings.dtype == "bfloat16" else None)
+    model, tok = checkpoints.load(args.model, dtype=checkpoints.dtype_of(settings.dtype))
     causal = causal_model(args.causal) if args.causal else None
     found = {name: answered(model, tok, settings, name, causal) for name in DECODERS}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
