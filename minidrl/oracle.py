@@ -25,7 +25,7 @@ confidence-ordered sampler, whose response distribution is only given by `trajec
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -288,29 +288,6 @@ def any_order_log_likelihood(
     return log_p[frozenset(range(model.length))]
 
 
-def block_elbo(model: TabularDenoiser, response: State, block_length: int) -> Tensor:
-    """ELBO of a model that writes block after block: that of each block given the earlier ones,
-
-        B = sum_m sum_{l = 1..W} mean over |M| = l, M in block m, of S_m(M) / l,    W = block_length
-
-    where S_m(M) adds up ll_i(M and all later blocks) over i in M: later blocks are hidden and not
-    scored. It is at most the log-likelihood of `trajectories(model, "random", 1.0, 1, W)`. One
-    block is `elbo`, blocks of one token are the exact likelihood from left to right.
-
-    Source: BD3-LM, arXiv 2503.09573. Nats. Cost L/W 2^W W.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for start in range(0, model.length, block_length):
-        block = range(start, start + block_length)
-        later = frozenset(range(block.stop, model.length))
-        for count in range(1, block_length + 1):
-            masks = list(itertools.combinations(block, count))
-            for hidden in masks:
-                logp = token_logp(model, response, later.union(hidden))
-                total = total + sum(logp[i] for i in hidden) / (count * len(masks))
-    return total
-
-
 # -------------------------------------------- The sampler: its exact distribution over trajectories
 @dataclass(frozen=True)
 class Trajectory:
@@ -530,67 +507,3 @@ def policy_gradient(
 def hidden_before(trajectory: Trajectory, step: int) -> frozenset[int]:
     """The hidden positions before a step: those with unmask_step = -1 or unmask_step >= step."""
     return frozenset(i for i, s in enumerate(trajectory.unmask_step) if s == -1 or s >= step)
-
-
-def token_score(model: TabularDenoiser, trajectory: Trajectory, temperature: float = 1.0) -> Tensor:
-    """Sum of the log-probabilities of the revealed tokens, each in the state before its own step:
-
-        sum_s sum_{j: unmask_step_j = s} ll_j(hidden before s)
-
-    Up to a constant this is log P(tau) of the random and left-to-right samplers, when `temperature`
-    is theirs. For low_confidence it leaves out the probability of the choice of positions, which
-    depends on the table: its gradient is then not the score of the sampler, and not even zero on
-    average.
-
-    Source: the step log-probability of EGSPO, arXiv 2603.12554, as its released code computes it
-    (vishnutez/egspo-dllm-rl, "sum" aggregate, temperature 1), summed over steps. Nats. Cost L per
-    step.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for step in sorted({s for s in trajectory.unmask_step if s >= 0}):
-        logp = token_logp(model, trajectory.response, hidden_before(trajectory, step), temperature)
-        total = total + sum(logp[i] for i, s in enumerate(trajectory.unmask_step) if s == step)
-    return total
-
-
-def score_expectation(
-    trajectories: Iterable[Trajectory],
-    score_fn: Callable[[Trajectory], Tensor],
-    reward: Callable[[State], float] = lambda response: 1.0,
-) -> Tensor:
-    """The surrogate whose gradient is an expected score-function estimate, exactly:
-
-        sum_tau sg[P(tau)] reward(response) score_fn(tau)
-        gradient = E[ reward * d score_fn / d table ]
-
-    Its value has no meaning; take `table_gradient` of it. Equals the policy gradient when score_fn
-    is log P(tau), or differs from it by a constant. With reward = 1 the gradient is the mean score,
-    zero for the score of the sampler.
-    """
-    terms = [tau.prob.detach() * reward(tau.response) * score_fn(tau) for tau in trajectories]
-    return sum(terms, start=torch.zeros((), dtype=torch.float64))
-
-
-# --------------------------------------------------------------------------------------- Estimators
-def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of an estimator by enumeration of its plan:
-
-        mean = sum p value,      variance = sum p (value - mean)^2
-
-    `draws` are (probability, value) of every outcome; ValueError where they are not all, and the
-    probabilities do not sum to 1. Values may be tensors of one shape, such as gradients. Mean and
-    variance are elementwise, float64 and differentiable, the variance being that of one draw.
-    """
-    pairs = list(draws)
-    prob, value = (_stacked([pair[i] for pair in pairs]) for i in range(2))
-    if not abs((total := prob.sum().item()) - 1) <= 1e-6:
-        raise ValueError(f"draws: got probabilities that sum to {total}; allowed 1")
-    mean = torch.tensordot(prob, value, 1)
-    return mean, torch.tensordot(prob, (value - mean) ** 2, 1)
-
-
-def _stacked(numbers: Sequence[float | Tensor]) -> Tensor:
-    """Float64 (n, ...): numbers, past no float32, or tensors of one shape, on their graphs."""
-    if not any(isinstance(x, Tensor) for x in numbers):
-        return torch.tensor(numbers, dtype=torch.float64)
-    return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in numbers])

@@ -237,7 +237,8 @@ def law_stepwise_advantage_is_unbiased(alg: Any) -> None:
             for i, at in enumerate(path.unmask_step)
             if at == s
         )
-        share.append(oracle.table_gradient(model, oracle.score_expectation(paths, score, lambda y: reward_of(y, None))))
+        mean = sum(p * reward_of(path.response, None) * score(path) for p, path in zip(chance, paths, strict=True))
+        share.append(oracle.table_gradient(model, mean))
     close(sum(share), walk_gradient(case), "the shares of the steps make the policy gradient")
     pair = (chance[first] * chance[second]).repeat_interleave(2) / 2
     for lam, schedule, normalize, center in itertools.product(

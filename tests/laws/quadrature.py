@@ -62,7 +62,8 @@ def node_moments(model: Any, keep: tuple, t: float, how: str) -> tuple[float, fl
     n = sum(keep)
     scores = subset_scores(model, RESPONSE[: model.length], positions(keep))
     draws = [(p, scale * scores[sum(2**i for i in m)].item() if m else 0.0) for p, scale, m in node_draws(t, n, how)]
-    return tuple(v.item() for v in oracle.moments(draws))
+    mean = sum(p * x for p, x in draws)
+    return mean, sum(p * (x - mean) ** 2 for p, x in draws)
 
 
 def expected(model: Any, keep: tuple, nodes: int, how: str) -> float:
