@@ -25,7 +25,7 @@ confidence-ordered sampler, whose response distribution is only given by `trajec
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -507,3 +507,28 @@ def policy_gradient(
 def hidden_before(trajectory: Trajectory, step: int) -> frozenset[int]:
     """The hidden positions before a step: those with unmask_step = -1 or unmask_step >= step."""
     return frozenset(i for i, s in enumerate(trajectory.unmask_step) if s == -1 or s >= step)
+
+
+# --------------------------------------------------------------------------------------- Estimators
+def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of an estimator by enumeration of its plan:
+
+        mean = sum p value,      variance = sum p (value - mean)^2
+
+    `draws` are (probability, value) of every outcome; ValueError where they are not all, and the
+    probabilities do not sum to 1. Values may be tensors of one shape, such as gradients. Mean and
+    variance are elementwise, float64 and differentiable, the variance being that of one draw.
+    """
+    pairs = list(draws)
+    prob, value = (_stacked([pair[i] for pair in pairs]) for i in range(2))
+    if not abs((total := prob.sum().item()) - 1) <= 1e-6:
+        raise ValueError(f"draws: got probabilities that sum to {total}; allowed 1")
+    mean = torch.tensordot(prob, value, 1)
+    return mean, torch.tensordot(prob, (value - mean) ** 2, 1)
+
+
+def _stacked(numbers: Sequence[float | Tensor]) -> Tensor:
+    """Float64 (n, ...): numbers, past no float32, or tensors of one shape, on their graphs."""
+    if not any(isinstance(x, Tensor) for x in numbers):
+        return torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in numbers])
