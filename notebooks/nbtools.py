@@ -1,6 +1,6 @@
-"""What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `exercises` the reader's answers, `show` prints
-shipped source, `mean_interval` says how sure a mean is, `table`, `draw_plan` and `draw_cube` display rows, plans and all
-masked states of a text, `style` sets plots.
+"""What every notebook uses: `check`, `check_le` and `check_rows` judge equations, `exercises` the reader's answers, `solution`
+stands in for code that he has not written, `show` prints shipped source, `mean_interval` says how sure a mean is, `table`,
+`draw_plan` and `draw_cube` display rows, plans and all masked states of a text, `style` sets plots.
 
 A check prints both sides, to five digits of the larger, and never the residual: that differs between machines. The stored
 outputs can therefore be compared literally.
@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 import math
+import runpy
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,11 @@ def _number(given: Any) -> float | str | None:
     except Exception:  # whatever it is, the answers after it are judged
         return f"got a value of type {kind}; {ask}"
     return number if math.isfinite(number) else f"got {number}; {ask}"
+
+
+def solution(exercise: str, name: str) -> Callable:
+    """A function of exercises/solutions: a lesson goes on with it where its reader has left a cell open."""
+    return runpy.run_path(str(Path(__file__).parent / "exercises/solutions" / f"{exercise}.py"))[name]
 
 
 def show(function: Callable) -> None:
