@@ -5,3 +5,7 @@ def update(model, optimizer, rollout, n):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def reinforce_loss(logp, old, adv):  # of the lesson
+    return -adv * logp.sum(1)
