@@ -37,12 +37,18 @@ def main(words: list[str] | None = None) -> None:
         sub.add_argument("--report", action="store_true", help="only print what the ledger holds")
         sub.add_argument("--rehearse", action="store_true", help="the whole grid in a minute, too small to mean anything")
     verbs.add_parser("controls", help="temperatures, greedy, pass@8, self-training").add_argument("runs", nargs="+", type=Path)
+    sub = verbs.add_parser("self-training", help="fine-tuning on own correct answers, as many as the config's RL would sample")
+    sub.add_argument("config", type=Path)
+    sub.add_argument("--renew", type=int, default=0, help="iterated: after so many steps they come from the trained model")
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the run")
+    sub.add_argument("--out", type=Path, required=True, help="a folder for metrics.jsonl")
     sub = verbs.add_parser("cell", help="one run of a grid, as the others start it")
     sub.add_argument("settings", type=Path)
     sub.add_argument("--self-training", action="store_true")
     given = parser.parse_args(words)
     try:
-        {"compare": compare, "study": compare, "controls": show_controls, "cell": run_cell}[given.verb](given)
+        done_by = {"compare": compare, "study": compare, "controls": show_controls, "cell": run_cell}
+        (done_by | {"self-training": self_training})[given.verb](given)
     except KeyboardInterrupt:
         sys.exit("minidrl: interrupted; the same command goes on")
     except (ValueError, OSError, RunError) as error:
@@ -56,9 +62,8 @@ def list_of(kind: type):
 
 def compare(given: argparse.Namespace) -> None:
     changes = {key: getattr(given, key) for key in ("rates", "updates", "seeds", "equal")}
-    settings = dict(pair.split("=", 1) for pair in given.set)
-    if settings:
-        changes["settings"] = {key: yaml.safe_load(value) for key, value in settings.items()}
+    if given.set:
+        changes["settings"] = {key: yaml.safe_load(value) for key, value in settings_of(given).items()}
     study, name = grid.study_of(given.config, given.methods or (), **changes), given.config.stem
     out = given.out or Path("runs") / name
     own = given.verb == "compare" or given.rehearse
@@ -69,6 +74,14 @@ def compare(given: argparse.Namespace) -> None:
     print(tables.study_report(ledger.path, ledger.curves, name))
     for path in tables.write_figures(ledger.path, ledger.curves, name, out):
         print(path)
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in given.set)
+
+
+def self_training(given: argparse.Namespace) -> None:
+    controls.imitation(config.load(config.Train, given.config, settings_of(given)), given.out, given.renew)
 
 
 def show_controls(given: argparse.Namespace) -> None:

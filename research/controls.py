@@ -48,20 +48,31 @@ def solved(model: Denoiser, tok: Any, s: config.Train, temperature: float, sampl
 # ------------------------------------------------------------------------------------- self-training
 
 
-def steps_of(settings: config.Train, imitates: bool = False) -> tuple[loop.Run, Iterator[dict]]:
-    """A run, and its steps: of RL, or of self-training."""
+def steps_of(settings: config.Train, imitates: bool = False, renew: int = 0) -> tuple[loop.Run, Iterator[dict]]:
+    """A run, and its steps: of RL, or of self-training.
+
+    Self-training scores the states that ``reinforce`` would score; of its options those of the settings are kept.
+    ``renew`` > 0: it is iterated, and every so many steps the samples come from what the run has become.
+    """
     if not imitates:
         run = start(settings)
         return run, loop.train(run)
-    settings = dataclasses.replace(settings, method="reinforce", method_options={})
+    if settings.method != "reinforce":
+        settings = dataclasses.replace(settings, method="reinforce", method_options={})
     run, base = start(settings), start(settings)
-    return run, (imitate(run, base, step) for step in range(settings.steps))
+
+    def step_of(step: int) -> dict:
+        if renew and step % renew == 0:
+            base.model.load_state_dict(run.model.state_dict())
+        return imitate(run, base, step)
+
+    return run, map(step_of, range(settings.steps))
 
 
 def imitate(run: loop.Run, base: loop.Run, step: int) -> dict:
-    """Supervised fine-tuning on correct samples of the frozen base, with the run's other settings.
+    """Supervised fine-tuning on correct samples of the base, with the run's other settings.
 
-    Also known as rejection-sampling fine-tuning; one round of expert iteration. Each update
+    Also known as rejection-sampling fine-tuning; a round of expert iteration. Each update
     maximises the log-probability of the solved rollouts of one step. That is REINFORCE with reward
     1 for solved, no baseline, and a sampler that never learns.
     """
@@ -78,13 +89,13 @@ def imitate(run: loop.Run, base: loop.Run, step: int) -> dict:
     return of_step(run, step, experience, rows)
 
 
-def imitation(settings: config.Train, out: Path) -> tuple[Denoiser, Any]:
-    """A run of self-training into ``out``/metrics.jsonl; returns what it has learned.
+def imitation(settings: config.Train, out: Path, renew: int = 0) -> tuple[Denoiser, Any]:
+    """A run of self-training, iterated with ``renew`` > 0, into ``out``/metrics.jsonl; returns what it has learned.
 
     It keeps no checkpoint: one that was interrupted begins anew.
     """
     s, began = settings.evaluate, time.perf_counter()
-    run, steps = steps_of(settings, imitates=True)
+    run, steps = steps_of(settings, imitates=True, renew=renew)
     out.mkdir(parents=True, exist_ok=True)
     (path := out / "metrics.jsonl").write_text("")
 

@@ -44,7 +44,7 @@ def kind(puzzle: Puzzle, response: str, solved: bool) -> str:
 
 
 def counted(task: Countdown, path: Path) -> dict[str, str]:
-    """A column: solved by need as ``87 of 163``, then the share of each kind of answer."""
+    """A column: solved by need as ``87 of 163``, the mean of these rates, then the share of each kind of answer."""
     (evaluation,) = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
     asked = evaluation["protocol"]
     puzzles = held_out(task, asked["n"], asked["skip"])
@@ -53,6 +53,7 @@ def counted(task: Countdown, path: Path) -> dict[str, str]:
     of, right = Counter(need for need, _ in needed), Counter(need for need, solved in needed if solved)
     kinds = Counter(kind(*one) for one in each)
     column = {f"solved, {need}": f"{right[need]} of {of[need]}" for need in NEEDS if of[need]}
+    column["solved, needs balanced"] = f"{100 * sum(right[need] / of[need] for need in of) / len(of):.1f} %"
     return column | {name: f"{100 * count / len(each):.1f} %" for name, count in kinds.most_common()}
 
 

@@ -4,8 +4,9 @@
 
 The model continues a list of plain sentences. What is one sentence of 7 to 12 tokens is kept, and
 three of its words become what is asked for (minidrl.tasks.words). So the causal model teaches the
-diffusion model that ``convert`` made of it, and no data set is needed. A quarter is held out,
-by its words, so that no three of them stand in both files.
+diffusion model that ``convert`` made of it, and no data set is needed. The rows are divided by their
+words, so that no three of them stand in two files: two fifths to fine-tune on, two fifths whose
+requests are new to RL, and a fifth that is held out.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def nats(model: LlamaForCausalLM, tok: Any, sentences: list[str]) -> list[float]
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", type=Path, help="what `minidrl convert` wrote")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for train and test.jsonl")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for sft.jsonl, rl.jsonl and test.jsonl")
+    parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     model, tok = causal_model(args.model)
@@ -102,14 +103,14 @@ def main(argv: list[str] | None = None) -> None:
     for sentence in written(model, tok, args.rounds, args.seed):
         if row := row_of(sentence, tok, rng):
             rows.setdefault(tuple(sorted(row["words"])), row)
-    files: dict[str, list[dict]] = {"train": [], "test": []}
+    files: dict[str, list[dict]] = {"sft": [], "rl": [], "test": []}
     for key, row in rows.items():
-        files["train" if crc32(" ".join(key).encode()) % 4 else "test"].append(row)
+        files[("test", "sft", "sft", "rl", "rl")[crc32(" ".join(key).encode()) % 5]].append(row)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, some in files.items():
         text = "".join(json.dumps(row) + "\n" for row in some)
         (args.out / f"{name}.jsonl").write_text(text)
-    print(f"{args.out}: {len(files['train'])} rows to train on, {len(files['test'])} held out")
+    print(f"{args.out}: " + ", ".join(f"{len(some)} rows in {name}.jsonl" for name, some in files.items()))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m research.benches.words CONFIG MODEL --causal runs/smollm2_135m --out answers.json
 
-Every held-out request is asked once by each of DECODERS. How likely a solved sentence is, is judged by
-the causal model. Other settings of the config follow as --KEY VALUE.
+Every held-out request is asked once by each of DECODERS, or by those that --by names. How likely a solved
+sentence is, is judged by the causal model. Other settings of the config follow as --KEY VALUE.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ DECODERS = {
     "greedy, 3 a call": (0.0, 3, "low_confidence"),
     "greedy, 1 a call": (0.0, 1, "low_confidence"),
     "greedy, left to right": (0.0, 1, "left_to_right"),
+    "sampled at 0.7, left to right": (0.7, 1, "left_to_right"),
 }
 
 
@@ -66,13 +67,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("--causal", type=Path, help="what `minidrl convert` wrote, as the judge of how likely a sentence is")
+    parser.add_argument("--by", action="append", choices=DECODERS, help="a decoder; may stand several times (default all)")
     parser.add_argument("--out", type=Path, required=True)
     args, others = parser.parse_known_args(argv)
     changes = dict(zip((word.removeprefix("--") for word in others[::2]), others[1::2], strict=True))
     settings = config.load(config.Train, args.config, changes)
     model, tok = checkpoints.load(args.model, dtype=checkpoints.dtype_of(settings.dtype))
     causal = causal_model(args.causal) if args.causal else None
-    found = {name: answered(model, tok, settings, name, causal) for name in DECODERS}
+    found = {name: answered(model, tok, settings, name, causal) for name in args.by or DECODERS}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
