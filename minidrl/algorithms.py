@@ -12,11 +12,11 @@ set of choices, written down in the table ``METHODS`` of methods.py:
 
 How to read. Sections 1 to 10 follow these arrows. In each of them comes first what d1,
 GDPO, StableDRL, EGSPO, DPPO and DRPO use, then what related methods use; section 11
-holds this project's own research, to which (2.11) to (2.14) and (4.2) belong. A docstring
-opens with the equation, in the names of the code. ``Source`` says where it comes from,
-``Shapes`` what goes in and comes out, ``Special cases`` how an estimator is biased,
-what gradient an objective has, when two functions agree, and what is refused. The
-comments inside the functions are the steps of the derivation.
+holds this project's own research, to which (2.11) to (2.14), (4.2) and (4.5) belong. A
+docstring opens with the equation, in the names of the code. ``Source`` says where it
+comes from, ``Shapes`` what goes in and comes out, ``Special cases`` how an estimator is
+biased, what gradient an objective has, when two functions agree, and what is refused.
+The comments inside the functions are the steps of the derivation.
 
 Where to find what, by its usual name and section
 
@@ -50,7 +50,8 @@ Where to find what, by its usual name and section
     8   verl's DPPO; MDPO; GDSD; BGPO                dppo_released, confident_clip,
                                                      regression, tangent
     9   means over tokens, responses, groups         aggregate, total_loss
-    11  arcs; a control variate                      arc_plan, control_variate_plan
+    11  arcs; a control variate; threshold decoding  arc_plan, control_variate_plan,
+                                                     threshold_logp
 
 Notation
 
@@ -831,9 +832,12 @@ def scheduled_plan(
 # action reveals some tokens. For samplers whose choice of positions does not depend on
 # the weights (random or fixed order) the log-probability of a step is exactly the sum
 # of the revealed tokens' logp, and  grad J = E[ sum_s A_s grad log pi(step s) ]  is the
-# exact policy gradient. For confidence-ordered samplers the choice of positions depends
-# on the weights and the tokens, and the token-only score of the released code of EGSPO,
-# d2 and TraceRL is biased (notebook 03). The missing factor is the feature (4.2).
+# exact policy gradient. Where positions are chosen by the entropy or the margin of a
+# state's predictions, that holds wherever J is differentiable: the choice looks at no
+# drawn token, and J jumps where it changes. For confidence-ordered samplers the choice
+# of positions depends on the weights and the tokens, and the token-only score of the
+# released code of EGSPO, d2 and TraceRL is biased (notebook 03). The missing factor is
+# the feature (4.2), for threshold decoding (4.5).
 
 
 def _last_deciding_step(rollout: Rollout) -> Int[Tensor, " B"]:
@@ -2509,7 +2513,7 @@ def control_variate_plan(
     guess = (guess * of_terms).sum(-1)  # (K, B)
     # The weights 1/(n q) vary, too: their noise multiplies what is left, so that a
     # guess c of its mean is taken off first and added outside.
-    centre = (centre_terms(known, n) * of_centre).sum(-1)  # (B,)
+    centre = (_centre_terms(known, n) * of_centre).sum(-1)  # (B,)
     shift = centre - ((guess + centre) / (num_states * n * chance)).sum(0)
     return replace(plan, shift=shift.to(rollout.logp.dtype))
 
@@ -2597,9 +2601,8 @@ def law_of_counts(
     return q / q.sum(-1, keepdim=True)
 
 
-def centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
-    """What c of (2.12) is linear in: 1, n, and sums of at_reveal, first, lowest, A+ and
-    A-."""
+def _centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
+    # Of c: 1, n, and sums of at_reveal, first, lowest, A+ and A-.
     above, below = known.effects[:2].sum((2, 3))
     sums = [x.sum(-1) for x in (known.at_reveal, known.first, known.lowest)]
     return torch.stack([torch.ones_like(above), n.double(), *sums, above, below], -1)
@@ -2633,6 +2636,21 @@ def confidence_to_beat(
     last = position.where(chosen == lowest, -1).amax(-1, keepdim=True)
     state, place = passed.nonzero(as_tuple=True)  # (R,), (R,)
     return lowest[state], place[:, None] > last[state]
+
+
+def log_threshold(threshold: float) -> float:
+    """log tau as a float32 number, as which confidences are compared; tau = 0: -inf."""
+    return float(numpy.float32(math.log(threshold))) if threshold else -math.inf
+
+
+def threshold_to_beat(
+    limit: Float[Tensor, "R 1"], later: Bool[Tensor, "R 1"], *, threshold: float
+) -> tuple[Float[Tensor, "R 1"], Bool[Tensor, "R 1"]]:
+    """The same in threshold decoding (4.5), from ``confidence_to_beat``: tau, at which
+    a candidate is no longer passed over, where the lowest chosen one reached it."""
+    floor = log_threshold(threshold)
+    reached = limit >= floor
+    return limit.masked_fill(reached, floor), later & ~reached
 
 
 def log_passed_over(
@@ -2684,3 +2702,42 @@ def order_logp(
     total = log_f.new_zeros(len(scored)).index_add(0, state, log_f)  # (S,)
     # Reductions add up tokens: equal shares make the sum over a state's tokens right.
     return scored * (total / scored.sum(-1).clamp(min=1))[:, None]
+
+
+# Threshold decoding reveals every proposal of confidence tau or more, and at least the
+# most confident. The set is again a function of independent draws, one a position, so
+# the kernel factorises in the same way; only what the others stayed below changes.
+
+
+def threshold_logp(
+    order: Float[Tensor, "S L"],
+    confidence: Float[Tensor, "S L"],
+    scored: Bool[Tensor, "S L"],
+    *,
+    threshold: float,
+) -> Float[Tensor, "S L"]:
+    """(4.5) log-probability that threshold decoding chose the scored positions U, given
+    the tokens drawn there: its selection factor.
+
+        P(U, y_U) = prod_{i in U} p_i(y_i) prod_{j hidden in the block, not in U} F_j
+        F_j = P(c_j < tau)           if c_i >= tau for all i in U
+        F_j = P(j is beaten by i)    if U = {i} and c_i < tau, as in (4.2)
+        P = 0                        if U has several positions and some c_i < tau
+
+    ``order`` is (4.2) of these F_j (``threshold_to_beat``). What is left to say here is
+    the third case, which other weights than the sampler's may bring. ``confidence`` is
+    that of the scored tokens.
+
+    Source: the sampler is that of Fast-dLLM (arXiv 2505.22618), the factor minidrl's
+    own.
+    Shapes: S states of L positions, (S, L) to (S, L).
+    Special cases: the third case has the log of the smallest number, with gradient 0.
+    Its score is the policy gradient wherever J is differentiable; J jumps where a
+    confidence crosses tau or another one.
+    """
+    # Several positions at once were all above tau. If one of them no longer is, these
+    # weights would never have chosen this set.
+    count = scored.sum(-1, keepdim=True)  # (S, 1)
+    unsure = (scored & (confidence < log_threshold(threshold))).any(-1, keepdim=True)
+    nothing = math.log(torch.finfo(order.dtype).tiny) * scored / count.clamp(min=1)
+    return torch.where(unsure & (count > 1), nothing.to(order.dtype), order)

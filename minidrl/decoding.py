@@ -1,15 +1,22 @@
-"""What a first reading of sampler.py can do without: a cache of keys and values, and a record.
+"""Decoding at less cost: a cache of keys and values, and steps that reveal all that is sure.
+
+sampler.py calls these functions where ``Sampler.cache`` or ``Sampler.threshold`` asks for them.
 
 cache "exact", for block-causal attention. No token sees a later block, so finished blocks never
     change: their keys and values are kept, and a step computes its own block alone. The same
     states, the same noise and the same distributions; only what a step costs is another matter.
-record "seen_logp". log p of every token of the response in every state of the run, for the control
-    variate (2.12).
+record "seen_logp". log p of every token of the response in every state of the run, for credit that
+    is given step by step.
+threshold tau (Fast-dLLM's confidence-aware parallel decoding, arXiv 2505.22618). A step reveals
+    every hidden position of the block whose drawn token has confidence tau or more, and at least
+    the one of highest confidence. How many steps a block takes differs by row: tau = 1 is nearly
+    one token a step, tau = 0 the whole block at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +24,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
+from minidrl.algorithms import log_threshold
+
 if TYPE_CHECKING:
-    from minidrl.sampler import Trace
+    from minidrl.sampler import Steps, Trace
 
 CHUNK = 2**26  # the most logits that a record makes at a time, 256 MiB in float32
 
@@ -65,6 +74,34 @@ def block_states(
     return h
 
 
+# ---------------------------------------------------------------------------------------- threshold
+def confident(
+    conf: Float[Tensor, "R C"],
+    first: Int[Tensor, "R 1"],
+    hidden: Bool[Tensor, "R C"],
+    threshold: float,
+) -> Bool[Tensor, "R C"]:
+    """The hidden candidates of tau or more, at least the ``first``; none where nothing is hidden.
+
+    Fast-dLLM's code drops those below tau: one that is equal stays.
+    """
+    return (conf >= log_threshold(threshold)).scatter(1, first, True) & hidden
+
+
+def still_going(
+    trace: Trace, rows: Int[Tensor, " R"], block: int, agree: Callable[[Tensor, Tensor], Tensor]
+) -> Int[Tensor, " S"]:
+    """The rows that go on with the block: those in which something of it is hidden, and those that
+    ``agree`` adds.
+
+    With a cache none leave before all are full: the next block needs the keys and values of every
+    row.
+    """
+    step = trace.unmask_step[rows].unflatten(1, (trace.settings.num_blocks, -1))[:, block]
+    left = agree(rows, rows[(step < 0).any(1)])
+    return rows if len(left) and trace.settings.cache == "exact" else left
+
+
 # -------------------------------------------------------------------- log p in every state of a run
 def add_seen(trace: Trace, vocab_size: int) -> None:
     """Room for log p of every token at every position in every state: until the response is known,
@@ -78,11 +115,11 @@ def add_seen(trace: Trace, vocab_size: int) -> None:
 
 
 def record_seen(
-    model: Any, trace: Trace, step: int, rows: Int[Tensor, " R"], rest: Float[Tensor, "R M D"]
+    model: Any, trace: Trace, own: Steps, rows: Int[Tensor, " R"], rest: Float[Tensor, "R M D"]
 ) -> None:
     """log p of every token in the state before a step; ``rest``: from the block to the end."""
     seen = trace.records["seen_logp"]
-    seen[rows, step, -rest.shape[1] :] = model.head(rest).log_softmax(-1).to(seen)
+    seen[rows, own, -rest.shape[1] :] = model.head(rest).log_softmax(-1).to(seen)
 
 
 def seen_of(

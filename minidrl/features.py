@@ -99,8 +99,8 @@ def state_features(
     names: tuple[str, ...] = ("logp",),
     reference: Network | None = None,
 ) -> dict[str, Float[Tensor, "S L *M"]]:
-    """The features (4.1) at the scored positions of S states, 0 elsewhere; order_logp (4.2) and
-    position_logp (4.4).
+    """The features (4.1) at the scored positions of S states, 0 elsewhere; order_logp (4.2), with
+    a threshold (4.5), and position_logp (4.4).
 
     The vocabulary head is applied where it is needed only, to some rows at a time. S flat state
     numbers k*B + b, in any order (of a staircase: a forward's M states in a row, as `state_chunks`
@@ -207,6 +207,9 @@ def _order_logp(
     scored = plan.scored.flatten(0, 1)[states]
     passed = _candidates(rollout, plan, states) & ~scored
     limit, later = alg.confidence_to_beat(confidence, scored, passed)
+    tau = rollout.sampler.threshold
+    if tau is not None:
+        limit, later = alg.threshold_to_beat(limit, later, threshold=tau)
 
     def read(*, h: Tensor, limit: Tensor, later: Tensor) -> dict[str, Tensor]:
         return {"log_f": alg.log_passed_over(model.head(h), limit, later, temperature=temperature)}
@@ -214,7 +217,10 @@ def _order_logp(
     most = len(states) * rollout.sampler.block_length
     rows = {"h": _at(h, passed, plan), "limit": limit, "later": later}
     log_f = _in_parts(read, rows, head_parts(most, model.vocab_size))["log_f"]
-    return alg.order_logp(log_f, scored, passed)
+    order = alg.order_logp(log_f, scored, passed)
+    if tau is None:
+        return order
+    return alg.threshold_logp(order, confidence, scored, threshold=tau)
 
 
 def _position_logp(

@@ -104,7 +104,7 @@ def collect(run: Run, step: int) -> Experience:
     if "seen_logp" in rollout.records:  # the control variate (2.12) has constants for each verdict
         rollout.records["solved"] = solved
     experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved, readable)
-    if run.actor is run.network:  # their own logp is on record
+    if run.actor is run.network and s.sampler.top_p == 1:  # their own logp is on record
         experience.updates = run.updates
     return experience
 

@@ -58,15 +58,24 @@ CHOICES = {
     "normalizer": ("none", "kept_length", "padded_length"),
     "anchor": ("behaviour", "old", "none"),
     "refresh": ("fixed", "paired", "independent", "scheduled"),
-    "order": ("any", "random", "low_confidence", "left_to_right", "right_to_left"),
+    "order": (
+        "any",
+        "random",
+        "low_confidence",
+        "left_to_right",
+        "right_to_left",
+        "entropy",
+        "margin",
+    ),
     "temperature": ("one", "sampling"),
-    "step_value": ("none", "greedy", "proposed"),
+    "step_value": ("none", "greedy", "sampled", "proposed"),
     "aggregation": alg.AGGREGATIONS,
 }
 # Records that a method's words ask of the sampler; the entropy is recorded for every method.
 RECORDS = {
     "none": (),
     "greedy": ("one_step",),
+    "sampled": ("one_step_sampled",),
     "proposed": ("one_step_proposed",),
     "topk_logp": ("topk",),
     "control_variate_plan": ("seen_logp",),
@@ -96,8 +105,7 @@ class Method:
                   some released code does: short answers then get ratios nearer to 1
     credit        rewards to advantages (section 6)
     step_value    what a state is worth before its step: none, or the reward of its completion in
-                  one step, greedy or with the tokens that the step itself proposed; credit then
-                  gives each state an advantage of its own
+                  one step, greedy or sampled; credit then gives each state an advantage of its own
     objective     the loss of an entry (section 8)
     extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout,
                   normalizer) to its keywords
@@ -313,7 +321,7 @@ row("stabledrl-block", "main", like="stabledrl",
 
 # Some steps of the trajectory, and what a state was worth before its step. The score of the
 # revealed tokens leaves out that the sampler chose their positions by confidence; egspo-exact does
-# not: (4.2).
+# not: (4.2), with a threshold (4.5).
 row("egspo", "main", source="code of EGSPO (vishnutez/egspo-dllm-rl)",
   title="Clips one ratio for each of the eight steps of highest entropy.",
   differs="As the code: it scores at temperature 1, takes the mean over the ranks and the tokens "
@@ -771,6 +779,8 @@ def choices(method: Method) -> dict[str, tuple[str, ...]]:
     found = {k: CHOICES[k] for k in ("aggregation", "refresh", "normalizer", "reduction")}
     if method.step_value == "none":
         found["credit"] = tuple(COMPONENTS["credit"])
+    if method.step_value in ("greedy", "sampled"):
+        found["step_value"] = ("greedy", "sampled")
     if method.on_record:
         found["anchor"] = ("behaviour", "old")
     # A method that takes more from its states, as an upper bound, keeps its own.

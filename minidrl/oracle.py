@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 State = tuple[int, ...]
-ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
+ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left", "entropy", "margin")
 
 
 # ---------------------------------- The model: a table that holds one row of logits for every state
@@ -302,10 +302,28 @@ class Trajectory:
     unmask_step: State
 
 
+def policy(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """The probabilities (L, V) from which tokens are drawn: softmax(logits / temperature), at
+    temperature 0 softmax(logits). With a top_p they are those of the nucleus, the fewest likeliest
+    tokens that together have this probability."""
+    probs = log_softmax(logits / (temperature or 1.0)).exp()
+    kept = torch.zeros_like(probs)
+    for i, row in enumerate(probs.tolist()):
+        mass = 0.0
+        for v in sorted(range(len(row)), key=lambda v: -row[v]):
+            if mass < top_p:
+                kept[i, v], mass = 1.0, mass + row[v]
+    return probs if top_p == 1 else probs * kept / (probs * kept).sum(-1, keepdim=True)
+
+
 def proposals(
-    model: TabularDenoiser, state: State, positions: Iterable[int], temperature: float
+    model: TabularDenoiser,
+    state: State,
+    positions: Iterable[int],
+    temperature: float,
+    top_p: float = 1.0,
 ) -> list[tuple[dict[int, int], Tensor]]:
-    """All joint draws of tokens at `positions`, each from softmax(logits / temperature).
+    """All joint draws of tokens at `positions`, each from its `policy`.
 
     Returns:
         [({position: token}, probability)]. At temperature 0 the one greedy draw with probability 1,
@@ -316,7 +334,7 @@ def proposals(
     if temperature == 0:
         greedy = {i: max(tokens, key=lambda v: (logits[i, v].item(), -v)) for i in positions}
         return [(greedy, one)]
-    probs, draws = log_softmax(logits / temperature).exp(), []
+    probs, draws = policy(logits, temperature, top_p), []
     for drawn in itertools.product(tokens, repeat=len(positions)):
         pairs = dict(zip(positions, drawn, strict=True))
         prob = math.prod((probs[i, v] for i, v in pairs.items()), start=one)
@@ -339,6 +357,33 @@ def most_confident(logits: Tensor, proposed: dict[int, int], n: int) -> list[int
     return ranked[:n]
 
 
+def at_least(logits: Tensor, proposed: dict[int, int], threshold: float) -> list[int]:
+    """The positions that keep their proposal in threshold decoding, ascending.
+
+    Those whose confidence (as in `most_confident`, rounded as there) is at least the logarithm of
+    the threshold; where there is none, the most confident.
+    """
+    logp = log_softmax(logits.detach()).float()
+    floor = torch.tensor(threshold, dtype=torch.float64).log().float()
+    return [i for i in sorted(proposed) if logp[i, proposed[i]] >= floor] or most_confident(
+        logits, proposed, 1
+    )
+
+
+def surest(probs: Tensor, hidden: Iterable[int], order: str, n: int) -> list[int]:
+    """The n hidden positions of lowest entropy, or of the widest margin between their two largest
+    probabilities, rounded to float32; equal ones go to the lower position. `probs` (L, V)."""
+
+    def sure(row: list[float]) -> float:
+        if order == "entropy":
+            return sum(p * math.log(p) for p in row if p > 0)
+        first, second = sorted(row, reverse=True)[:2]
+        return first - second
+
+    found = torch.tensor([sure(row) for row in probs.tolist()], dtype=torch.float64).float()
+    return sorted(sorted(hidden), key=lambda i: -found[i].item())[:n]  # stable
+
+
 def transition(
     model: TabularDenoiser,
     state: State,
@@ -346,17 +391,22 @@ def transition(
     order: str,
     temperature: float,
     tokens_per_step: int,
+    threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> dict[State, Tensor]:
     """Exact distribution of the next state: `tokens_per_step` = n of m hidden tokens are revealed.
 
-    The m are the hidden positions of `block`. With p = softmax(logits / temperature), p1 =
-    softmax(logits), x the new tokens and U the positions they go to:
+    The m are the hidden positions of `block`. With p their `policy`, p1 = softmax(logits), x the
+    new tokens and U the positions they go to:
 
         random           P(next) = 1 / C(m, n) prod_{j in U} p_j(x_j)
         left_to_right    P(next) = prod_{j in U} p_j(x_j),  U the n lowest hidden positions
         right_to_left    the same with the n highest hidden positions
         low_confidence   tokens are proposed at all m positions, each from p_j, and U are the n
                          proposals of highest p1
+        entropy, margin  P(next) = prod_{j in U} p_j(x_j),  U the n hidden positions that are
+                         `surest` by p: a function of the state, so that the gradient is that of
+                         the tokens alone wherever U does not jump
 
     For low_confidence this function adds up all V^m proposals and merges those that reveal the same
     tokens at the same positions. Where no two confidences are equal, the sum has the closed form
@@ -368,8 +418,13 @@ def transition(
     table: the gradient is that of the token probabilities, right almost everywhere, while the
     probability itself jumps where two confidences cross.
 
+    With a threshold (low_confidence, n = 1) the proposals that are kept are those of `at_least`:
+    any number of them from 1 to m.
+
     Source: remasking "random" and "low_confidence" of LLaDA, arXiv 2502.09992, and its released
     sampler (ML-GSAI/LLaDA, generate.py); the closed form is derived here and checked in the tests.
+    Threshold: Fast-dLLM, arXiv 2505.22618. Entropy and margin: Dream, arXiv 2508.15487, and its
+    released sampler (DreamLM/Dream, generation_utils.py).
 
     Returns:
         {next state: probability}, probabilities sum to 1. Cost V^m (low_confidence), C(m, n) V^n
@@ -386,16 +441,22 @@ def transition(
 
     if order == "low_confidence":
         logits = model.logits_at(state)
-        for proposed, prob in proposals(model, state, hidden, temperature):
-            add(most_confident(logits, proposed, tokens_per_step), proposed, prob)
+        for proposed, prob in proposals(model, state, hidden, temperature, top_p):
+            if threshold is None:
+                add(most_confident(logits, proposed, tokens_per_step), proposed, prob)
+            else:
+                add(at_least(logits, proposed, threshold), proposed, prob)
         return kernel
     choices = list(itertools.combinations(hidden, tokens_per_step))
     if order == "left_to_right":
         choices = choices[:1]  # in lexicographic order: the first holds the lowest positions
     if order == "right_to_left":
         choices = choices[-1:]
+    if order in ("entropy", "margin"):
+        probs = policy(model.logits_at(state), temperature, top_p)
+        choices = [surest(probs, hidden, order, tokens_per_step)]
     for chosen in choices:
-        for proposed, prob in proposals(model, state, chosen, temperature):
+        for proposed, prob in proposals(model, state, chosen, temperature, top_p):
             add(chosen, proposed, prob / len(choices))
     return kernel
 
@@ -407,14 +468,16 @@ def trajectories(
     tokens_per_step: int,
     block_length: int | None = None,
     eos_token_id: int | None = None,
+    threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> list[Trajectory]:
     """Every trajectory of the block-wise sampler, with P(tau) = prod_s transition_s.
 
     Blocks of `block_length` positions are completed from left to right, each in block_length /
-    tokens_per_step steps of `transition`. All randomness is summed over, by brute-force
-    enumeration: proposals, random positions, and the tie rule. A trajectory is known by its
-    response and its unmask_step; the state before step s hides the positions whose unmask_step is
-    -1 or >= s.
+    tokens_per_step steps of `transition`; with a threshold, each in as many as it takes. All
+    randomness is summed over, by brute-force enumeration: proposals, random positions, and the tie
+    rule. A trajectory is known by its response and its unmask_step; the state before step s hides
+    the positions whose unmask_step is -1 or >= s.
 
     Args:
         order: one of ORDERS.
@@ -423,6 +486,8 @@ def trajectories(
         eos_token_id: None = no stopping rule. Otherwise, once a completed block holds this token,
             later blocks are never revealed: the response is filled with the token and unmask_step
             is -1 there.
+        threshold: that of threshold decoding, with low_confidence and one token a step; None = not.
+        top_p: tokens are drawn from the nucleus of this probability; 1 = from all.
 
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
@@ -435,21 +500,22 @@ def trajectories(
     ):
         if whole % size:
             raise ValueError(f"{key}: got {size}; allowed divisors of {whole}")
-    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step)
+    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step, threshold, top_p)
     one = torch.ones((), dtype=torch.float64)
     paths = [((mask,) * model.length, (-1,) * model.length, one)]
     for step in range(model.length // tokens_per_step):
         start = step * tokens_per_step // block_length * block_length
         block, kernels, longer = range(start, start + block_length), {}, []
         for state, unmask_step, prob in paths:
-            if eos_token_id in state[:start]:
+            if eos_token_id in state[:start] or mask not in state[start : block.stop]:
                 longer.append((state, unmask_step, prob))
                 continue
             if state not in kernels:  # many paths meet in one state
                 kernels[state] = transition(model, state, block, *step_words)
             for shown, factor in kernels[state].items():
+                own = max(unmask_step) + 1  # the path's own count: blocks differ in length
                 changes = zip(state, shown, unmask_step, strict=True)
-                steps = tuple(step if a != b else s for a, b, s in changes)
+                steps = tuple(own if a != b else s for a, b, s in changes)
                 longer.append((shown, steps, prob * factor))
         paths = longer
 
@@ -490,16 +556,18 @@ def policy_gradient(
     reward: Callable[[State], float],
     block_length: int | None = None,
     eos_token_id: int | None = None,
+    threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> Tensor:
     """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
-    For low_confidence, J is discontinuous where two confidences cross; between the crossings this
-    is its derivative. Greedy decoding has a constant J and
+    For low_confidence, J is discontinuous where two confidences cross, and where one crosses the
+    threshold; between the crossings this is its derivative. Greedy decoding has a constant J and
     therefore zero gradient.
 
     Arguments and cost as `trajectories`.
     """
-    words = (order, temperature, tokens_per_step, block_length, eos_token_id)
+    words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold, top_p)
     outcomes = trajectories(model, *words)
     return table_gradient(model, expected_reward(outcomes, reward))
 

@@ -17,7 +17,7 @@ rows end.
 
 Read ``generate``, ``decode`` and ``reveal``, in this order; the rest is what they call. What a
 first reading can do without is in decoding.py: the cache of block-causal models, which makes a step
-cheaper, and a record of log p in every state.
+cheaper, and threshold decoding, in which a step reveals as many tokens as are sure.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from dataclasses import dataclass, field
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, TopPLogitsWarper
 
 from minidrl import decoding
 from minidrl.algorithms import Rollout
 from minidrl.features import Network
 
 ATTENTIONS = ("bidirectional", "block_causal")
-ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left")
-COMPLETIONS = ("one_step", "one_step_proposed")
+ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left", "entropy", "margin")
+COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
 OF_REST = (*COMPLETIONS, "seen_logp")  # records that look at every hidden position
 RECORDS = ("entropy", *COMPLETIONS, "topk", "seen_logp")
 CACHES = {"bidirectional": ("none",), "block_causal": ("none", "exact")}
@@ -46,6 +46,7 @@ TOP_K = 20  # what inference servers return at most: no method should need more
 
 Rows = Int[Tensor, " R"]  # numbers of rows of the batch, ascending
 Ends = int | Sequence[int] | None  # EOS, or all tokens that end a response, EOS first
+Steps = int | Int[Tensor, " R"]  # the step that rows are at; with a threshold each has its own
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -67,7 +68,18 @@ class Sampler:
                           temperature 1 whatever ``temperature`` is, compared as float32 logarithms;
                           on ties the lower position goes first;
         "left_to_right"   the n lowest hidden positions;
-        "right_to_left"   the n highest: working backwards from where the response ends.
+        "right_to_left"   the n highest: working backwards from where the response ends;
+        "entropy"         those whose token's distribution has the lowest entropy (Dream's code,
+                          arXiv 2508.15487);
+        "margin"          those where its two largest probabilities differ most (also there). The
+                          distribution of both is that from which a token is drawn, at temperature
+                          0 softmax(z): the choice depends on the state, not on what is drawn.
+    threshold        tau, from 0 to 1: a step reveals every hidden position of the block whose
+                     confidence is at least tau, and at least the one of highest confidence. For
+                     the order "low_confidence" with ``tokens_per_step`` 1, the fewest. None: n a
+                     step.
+    top_p            nucleus sampling: tokens are drawn from the fewest that together have this
+                     probability. Below 1 a rollout is off-policy.
     attention        what the network is: "bidirectional" (every token sees every other), or
                      "block_causal" (no token sees a later block, of this block_length).
     cache            keys and values that are kept: "none"; or, for block-causal attention, "exact",
@@ -81,6 +93,8 @@ class Sampler:
     tokens_per_step: int
     attention: str = "bidirectional"
     cache: str = "none"
+    threshold: float | None = None
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         def check(key: str, right: bool, allowed: str) -> None:
@@ -92,11 +106,16 @@ class Sampler:
         caches = CACHES[self.attention]
         check("cache", self.cache in caches, f"{', '.join(caches)} ({self.attention} attention)")
         check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        check("top_p", 0 < self.top_p <= 1, "above 0, up to 1")
         for key in ("length", "block_length", "tokens_per_step"):
             check(key, getattr(self, key) >= 1, "an integer >= 1")
         for key, whole in (("block_length", "length"), ("tokens_per_step", "block_length")):
             number = getattr(self, whole)
             check(key, number % getattr(self, key) == 0, f"a divisor of {whole} = {number}")
+        if self.threshold is not None:
+            check("threshold", 0 <= self.threshold <= 1, "a number from 0 to 1")
+            check("order", self.order == "low_confidence", "low_confidence with a threshold")
+            check("tokens_per_step", self.tokens_per_step == 1, "1 with a threshold, the fewest")
 
     @property
     def num_blocks(self) -> int:
@@ -104,12 +123,13 @@ class Sampler:
 
     @property
     def steps_per_block(self) -> int:
-        """Network calls that finish one block."""
+        """Network calls that finish one block; with a threshold, at most so many."""
         return self.block_length // self.tokens_per_step
 
     @property
     def num_steps(self) -> int:
-        """T, network calls that finish a response which never ends early."""
+        """T, network calls that finish a response which never ends early; with a threshold, at most
+        so many."""
         return self.num_blocks * self.steps_per_block
 
 
@@ -159,14 +179,15 @@ def generate(
                   temperature 0.
     one_step      (B, T, L): per step the completion by argmax of every hidden token at once, the
                   revealed ones kept; after a row's end its response.
-    one_step_proposed  the same with every hidden token drawn from softmax(z / T): where the sampler
-                  itself drew a token in this step, chosen or not, it is that token, and elsewhere
-                  by noise that has nothing to do with the trajectory's.
+    one_step_sampled  the same with every hidden token drawn from softmax(z / T), by noise that has
+                  nothing to do with the trajectory's.
+    one_step_proposed  drawn likewise, and what the step reveals is part of it: where the sampler
+                  itself drew a token in this step, it is that token, chosen or not.
     seen_logp     (B, T, L), nats: log p of the token that came to stand there, at temperature 1, in
                   the state before each step; 0 where it is visible, and after a row's end. Until
                   the response is known, B T L V numbers are kept: at most CHUNK.
 
-    The last three apply ``head`` to all hidden blocks at every step.
+    The last four apply ``head`` to all hidden blocks at every step.
 
     Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, in the dtype of the
     logits. At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
@@ -208,9 +229,15 @@ def decode(
     """
     settings = trace.settings
     for block in range(settings.num_blocks):
+        going = rows
         for within in range(settings.steps_per_block):
-            for part in rows.split(size):
+            for part in going.split(size):
                 reveal(model, trace, block * settings.steps_per_block + within, part, cache)
+            # Steps of a fixed number of tokens fill all rows at once; with a threshold, some early.
+            if settings.threshold is not None:
+                going = decoding.still_going(trace, going, block, agree)
+                if len(going) == 0:
+                    break
         if eos_token_id is not None:
             left = agree(rows, unfinished(trace, rows, block, eos_token_id))
             if len(left) == 0:
@@ -238,19 +265,26 @@ def reveal(
     token, logp, logq = propose(logits, settings, u)
 
     # 3. Records of the state as it was before this step.
-    record_completions(model, trace, step, rows, rest, positions, token)
+    #    (With a threshold each row counts its own: one whose block is full waits for the others.)
+    own = step if settings.threshold is None else steps_run(trace.unmask_step[rows])
+    record_completions(model, trace, step, own, rows, rest, positions, token)
     if "seen_logp" in trace.records:
-        decoding.record_seen(model, trace, step, rows, rest)
+        decoding.record_seen(model, trace, own, rows, rest)
 
     # 4. Which of the proposals are revealed. An order that is known beforehand proposes no others.
+    sure = None  # all of them
     if noise.order is None:
         hidden = trace.unmask_step[rows].gather(1, positions) < 0  # (R, C)
-        first = most_confident(confidence(logits, token), hidden, settings.tokens_per_step)
-        positions, token, logp = (x.gather(1, first) for x in (positions, token, logp))  # (R, n)
-        logq = None if logq is None else at(logq, first)
+        conf = confidence(logits, token, logq, settings)
+        first = most_confident(conf, hidden, settings.tokens_per_step)  # (R, n)
+        if settings.threshold is None:
+            positions, token, logp = (x.gather(1, first) for x in (positions, token, logp))
+            logq = None if logq is None else at(logq, first)
+        else:
+            sure = decoding.confident(conf, first, hidden, settings.threshold)
 
     # 5. They are written down, and stay as they are in all later states.
-    write(trace, step, rows, positions, token, logp, logq)
+    write(trace, own, rows, positions, token, logp, logq, sure)
 
 
 # ------------------------------------------------------------------------- what a run starts from
@@ -297,7 +331,7 @@ def draw_noise(
     drawn = completion = None
     if settings.temperature > 0:
         drawn = uniform(settings.num_steps, rows, width)
-        if "one_step_proposed" in records:
+        if {"one_step_sampled", "one_step_proposed"} & {*records}:
             completion = uniform(settings.num_steps, rows, settings.length)
     return Noise(order, drawn, completion)
 
@@ -383,7 +417,7 @@ def at(h: Float[Tensor, "R L D"], positions: Int[Tensor, "R C"]) -> Float[Tensor
 def propose(
     logits: Float[Tensor, "R C V"], settings: Sampler, u: Float[Tensor, "R C"] | None
 ) -> tuple[Int[Tensor, "R C"], Float[Tensor, "R C"], Float[Tensor, "R C V"] | None]:
-    """token ~ q = softmax(z / T); the argmax at temperature 0.
+    """token ~ q, below; the argmax at temperature 0.
 
     The distribution of LLaDA's Gumbel-max sampling, drawn through the inverse CDF instead. Returns
     the token, log q(token) and log q, the distribution from which it was drawn; at temperature 0
@@ -392,9 +426,18 @@ def propose(
     if settings.temperature == 0:
         best, token = logits.max(-1)
         return token, best - best, None  # 0; NaN for broken logits, so that ``finish`` sees it
-    logq = (logits / settings.temperature).log_softmax(-1)
+    logq = log_policy(logits, settings)
     token = inverse_cdf(logq, u)
     return token, logq.gather(-1, token[..., None])[..., 0], logq
+
+
+def log_policy(logits: Float[Tensor, "R C V"], settings: Sampler) -> Float[Tensor, "R C V"]:
+    """log q = log softmax(z / T), of its nucleus where there is a top_p; T = 1 at temperature 0."""
+    logq = (logits / (settings.temperature or 1.0)).log_softmax(-1)
+    if settings.top_p == 1:
+        return logq
+    nucleus = TopPLogitsWarper(settings.top_p)(None, logq.flatten(0, 1))
+    return nucleus.view_as(logq).log_softmax(-1)
 
 
 def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tensor, "*S"]:
@@ -407,10 +450,21 @@ def inverse_cdf(logq: Float[Tensor, "*S V"], u: Float[Tensor, "*S"]) -> Int[Tens
     return token.clamp_max(logq.shape[-1] - 1)  # past the end: of NaN, on which ``finish`` raises
 
 
-def confidence(logits: Float[Tensor, "R C V"], token: Int[Tensor, "R C"]) -> Float[Tensor, "R C"]:
-    """How sure a candidate is, by LLaDA's rule: log softmax(z)[token], at temperature 1 whatever
-    the sampler's."""
-    return (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).float()
+def confidence(
+    logits: Float[Tensor, "R C V"],
+    token: Int[Tensor, "R C"],
+    logq: Float[Tensor, "R C V"] | None,
+    settings: Sampler,
+) -> Float[Tensor, "R C"]:
+    """How sure a candidate is. LLaDA's rule: log softmax(z)[token], at temperature 1 whatever the
+    sampler's. Dream's: minus the entropy of q, or the margin between its two largest numbers."""
+    if settings.order == "low_confidence":
+        return (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).float()
+    q = (log_policy(logits, settings) if logq is None else logq).exp()
+    if settings.order == "entropy":
+        return -torch.special.entr(q).sum(-1).float()
+    first, second = q.topk(2, -1).values.unbind(-1)
+    return (first - second).float()
 
 
 def most_confident(
@@ -424,29 +478,36 @@ def most_confident(
 
 def write(
     trace: Trace,
-    step: int,
+    own: Steps,
     rows: Rows,
     positions: Int[Tensor, "R n"],
     token: Int[Tensor, "R n"],
     logp: Float[Tensor, "R n"],
     logq: Float[Tensor, "R n V"] | None,
+    sure: Bool[Tensor, "R n"] | None,
 ) -> None:
     """Put the revealed tokens, their step, their log-probs and their records into the trace.
 
-    MDLM's carry-over unmasking.
+    MDLM's carry-over unmasking. ``sure``: True where a token is revealed; None: everywhere.
     """
-    at = rows[:, None], positions
-    trace.tokens[rows[:, None], trace.tokens.shape[1] - trace.settings.length + positions] = token
-    trace.unmask_step[at] = step
-    trace.logp[at] = logp.double()
+
+    def put(into: Tensor, value: Tensor | int, start: int = 0) -> None:
+        at = rows[:, None], start + positions
+        if sure is not None:  # the others keep what they have; no host is asked which
+            value = torch.where(sure.view(*sure.shape, *[1] * (into.ndim - 2)), value, into[at])
+        into[at] = value
+
+    put(trace.tokens, token, start=trace.tokens.shape[1] - trace.settings.length)
+    put(trace.unmask_step, own if isinstance(own, int) else own[:, None])
+    put(trace.logp, logp.double())
     trace.dtype = logp.dtype
     if "entropy" in trace.records:  # a token of probability 0 adds 0
         point = torch.zeros_like(logp) if logq is None else torch.special.entr(logq.exp()).sum(-1)
-        trace.records["entropy"][at] = point.double()
+        put(trace.records["entropy"], point.double())
     if "topk_ids" in trace.records:
         best = logq.topk(trace.records["topk_ids"].shape[-1], -1)
-        trace.records["topk_ids"][at] = best.indices
-        trace.records["topk_logp"][at] = best.values.double()
+        put(trace.records["topk_ids"], best.indices)
+        put(trace.records["topk_logp"], best.values.double())
 
 
 # --------------------------------------------------------------------------- completions of a state
@@ -454,6 +515,7 @@ def record_completions(
     model: Network,
     trace: Trace,
     step: int,
+    own: Steps,
     rows: Rows,
     rest: Float[Tensor, "R M D"],
     positions: Int[Tensor, "R C"],
@@ -468,7 +530,7 @@ def record_completions(
             hidden = trace.unmask_step[rows].gather(1, positions) < 0
             token = torch.where(hidden, proposed, guess.gather(1, positions))
             guess = guess.scatter(1, positions, token)
-        trace.records[name][rows, step] = guess
+        trace.records[name][rows, own] = guess
 
 
 def one_step_completion(
@@ -507,7 +569,7 @@ def is_end(tokens: Int[Tensor, "..."], eos_token_id: Ends) -> Bool[Tensor, "..."
 
 def unfinished(trace: Trace, rows: Rows, block: int, eos_token_id: Ends) -> Int[Tensor, " S"]:
     """The rows without EOS up to the block just finished: the only question of a block that the
-    host waits for (``Denoiser.encode`` adds two to each forward)."""
+    host waits for (``Denoiser.encode`` adds two to each forward; a threshold has its own)."""
     start = trace.tokens.shape[1] - trace.settings.length
     written = trace.tokens[rows, start : start + (block + 1) * trace.settings.block_length]
     return rows[~is_end(written, eos_token_id).any(1)]

@@ -221,7 +221,7 @@ def law_completions_are_those_of_each_state(model, settings: sampler.Sampler) ->
         guess = torch.where(hidden, best, state[:, begin:])
         wanted = torch.where(present[:, None], guess, completions.response)
         assert torch.equal(completions.records["one_step"][:, step], wanted), f"step {step}"
-        drawn = completions.records["one_step_proposed"][:, step]
+        drawn = completions.records["one_step_sampled"][:, step]
         assert torch.equal(drawn.masked_fill(hidden & present[:, None], -1), wanted.masked_fill(hidden & present[:, None], -1))
         over += int((drawn != wanted).sum())
     assert (over > 0) == (settings.temperature > 0), "drawn, not the argmax"

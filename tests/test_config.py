@@ -100,14 +100,6 @@ def test_pretraining_has_settings_of_its_own(path):
             config.load(config.Pretrain, path, {key: value})
 
 
-def test_keys_that_are_gone_are_read_where_they_ask_for_nothing(path):
-    """The config.yaml of an older run has all of them."""
-    path.write_text(yaml.safe_dump(RUN | {"filter_groups": False}))
-    assert load(path, sampler__threshold=None, sampler__top_p=1.0) == load(path)
-    with pytest.raises(ValueError, match=r"^sampler.top_p: got 0.9; it is gone, and can be left out$"):
-        load(path, sampler__top_p=0.9)
-
-
 # --------------------------------------------------------------------------------------------------------------- values
 
 

@@ -66,6 +66,7 @@ CHANGES = {
     "length": {"settings": dataclasses.replace(tiny.SAMPLER, length=6, block_length=6)},
     "steps": {"settings": dataclasses.replace(tiny.SAMPLER, tokens_per_step=2)},
     "block_length": {"settings": dataclasses.replace(tiny.SAMPLER, block_length=2)},
+    "top_p": {"settings": dataclasses.replace(tiny.SAMPLER, top_p=0.5)},
 }
 
 

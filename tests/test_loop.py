@@ -162,6 +162,13 @@ def test_a_record_of_other_weights_does_not_stand_in_for_a_first_pass(updates, m
     assert not one_update(monkeypatch, "ppo", 0)[2] and one_update(monkeypatch, "ppo", updates)[2]
 
 
+def test_a_nucleus_makes_a_rollout_off_policy(monkeypatch):
+    """Its record is of other distributions than the network's, and does not stand in for a first pass."""
+    for top_p, updates in ((1.0, 0), (0.5, None)):
+        run = tiny.run_on(monkeypatch, tiny.network(), method="ppo", sampler=tiny.sampler_of("ppo", top_p=top_p))
+        assert loop.collect(run, 0).updates == updates
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_an_update_in_one_pass_is_that_of_two(name, monkeypatch):
     exact, wanted, _ = one_update(monkeypatch, name, updates=None, always=True)

@@ -11,7 +11,7 @@ from laws import refuses
 from minidrl import algorithms as alg
 from minidrl import methods
 from minidrl.methods import METHODS, with_options
-from minidrl.run import config, train
+from minidrl.run import config, precheck, train
 
 PARTS = ("plan", "credit", "objective", "extra")
 PENALTY = ["kl.form", "kl.beta", "kl.of", "kl.target"]
@@ -68,7 +68,7 @@ WRONG = {
     },
     "ppo": {"anchor": "none", "credit": "median", "plan.min_entropy": float("nan")},
     "spg": {"extra.omega": 1.5, "extra.eubo_beta": 0},
-    "egspo-sa-accounts": {"credit.schedule": 1},
+    "egspo-sa-accounts": {"step_value": "proposed", "credit.schedule": 1},
     "diffu-grpo-paper": {"kl.form": "k4", "kl.beta": -0.1, "kl.of": 3, "kl.target": None},
 }
 
@@ -90,7 +90,7 @@ def test_a_key_that_a_method_does_not_have_is_refused_with_those_that_it_has():
         )
     lacking = {
         "anchor": ("dppo-topk", "reinforce"),
-        "step_value": ("egspo-accounts", "egspo-sa", "mdpo"),
+        "step_value": ("egspo-accounts", "mdpo"),
         "credit": ("egspo-sa-accounts", "mdpo"),
     }
     # No ELBO, or an upper bound of the same states.
@@ -101,8 +101,10 @@ def test_a_key_that_a_method_does_not_have_is_refused_with_those_that_it_has():
 
 
 def test_choices_by_name():
-    ppo = METHODS["ppo"]
+    ppo, sa = METHODS["ppo"], METHODS["egspo-sa-accounts"]
     assert with_options(ppo, {"anchor": "old"}) == dataclasses.replace(ppo, anchor="old")
+    drawn = with_options(sa, {"step_value": "sampled"})
+    assert drawn.step_value == "sampled" and drawn.needs == ("one_step_sampled",)
     all_steps = with_options(METHODS["replay-uniform"], {"plan.num_states": None})
     assert all_steps.plan.keywords == {"num_states": None, "min_entropy": 0.0}
 
@@ -124,6 +126,17 @@ def test_gdpo_with_arcs_is_the_method_of_that_name():
     assert (chosen.plan.func, chosen.plan.keywords) == (row.plan.func, row.plan.keywords)
     told = {name: getattr(row, name) for name in ("name", "family", "title", "source", "differs", "plan")}
     assert dataclasses.replace(chosen, **told) == row
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("egspo-exact", "order", "entropy"), ("mask-aware", "order", "margin"), ("egspo-exact", "top_p", 0.9)],
+)
+def test_the_choice_of_positions_is_not_scored_where_it_is_another(name, key, value):
+    settings = tiny.settings("base", method=name, sampler=tiny.sampler_of("egspo-exact", **{key: value}))
+    refuses(lambda: precheck.method_of(settings), f"sampler.{key}", repr(value), name)
+    settings = dataclasses.replace(settings, method_options={"plan.num_states": 3})
+    assert precheck.method_of(dataclasses.replace(settings, method="egspo-accounts")).anchor == "behaviour"
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL

@@ -308,6 +308,36 @@ def test_positions_are_chosen_by_confidence(monkeypatch, law, wrong):
         law()
 
 
+def law_the_surest_state(surest) -> None:
+    """By entropy and by margin of the nucleus, worked out by hand: three positions, two of which have one token above all."""
+    probs = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.6, 0.2, 0.1, 0.1], [0.55, 0.45, 0.0, 0.0]]).double()
+    assert surest(probs, range(3), "entropy", 1) == [2]  # 0.688 nats, against 0.693 and 1.089
+    assert surest(probs, range(3), "margin", 2) == [1, 2]  # 0.4, 0.1, 0
+    assert surest(torch.full((3, 4), 0.25), [1, 2], "margin", 1) == [1], "ties go to the lower position"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda probs, hidden, order, n: sorted(hidden, key=lambda i: -probs[i].max().item())[:n],
+        lambda probs, hidden, order, n: oracle.surest(probs, hidden, order, n)[::-1],
+        lambda probs, hidden, order, n: oracle.surest(probs, [*hidden][::-1], order, n) if n > 1 else [max(hidden)],
+    ],
+)
+def test_the_surest_state(wrong):
+    law_the_surest_state(oracle.surest)
+    with pytest.raises(AssertionError):
+        law_the_surest_state(wrong)
+
+
+def test_a_nucleus_by_hand():
+    """Of probabilities 0.5, 0.3, 0.15, 0.05: three for 0.9, two for 0.8, and always one."""
+    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]], dtype=torch.float64).log()
+    close(oracle.policy(logits, 1.0, 0.9)[0], [0.15 / 0.95, 0.5 / 0.95, 0.0, 0.3 / 0.95])
+    close(oracle.policy(logits, 0.0, 0.79)[0], [0.0, 0.625, 0.0, 0.375])
+    close(oracle.policy(2 * logits, 2.0, 0.01)[0], [0.0, 1.0, 0.0, 0.0])
+
+
 # --- policy gradients ------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +354,7 @@ def directional_difference(model: TabularDenoiser, value, direction: torch.Tenso
 
 BLOCKS = dict(block_length=2, eos_token_id=1)
 DIFFERENCES = [(order, n, more) for order in oracle.ORDERS for n, more in ((1, BLOCKS), (2, dict()))]
+DIFFERENCES += [("low_confidence", 1, dict(block_length=2, threshold=0.6))]
 
 
 @pytest.mark.parametrize(("order", "tokens_per_step", "settings"), DIFFERENCES)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from minidrl import sampler
-from minidrl.oracle import TabularDenoiser, token_logp, trajectories
+from minidrl.oracle import TabularDenoiser, policy, token_logp, trajectories
 from minidrl.sampler import ORDERS, RECORDS, TOP_K, Sampler, network_calls, steps_run
 
 LOW, LEFT = "low_confidence", "left_to_right"
@@ -82,9 +82,9 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def settings_of(order, temperature=1.0, length=4, block_length=4, tokens_per_step=1, **more):
+def settings_of(order, temperature=1.0, length=4, block_length=4, tokens_per_step=1, threshold=None, **more):
     words = {"length": length, "block_length": block_length, "tokens_per_step": tokens_per_step}
-    return Sampler(order=order, temperature=temperature, **words, **more)
+    return Sampler(order=order, temperature=temperature, threshold=threshold, **words, **more)
 
 
 def empty_prompt(groups=1):
@@ -142,7 +142,7 @@ def assert_law(out, paths):
 @torch.no_grad()
 def assert_replayed(out, model):
     """logp, entropy, topk and one_step equal what the network says of the replayed states, by plain calls at full length."""
-    temperature, taken = out.sampler.temperature, steps_run(out.unmask_step)
+    temperature, top_p, taken = out.sampler.temperature, out.sampler.top_p, steps_run(out.unmask_step)
     logp, entropy = torch.zeros_like(out.logp), torch.zeros_like(out.logp)
     for step in range(out.sampler.num_steps):
         logits, now = replayed(out, model, step), out.unmask_step == step
@@ -154,7 +154,7 @@ def assert_replayed(out, model):
         if temperature == 0:
             assert torch.equal(logits.argmax(-1)[now], out.response[now])
             continue
-        logq = (logits.to(logp.dtype) / temperature).log_softmax(-1)
+        logq = torch.stack([policy(row, temperature, top_p) for row in logits.to(logp.dtype)]).log()
         logp[now] = logq.gather(-1, out.response[..., None])[..., 0][now]
         entropy[now] = torch.special.entr(logq.exp()).sum(-1)[now]
         assert_topk(out, logq, now)
@@ -169,19 +169,19 @@ def replayed(rollout, model, step):
 
 
 # ----------------------------------------------------------------------------------------------------------------- laws
-def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4, vocab=2, eos=None, draws=20_000):
+def law_exact_distribution(order, temperature, tokens_per_step=1, block_length=4, vocab=2, eos=None, draws=20_000, top_p=1.0):
     """(response, unmask_step) has the distribution that enumeration gives, and so has the response alone."""
     model = TabularDenoiser.random(4, vocab, seeded(7), scale=1.5)
-    settings = settings_of(order, temperature, 4, block_length, tokens_per_step)
+    settings = settings_of(order, temperature, 4, block_length, tokens_per_step, top_p=top_p)
     out = run(model, settings, eos_token_id=eos, num_generations=draws)
     with torch.no_grad():
-        assert_law(out, trajectories(model, order, temperature, tokens_per_step, block_length, eos))
+        assert_law(out, trajectories(model, order, temperature, tokens_per_step, block_length, eos, top_p=top_p))
 
 
-def law_scores_replay(order, temperature=0.7, model=None, eos=0):
+def law_scores_replay(order, temperature=0.7, model=None, threshold=None, eos=0, top_p=1.0):
     """logp, entropy, topk and one_step equal what the network says of the replayed states."""
     model, records = model or ContextDenoiser(), RECORDS if temperature else GREEDY_RECORDS
-    settings = settings_of(order, temperature, 6, 3, 1)
+    settings = settings_of(order, temperature, 6, 3, 1, threshold, top_p=top_p)
     out = run(model, settings, eos_token_id=eos, num_generations=6, records=records)
     assert_replayed(out, model)
     assert eos is None or temperature == 0 or (out.unmask_step == -1).any(), "a row that ended early"
@@ -199,7 +199,7 @@ def assert_topk(out, logq, now):
     assert all(len(set(row)) == len(row) for row in ids.tolist())
 
 
-def law_completions_are_drawn(order, temperature=0.7, draws=20_000, record="one_step_proposed"):
+def law_completions_are_drawn(order, temperature=0.7, draws=20_000, record="one_step_sampled"):
     """A drawn completion of a state has the product law of its hidden tokens at the temperature, by the oracle."""
     model = TabularDenoiser.random(3, 3, seeded(8), scale=1.5)
     settings = settings_of(order, temperature, 3, 3, 1)
@@ -234,6 +234,23 @@ def law_the_step_is_taken_from_its_proposals(order):
             conf = logits.log_softmax(-1).gather(1, told[:, None])[:, 0].detach()
             left = hidden & ~now
             assert not left.any() or conf[now].min() >= conf[left].max()
+
+
+def law_completions_have_noise_of_their_own(order):
+    """Given the state before the last step, its completion has the law of the response, and is independent of it."""
+    model = TabularDenoiser.random(2, 2, seeded(9))
+    out = run(model, settings_of(order, 0.8, 2, 2, 1), num_generations=20_000, records=["one_step_sampled"])
+    state = sampler.state_before(out, 1, model.mask_token_id)
+    for one in sorted(set(map(tuple, state.tolist()))):  # its only hidden position j has the largest id, [MASK]
+        j, rows = one.index(max(one)), (state == torch.tensor(one)).all(1).nonzero()[:, 0]
+        own, other = out.response[rows].tolist(), out.records["one_step_sampled"][rows, 1].tolist()
+        share = sum(row[j] for row in own) / len(own)  # tokens are 0 and 1
+        pairs = Counter((a[j], b[j]) for a, b in zip(own, other, strict=True))
+        exact = float(token_logp(model, tuple(own[0]), frozenset([j]), 0.8)[j].detach().exp())
+        exact = exact if own[0][j] else 1 - exact
+        assert abs(share - exact) < 5 * (exact * (1 - exact) / len(own)) ** 0.5
+        joint = {(a, b): (exact if a else 1 - exact) * (exact if b else 1 - exact) for a in (0, 1) for b in (0, 1)}
+        assert chi_square_p(pairs, joint) > 1e-4
 
 
 def law_records_change_nothing(order, temperature):
@@ -383,7 +400,7 @@ def law_greedy_needs_no_noise(order):
     assert_same(a, b)
     assert torch.equal(g.get_state(), before)
     assert (a.logp == 0).all() and (a.records["entropy"] == 0).all()
-    assert torch.equal(a.records["one_step_proposed"], a.records["one_step"]), "softmax(z / 0) is the argmax"
+    assert torch.equal(a.records["one_step_sampled"], a.records["one_step"]), "softmax(z / 0) is the argmax"
     for step in range(6):
         now = a.unmask_step == step
         assert torch.equal(replayed(a, model, step).argmax(-1)[now], a.response[now])
@@ -432,18 +449,21 @@ def test_exact_distribution(order):
 def test_exact_distribution_with_eos_and_greedy(order):
     law_exact_distribution(order, 0.7, 1, 2, vocab=3, eos=1)
     law_exact_distribution(order, 0.0, 1, 4, vocab=4, draws=500)
+    law_exact_distribution(order, 0.7, 2, 4, vocab=4, top_p=0.6)
 
 
 @each_order
 def test_scores_replay(order):
     law_scores_replay(order)
-    law_scores_replay(order, 1.0, ContextDenoiser(dtype=torch.float32), eos=None)
+    law_scores_replay(order, 1.0, ContextDenoiser(dtype=torch.float32), eos=None, top_p=0.8)
 
 
 @each_order
 def test_completions(order):
     law_completions_are_drawn(order)
+    law_completions_are_drawn(order, record="one_step_proposed")
     law_the_step_is_taken_from_its_proposals(order)
+    law_completions_have_noise_of_their_own(order)
 
 
 def test_completions_in_chunks(monkeypatch):
@@ -454,8 +474,8 @@ def test_completions_in_chunks(monkeypatch):
         monkeypatch.setattr(sampler, "CHUNK", chunk)
         model = Spy(ContextDenoiser())
         assert_same(run(model, settings, **words), whole)
-        # 4 steps draw 2 positions a row each; the two completions see 8 positions at 2 steps, then 4 at 2 steps
-        assert sum(model.positions) == 6 * (4 * 2 + 2 * (2 * 8 + 2 * 4)) and max(model.positions) == largest
+        # 4 steps draw 2 positions a row each; the three completions see 8 positions at 2 steps, then 4 at 2 steps
+        assert sum(model.positions) == 6 * (4 * 2 + 3 * (2 * 8 + 2 * 4)) and max(model.positions) == largest
 
 
 @each_order
@@ -539,11 +559,15 @@ VALID = settings_of("random", 1.0, 8, 4, 2)
     "change, message",
     [
         ({"order": "confidence"}, f"order: got 'confidence'; allowed {', '.join(ORDERS)}"),
+        ({"top_p": 0.0}, "top_p: got 0.0; allowed above 0, up to 1"),
         ({"temperature": -0.1}, "temperature: got -0.1; allowed 0 (greedy) or a positive number"),
         ({"length": 0}, "length: got 0; allowed an integer >= 1"),
         ({"tokens_per_step": 3}, "tokens_per_step: got 3; allowed a divisor of block_length = 4"),
         ({"attention": "causal"}, "attention: got 'causal'; allowed bidirectional, block_causal"),
         ({"cache": "exact"}, "cache: got 'exact'; allowed none (bidirectional attention)"),
+        ({"threshold": 1.5, "order": LOW}, "threshold: got 1.5; allowed a number from 0 to 1"),
+        ({"threshold": 0.5}, "order: got 'random'; allowed low_confidence with a threshold"),
+        ({"threshold": 0.5, "order": LOW}, "tokens_per_step: got 2; allowed 1 with a threshold, the fewest"),
     ],
 )
 def test_settings_errors(change, message):
@@ -555,7 +579,7 @@ def test_settings_errors(change, message):
 @pytest.mark.parametrize(
     "records, temperature, message",
     [
-        (["entropies"], 1.0, "records: got 'entropies'; allowed entropy, one_step, .*"),
+        (["entropies"], 1.0, "records: got 'entropies'; allowed entropy, one_step, one_step_sampled, .*"),
         (["topk"], 0.0, "records: got 'topk' at temperature 0; allowed above 0"),
     ],
 )
@@ -587,6 +611,21 @@ MUTANTS = {  # what is wrong: (function of the sampler, a passage of it, its rep
     "confidence at the sampling temperature": (
         ("reveal", "confidence(logits,", "confidence(logits / settings.temperature,"),
         partial(exact, LOW, 0.7, 2, vocab=4),
+    ),
+    "most entropy first": (("confidence", "-torch.special", "torch.special"), partial(exact, "entropy", 0.7, 2, vocab=4)),
+    "entropy of all tokens": (
+        ("confidence", "log_policy(logits, settings) if logq is None else logq", "logits.log_softmax(-1)"),
+        partial(exact, "entropy", 0.7, 2, 4, vocab=4, top_p=0.6),
+    ),
+    "no second best": (("confidence", "first - second", "first"), partial(exact, "margin", 0.7, vocab=4)),
+    "narrow margins first": (("confidence", "first - second", "second - first"), partial(exact, "margin", 0.7, vocab=4)),
+    "a nucleus too small": (
+        ("log_policy", "(settings.top_p)", "(settings.top_p / 2)"),
+        partial(exact, LEFT, 1.0, top_p=0.8),
+    ),
+    "a nucleus that is not a distribution": (
+        ("log_policy", "view_as(logq).log_softmax(-1)", "view_as(logq)"),
+        partial(scores, LEFT, top_p=0.8),
     ),
     "rotations only": (("draw_noise", "uniform(*block).argsort(-1)", ROTATIONS), partial(exact, "random", 1.0)),
     "scores at temperature 1": (("propose", "logq.gather(-1", "logits.log_softmax(-1).gather(-1"), partial(scores, LEFT)),
@@ -634,7 +673,7 @@ MUTANTS = {  # what is wrong: (function of the sampler, a passage of it, its rep
     ),
     "completions by the trajectory's noise": (
         ("draw_noise", "uniform(settings.num_steps, rows, settings.length)", "drawn.expand(-1, -1, settings.length)"),
-        partial(drawn, LEFT),
+        partial(law_completions_have_noise_of_their_own, LEFT),
     ),
     "noise of the records first": (
         ("draw_noise", "drawn = uniform", "uniform(len([*records]) + 1)\n        drawn = uniform"),

@@ -48,13 +48,6 @@ NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_
 DATA_PATHS = ("path", "train_path", "held_out_path", "exclude")  # of a task: files of problems
 # Keys of older configs, and what took their places.
 SUCCESSORS = {key: f"task.{key}" for key in ("hit_share", "late_hit_share")}
-# Keys that are gone, each with the value of older configs that asks for nothing.
-GONE = {
-    "filter_groups": False,
-    "task.cut": "relabelling",
-    "sampler.threshold": None,
-    "sampler.top_p": 1.0,
-}
 
 # ----------------------------------------------------------------------------------------- sections
 
@@ -156,8 +149,8 @@ class Train:
     """One RL run.
 
     A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
-    Two settings make a run off-policy on purpose: ``num_iterations`` above 1 (stale rollouts) and
-    ``rollout_dtype`` bfloat16 (a rounded sampler).
+    Three settings make a run off-policy on purpose: ``num_iterations`` above 1 (stale rollouts),
+    ``rollout_dtype`` bfloat16 (a rounded sampler) and ``sampler.top_p`` below 1 (a nucleus).
     ``compute_dtype`` bfloat16 is for several processes that train all weights in float32: forwards
     and backwards are of bfloat16 copies, made for one layer at a time.
     """
@@ -348,13 +341,17 @@ def _set(data: dict, key: str, value: Any) -> None:
 
 def from_dict(kind: type, data: dict, where: str = "") -> Any:
     """A settings dataclass from plain data; refuses unknown keys and values of the wrong type."""
-    if kind in (Train, Pretrain):
-        data = _without_gone({key: value for key, value in data.items() if key != "names"})
+    if kind is Train:
+        data = {key: value for key, value in data.items() if key != "names"}
+        if data.get("filter_groups") is False:  # a key of older runs, which hardly any had set
+            del data["filter_groups"]
     if kind in (Train, Pretrain) and "task" in data:
         task = data["task"]
         if not isinstance(task, dict):
             raise ValueError(f"task: got {task!r}; allowed a section with the key name and others")
         settings = {key: value for key, value in task.items() if key != "name"}
+        if settings.get("cut") == "relabelling":  # a key of older runs of Sudoku
+            del settings["cut"]
         chosen = task_class(task.get("name", DEFAULT))
         data = data | {"task": from_dict(chosen, settings, "task.")}
     if not hasattr(kind, "__pydantic_config__"):
@@ -365,16 +362,6 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
         raise ValueError(in_one_line(error, kind, where)) from None
 
 
-def _without_gone(data: dict) -> dict:
-    data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
-    for key, nothing in GONE.items():
-        section, _, name = key.rpartition(".")
-        inside = data.get(section) if section else data
-        if isinstance(inside, dict) and name in inside and inside[name] == nothing:
-            del inside[name]
-    return data
-
-
 def in_one_line(error: ValidationError, kind: type, where: str = "") -> str:
     """The first of pydantic's errors as ``key: got value; allowed ..``."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "unexpected_keyword_argument")[0]
@@ -383,8 +370,6 @@ def in_one_line(error: ValidationError, kind: type, where: str = "") -> str:
     if found["type"] == "unexpected_keyword_argument":
         if key in SUCCESSORS:
             return f"{key}: no key any more; allowed in its place {SUCCESSORS[key]}"
-        if key in GONE:
-            return f"{key}: got {found['input']!r}; it is gone, and can be left out"
         for parent in parents:
             kind = typing.get_type_hints(kind)[parent]
         known = [f.name for f in dataclasses.fields(kind)]

@@ -125,15 +125,14 @@ class _Asked:
         """
         task, s = self.task, self.settings
         ids = [row[real].tolist() for row, real in zip(self.prompt, self.mask, strict=True)]
-        keys = ("length", "tokens_per_step", "block_length", "order", "attention")
+        keys = ("length", "tokens_per_step", "block_length", "order", "threshold", "attention")
         return {
             "task": task.name,
             "n": self.n,
             "skip": self.skip,
             "samples": self.samples,
             "seed": self.seed,
-            "shots": 0,  # as in the files of before, like the threshold
-            "threshold": None,
+            "shots": 0,  # as in the files of before
             "prompt_format": task.prompt_format,
             "problems": _hash([repr(problem) for problem in self.problems]),
             "prompts": _hash(ids),
@@ -142,6 +141,7 @@ class _Asked:
             "temperature": float(s.temperature),
             "cache": s.cache,
             **{key: getattr(s, key) for key in keys},
+            **({"top_p": s.top_p} if s.top_p < 1 else {}),
         }
 
 

@@ -160,7 +160,7 @@ def _transient(run: _Run) -> dict[str, int]:
     unpacked = s.quantize * size * shape.hidden_size * shape.intermediate_size
     there, returning = _gathered(run) if run.gpus > 1 else (0, 0)
     # Positions of a sequence at which a step of the sampler applies the head.
-    block = s.sampler.order == "low_confidence"
+    block = s.sampler.order in ("low_confidence", "entropy", "margin")
     block = block or any(name.startswith("one_step") for name in run.method.needs)
     candidates = s.sampler.block_length if block else s.sampler.tokens_per_step
     drawing = drawn * candidates * DRAW * shape.vocab_size
@@ -223,7 +223,8 @@ def _logits(run: _Run) -> int:
     s, shape = run.settings, run.network.config
     array, head = FLOAT * shape.vocab_size, run.size * shape.vocab_size * shape.hidden_size
     rows = run.plan.scored.flatten(0, 1).sum(-1)
-    if {"order_logp", "position_logp"} & set(run.method.features):
+    passed_over = {"order_logp", "position_logp"} & set(run.method.features)
+    if (s.sampler.threshold is not None and run.plan.replay) or passed_over:
         rows = s.sampler.block_length * (rows > 0)  # the most that a step may reveal
     chunks = feat.state_chunks(run.plan, s.micro_batch)
     states = max(chunks, key=lambda states: int(rows[states].sum()))

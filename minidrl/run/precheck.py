@@ -37,6 +37,13 @@ def _check_sampler(method: Method, s: sampler.Sampler) -> None:
     if method.order not in ("any", s.order):
         allowed = f"{method.order}, which {method.name} is about"
         raise ValueError(f"sampler.order: got {s.order!r}; allowed {allowed}")
+    why = f"whose choice of positions {method.name} scores"
+    scores_it = {"order_logp", "position_logp"} & {*method.features}
+    if scores_it and s.order in ("entropy", "margin"):
+        allowed = "random, low_confidence, left_to_right, right_to_left"
+        raise ValueError(f"sampler.order: got {s.order!r}; allowed {allowed}, {why}")
+    if "order_logp" in scores_it and s.top_p < 1:
+        raise ValueError(f"sampler.top_p: got {s.top_p}; allowed 1, {why}")
     sampler.check_records(method.needs, s)
 
 

@@ -7,9 +7,11 @@
 #   tests     parity, replay of a rollout, bit-equal resume, compile, CUDA graphs: tests/test_device.py
 #   base      countdown_gpu_base.yaml, 4,000 of its 40,000 steps; called again it goes on where it was stopped
 #   run       countdown_gpu.yaml, 400 of its 1,000 steps, on that base, or on one of 1,000 steps if there is none yet
+#   sampler   forwards, rollouts and an RL step of the 12 M network against their floors: as they are, and compiled
 #   llada     an RL step at the shape of LLaDA-8B with random weights: predicted, and measured
 #   shapes    a reduced step of the other models at full size, from files: predicted, and measured
 #   caches    seconds of block-causal generation with and without its cache
+#   memory    an RL step of every row: seconds, bytes as predicted and as counted
 #
 # A stage writes DIR/STAGE.txt: date, device, versions, commands, what they printed, exit status. DIR, seen from the repository,
 # is research/results/gpu, to be committed; weights and logs of runs go to runs/gpu. A stage that fails does not stop the
@@ -18,7 +20,7 @@
 set -eu
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root"
-stages="tests base run llada shapes caches"
+stages="tests base run sampler llada shapes caches memory"
 limit=480 # seconds of a stage
 
 device=cuda out=research/results/gpu tiny= chosen=
@@ -47,13 +49,15 @@ mkdir -p "$out"
 runs=runs/gpu
 pretrain="--steps 4000 --optimizer.warmup 50 --save_every 500" short="--steps 1000 --optimizer.warmup 50"
 train="--steps 400 --evaluate.every 50"
-shape=8b shapes="a2d-0.6b sdar-1.7b sdar-4b sdar-8b dream-7b" blocks=
+speed="--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml" compile=--compile
+shape=8b shapes="a2d-0.6b sdar-1.7b sdar-4b sdar-8b dream-7b" blocks= rows=all
 if [ -n "$tiny" ]; then
   runs=$out/runs
   small="--network.hidden_size 16 --network.num_hidden_layers 1 --network.num_attention_heads 2 --network.intermediate_size 16"
   pretrain="--steps 2 --batch_size 4 --evaluate.n 2 --compile false $small" short=$pretrain
   train="--steps 1 --num_prompts 2 --num_generations 2 --evaluate.n 2 --compile false"
-  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1"
+  speed="--quick --threads 1 --steps 2 --config tiny_configs/countdown_cpu.yaml" compile=
+  shape=tiny shapes=tiny blocks="--rows 8 --repeats 1" rows=reinforce,gdpo,justgrpo
 fi
 base_config=tiny_configs/countdown_gpu_base.yaml run_config=tiny_configs/countdown_gpu.yaml
 
@@ -77,11 +81,16 @@ commands_of() {
       fi
       echo "rm -rf $runs/run && $python -m minidrl train $run_config --device $device --out $runs/run --model $base $train"
       echo "cat $runs/run/summary.json" ;;
+    sampler)
+      echo "$python -m research.benches.speed --device $device $speed"
+      [ -z "$compile" ] || echo "$python -m research.benches.speed --device $device $speed --compile" ;;
     llada)
       [ -n "$tiny" ] || echo "$python -m research.benches.llada_8b --predict"
       echo "$python -m research.benches.llada_8b --device $device --shape $shape" ;;
     shapes) for one in $shapes; do echo "$python -m research.benches.llada_8b --device $device --shape $one --reduced"; done ;;
     caches) echo "$python -m research.benches.block_generation --device $device $blocks" ;;
+    memory)
+      echo "$python -m research.benches.speed --device $device $speed --steps 2 --methods $rows" ;;
   esac
 }
 

@@ -1,4 +1,4 @@
-"""Laws of which positions a step reveals: the exact kernel (4.2), and the position part (4.4)."""
+"""Laws of which positions a step reveals: the exact kernels (4.2) and (4.5), and the position part (4.4)."""
 
 import dataclasses
 import functools
@@ -60,9 +60,13 @@ def open_states(vocab_size: int, settings: Sampler) -> list[tuple[tuple, range]]
 
 
 def one_step(alg: Any, state: tuple, block: range, vocab: int, settings: Sampler) -> tuple[Any, Any, list]:
-    """Every outcome of one step: the rollout whose rows they are, the plan that scores what each reveals, the next states."""
+    """Every outcome of one step: the rollout whose rows they are, the plan that scores what each reveals, the next states.
+
+    With a threshold any number of positions may be revealed, and all sets of them are outcomes.
+    """
     hidden = [i for i in block if state[i] == vocab]
-    sets = list(itertools.combinations(hidden, settings.tokens_per_step))
+    sizes = [settings.tokens_per_step] if settings.threshold is None else range(1, len(hidden) + 1)
+    sets = [where for n in sizes for where in itertools.combinations(hidden, n)]
     shown = [dict(zip(s, what, strict=True)) for s in sets for what in itertools.product(range(vocab), repeat=len(s))]
     following = [tuple(new.get(i, token) for i, token in enumerate(state)) for new in shown]
     response = [[0 if token == vocab else token for token in row] for row in following]
@@ -80,9 +84,9 @@ def outcomes(alg: Any, model: Any, state: tuple, block: range, settings: Sampler
     return found["logp"].sum(-1), found["order_logp"].sum(-1), following
 
 
-def kernel(length: int, vocab: int, block: int, tokens: int = 1) -> Walk:
+def kernel(length: int, vocab: int, block: int, tokens: int = 1, threshold: float | None = None) -> Walk:
     """A sampler by confidence."""
-    return Walk(length, vocab, "low_confidence", tokens, block)
+    return Walk(length, vocab, "low_confidence", tokens, block, threshold=threshold)
 
 
 KERNELS = (
@@ -91,6 +95,14 @@ KERNELS = (
     (kernel(4, 3, 4, tokens=2), 0.6),
     (kernel(4, 2, 2), 1.3),
     (kernel(4, 2, 4, tokens=2), 0.8),
+)
+THRESHOLDS = (
+    (kernel(3, 2, 3, threshold=0.6), 0.7),
+    (kernel(3, 3, 3, threshold=0.5), 1.0),
+    (kernel(3, 3, 3, threshold=0.4), 1.3),
+    (kernel(4, 2, 2, threshold=0.7), 0.8),
+    (kernel(3, 2, 3, threshold=1.0), 0.7),
+    (kernel(3, 2, 3, threshold=0.0), 0.7),
 )
 
 
@@ -102,7 +114,7 @@ def check_kernel(alg: Any, model: Any, case: Walk, temperature: float) -> float:
     settings, most = settings_of(case, temperature), 0.0
     for state, block in open_states(case.vocab, settings):
         logp, order, following = outcomes(alg, model, state, block, settings)
-        truth = oracle.transition(model, state, block, case.order, temperature, case.tokens)
+        truth = oracle.transition(model, state, block, case.order, temperature, case.tokens, case.threshold)
         chance = (logp + order).exp()
         close(chance, [truth[s].item() if s in truth else 0.0 for s in following], f"{case}, state {state}")
         close(chance.sum(), 1.0, "sum of the kernel")
@@ -122,6 +134,17 @@ def law_order_kernel(alg: Any) -> None:
     """exp(logp + order_logp) is the sampler's transition in every state. It sums to 1, and the tokens alone sum to more."""
     for case, temperature in KERNELS:
         assert check_kernel(alg, tabular(case.length, case.vocab, 17), case, temperature) > 1.2, f"{case}: the tokens alone"
+
+
+@judges("4.5")
+@rejects("4.5", ("unsure & (count > 1)", "unsure & (count > 0)"), (".any(-1, keepdim=True)", ".all(-1, keepdim=True)"))
+@rejects("4.5", ("limit.masked_fill(reached, floor)", "limit"), where="threshold_to_beat")
+@rejects("4.5", ("else -math.inf", "else 0.0"), where="log_threshold")
+def law_threshold_kernel(alg: Any) -> None:
+    """exp(logp + order_logp) is the transition of threshold decoding and sums to 1; the tokens alone sum to more."""
+    for case, temperature in THRESHOLDS:
+        most = check_kernel(alg, tabular(case.length, case.vocab, 17), case, temperature)
+        assert (most > 1.2) == (case.threshold > 0), f"{case}: the tokens of the possible sets alone sum to {most} at most"
 
 
 @judges("4.2")
@@ -146,10 +169,28 @@ def law_order_kernel_on_ties(alg: Any) -> None:
     assert equal >= 4, "the fixture has no ties"
 
 
+@judges("4.5")
+@rejects("4.5", ("< log_threshold", "<= log_threshold"))
+@rejects("4.5", ("reached = limit >= floor", "reached = limit > floor"), where="threshold_to_beat")
+def law_threshold_kernel_on_ties(alg: Any) -> None:
+    """A token whose confidence is equal to tau is revealed. Among equal ones below tau the lower position wins."""
+    for length, vocab, tau in ((3, 2, 0.5), (3, 2, 0.9), (2, 4, 0.25), (3, 3, 0.6)):
+        check_kernel(alg, tied(length, vocab), kernel(length, vocab, length, threshold=tau), 0.7)
+    flat = oracle.TabularDenoiser(torch.zeros(27, 3, 2, dtype=torch.float64))
+    steps = {path.unmask_step for path in oracle.trajectories(flat, "low_confidence", 1.0, 1, threshold=0.5)}
+    assert steps == {(0, 0, 0)}, "the fixture has no confidence that is equal to tau"
+
+
 EXACT = (
     *(Walk(3, vocab, "low_confidence", 1, 3) for vocab in (2, 3)),
     Walk(4, 2, "low_confidence", 2, 4),
     Walk(4, 2, "low_confidence", 1, 2, eos=1),
+)
+EXACT_THRESHOLDS = (
+    Walk(3, 2, "low_confidence", 1, 3, threshold=0.6),
+    Walk(3, 3, "low_confidence", 1, 3, threshold=0.5),
+    Walk(4, 2, "low_confidence", 1, 2, eos=1, threshold=0.65),
+    Walk(4, 2, "low_confidence", 1, 4, eos=1, threshold=0.6),
 )
 
 
@@ -176,6 +217,14 @@ def law_exact_score_is_the_policy_gradient(alg: Any) -> None:
     than confidence is measured at.
     """
     for case, temperature in itertools.product(EXACT, (0.7, 1.0)):
+        check_score(alg, case, temperature)
+
+
+@judges("4.5", "10.1")
+@rejects("4.5", ("math.log(threshold)", "threshold"), where="log_threshold")
+def law_threshold_score_is_the_policy_gradient(alg: Any) -> None:
+    """The same with a threshold, where steps differ in the number of tokens that they reveal."""
+    for case, temperature in itertools.product(EXACT_THRESHOLDS, (0.7, 1.0)):
         check_score(alg, case, temperature)
 
 
@@ -214,6 +263,22 @@ def law_impossible_orders(alg: Any) -> None:
         assert bool(both.isfinite().all()) and float(both.abs().max()) < 1e-30
 
 
+@judges("4.5")
+@rejects("4.5", ("* scored / count.clamp(min=1)", "* scored"))
+def law_threshold_impossible_sets(alg: Any) -> None:
+    """Tokens of which one is below tau share the log of the smallest number, with gradient 0; alone it may be."""
+    tau, tokens = math.log(0.6), torch.tensor([[True, True, False], [True, True, False], [False, True, False]])
+    for dtype in (torch.float64, torch.float32):
+        order = (-normal(3, 3, seed=5).abs().to(dtype) * tokens).requires_grad_()
+        confidence = torch.tensor([[tau + 0.1, tau - 0.1, 0.0], [tau + 0.1, tau + 0.2, 0.0], [0.0, tau - 0.3, 0.0]])
+        got = alg.threshold_logp(order, confidence, tokens, threshold=0.6)
+        least = math.log(torch.finfo(dtype).tiny) / 2
+        close(got, [[least, least, 0.0], *order[1:].tolist()], "log F", 1e-6)
+        assert got.dtype == dtype
+        slope = torch.autograd.grad(got.sum(), order)[0]
+        close(slope, [[0.0] * 3, [1.0] * 3, [1.0] * 3], "gradient")
+
+
 @judges("4.2", "4.1")
 @rejects("4.2", ('!= "low_confidence', '== "random'), where="_candidates")
 @rejects("4.2", ("1).clamp(min=1)", "1)"))
@@ -237,39 +302,39 @@ def law_other_orders_have_no_position_factor(alg: Any) -> None:
     close(torch.autograd.grad(passed.sum(), log_f)[0], torch.zeros(6), "candidates, and nothing scored: gradient")
 
 
-@judges("10.1", "4.2", "3.2")
+@judges("10.1", "4.2", "4.5", "3.2")
 @rejects("4.2", ('["order_logp"]', '["order_logp"].detach()'), where="reduced")
 def law_egspo_exact_row(alg: Any) -> None:
-    """egspo-exact clips a chosen step's ratio of transition probabilities."""
-    case = EXACT[0]
-    old, paths, chance, _ = walk(case)
-    likely = [paths[i] for i in chance.argsort(descending=True)[:8]]
-    new = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=69, scale=0.6))
-    entropy = double([walk_entropy(old, path, 0.7) for path in likely])
-    records = {"entropy": entropy}
-    rollout = recorded(alg, likely, None, num_generations=4, records=records, sampler=settings_of(case))
-    method = methods.with_options(alg.METHODS["egspo-exact"], {"plan.num_states": 2})
-    plan = method.plan(rollout, seeded())
-    anchor = alg.reduced(method, plan, rollout, features_of(alg, method, old, rollout, plan))
-    reward = [reward_of(path.response, None) for path in likely]
-    adv = alg.advantages(method, plan, rollout, double(reward))
-    feature = features_of(alg, method, new, rollout, plan, graph=True)
-    got = oracle.table_gradient(new, alg.method_loss(method, plan, rollout, feature, adv, anchor, None))
-    total, ratios = torch.zeros((), dtype=torch.float64), []
-    for b, path in enumerate(likely):
-        centred = reward[b] - sum(reward[4 * (b // 4) : 4 * (b // 4) + 4]) / 4
-        of_step = [0.0] * (max(path.unmask_step) + 1)
-        for i, t in enumerate(path.unmask_step):
-            of_step[t] += float(entropy[b, i])
-        for t in sorted(range(len(of_step)), key=lambda t, e=of_step: -e[t])[:2]:
-            state, following = state_of(old, path, t), state_of(old, path, t + 1)
-            how = (range(3), "low_confidence", 0.7, 1)
-            step = [oracle.transition(model, state, *how).get(following) for model in (new, old)]
-            ratios.append(0.0 if step[0] is None else (step[0] / step[1].detach()).item())
-            if step[0] is not None:
-                total = total + surrogate(step[0] / step[1].detach(), centred, 0.2, 0.5)
-    close(got, oracle.table_gradient(new, total / 8), f"gradient, {case}")
-    assert max(ratios) > 1.2 and min(ratios) < 0.9, f"ratios {ratios}"
+    """egspo-exact clips a chosen step's ratio of transition probabilities, with and without a threshold."""
+    for case, scale in ((EXACT[0], 0.6), (EXACT_THRESHOLDS[0], 0.3)):
+        old, paths, chance, _ = walk(case)
+        likely = [paths[i] for i in chance.argsort(descending=True)[:8]]
+        new = oracle.TabularDenoiser(old.table.detach() + normal(*old.table.shape, seed=69, scale=scale))
+        entropy = double([walk_entropy(old, path, 0.7) for path in likely])
+        records = {"entropy": entropy}
+        rollout = recorded(alg, likely, None, num_generations=4, records=records, sampler=settings_of(case))
+        method = methods.with_options(alg.METHODS["egspo-exact"], {"plan.num_states": 2})
+        plan = method.plan(rollout, seeded())
+        anchor = alg.reduced(method, plan, rollout, features_of(alg, method, old, rollout, plan))
+        reward = [reward_of(path.response, None) for path in likely]
+        adv = alg.advantages(method, plan, rollout, double(reward))
+        feature = features_of(alg, method, new, rollout, plan, graph=True)
+        got = oracle.table_gradient(new, alg.method_loss(method, plan, rollout, feature, adv, anchor, None))
+        total, ratios = torch.zeros((), dtype=torch.float64), []
+        for b, path in enumerate(likely):
+            centred = reward[b] - sum(reward[4 * (b // 4) : 4 * (b // 4) + 4]) / 4
+            of_step = [0.0] * (max(path.unmask_step) + 1)
+            for i, t in enumerate(path.unmask_step):
+                of_step[t] += float(entropy[b, i])
+            for t in sorted(range(len(of_step)), key=lambda t, e=of_step: -e[t])[:2]:
+                state, following = state_of(old, path, t), state_of(old, path, t + 1)
+                how = (range(3), "low_confidence", 0.7, 1, case.threshold)
+                step = [oracle.transition(model, state, *how).get(following) for model in (new, old)]
+                ratios.append(0.0 if step[0] is None else (step[0] / step[1].detach()).item())
+                if step[0] is not None:
+                    total = total + surrogate(step[0] / step[1].detach(), centred, 0.2, 0.5)
+        close(got, oracle.table_gradient(new, total / 8), f"gradient, {case}")
+        assert max(ratios) > 1.2 and min(ratios) < 0.9, f"ratios {ratios}"
 
 
 def share(own: Tensor, best: list[Tensor]) -> Tensor:

@@ -226,7 +226,7 @@ def law_draw(alg: Any) -> None:
 
 @judges("10.1")
 @rejects("10.1", ("if value not in allowed:", "if False:"), where="Method.__post_init__")
-@rejects("10.1", ('"left_to_right", "right_to_left"', '"left_to_right"'), where="CHOICES")
+@rejects("10.1", ('"right_to_left", "entropy"', '"entropy"'), where="CHOICES")
 @rejects("10.1", ('order: str = "any"', 'order: str = "random"'), where="Method.order")
 def law_order_of_a_row(alg: Any) -> None:
     """A method is about any order or about one of the sampler's, and another word is refused."""
@@ -373,13 +373,15 @@ def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None
     ("*self.features, self.plan.func.__name__", ""),
     where="Method.needs",
 )
-@rejects("10.1", ('"proposed": ("one_step_proposed",)', '"proposed": ("one_step",)'), where="RECORDS")
+@rejects("10.1", ('"sampled": ("one_step_sampled",)', '"sampled": ("one_step",)'), where="RECORDS")
 def law_needs_of_the_rows(alg: Any) -> None:
     """What a method asks the sampler to record: completions for values of states, likeliest tokens for their divergence."""
     asked = dict.fromkeys(("egspo-sa-accounts", "egspo-sa"), ("one_step",)) | {"dppo-topk": ("topk",)}
     asked |= {"mdpo": ("one_step_proposed",), "stabledrl-cv": ("seen_logp",)}
     for name, method in alg.METHODS.items():
         assert method.needs == asked.get(name, ()), f"{name} needs {method.needs}: write it into `asked` of tests/laws/table.py"
+    drawn = methods.with_options(alg.METHODS["egspo-sa-accounts"], {"step_value": "sampled"})
+    assert drawn.needs == ("one_step_sampled",), drawn.needs
 
 
 @judges()

@@ -212,7 +212,7 @@ KEEPS = ((1, 1, 1, 1), (1, 1, 1, 0), (1, 0, 0, 0))  # n = 4, 3, 1
 
 
 class Walk(NamedTuple):
-    """A small sampler whose trajectories are enumerated: sizes of its table, order, tokens a step, blocks, EOS."""
+    """A small sampler whose trajectories are enumerated: sizes of its table, order, tokens a step, blocks, EOS, threshold."""
 
     length: int
     vocab: int
@@ -220,6 +220,7 @@ class Walk(NamedTuple):
     tokens: int
     block: int
     eos: int | None = None
+    threshold: float | None = None
 
 
 WALKS = (
@@ -229,6 +230,8 @@ WALKS = (
     Walk(4, 2, "left_to_right", 1, 2, eos=1),
     Walk(4, 2, "left_to_right", 2, 4),
     Walk(3, 2, "right_to_left", 1, 3, eos=1),
+    Walk(4, 2, "entropy", 1, 4, eos=1),
+    Walk(3, 3, "margin", 1, 3),
 )
 
 
@@ -270,7 +273,7 @@ def walk_gradient(case: Walk, temperature: float = 0.7) -> Tensor:
 def settings_of(case: Walk, temperature: float = 0.7) -> Sampler:
     """The sampler of the trajectories."""
     sizes = {"length": case.length, "block_length": case.block, "tokens_per_step": case.tokens}
-    return Sampler(order=case.order, temperature=temperature, **sizes)
+    return Sampler(order=case.order, temperature=temperature, threshold=case.threshold, **sizes)
 
 
 def replay_gradient(alg: Any, model: Any, rollout: Any, plan: Any, weight: Tensor, temperature: float = 0.7) -> Tensor:

@@ -64,11 +64,12 @@ def law_replay_states(alg: Any) -> None:
 def law_replay_reproduces_the_sampler(alg: Any) -> None:
     """At the sampling temperature, the states of a rollout give back the log-probabilities that the sampler recorded.
 
-    In one forward a step, and in one a step of a block; with several tokens a step.
+    In one forward a step, and in one a step of a block; with several tokens a step, and with a threshold.
     """
     model, prompt = tabular(4, 3), torch.tensor([[0, 1, 0], [2, 0, 1]])
     mask = torch.tensor([[False, True, True], [True, True, True]])
     cases = [Walk(4, 3, order, tokens, 2) for order, tokens in itertools.product(ORDERS, (1, 2))]
+    cases += [Walk(4, 3, "low_confidence", 1, 2, threshold=threshold) for threshold in (0.35, 0.5)]
     for case in cases:
         settings = settings_of(case, 0.6)
         drawn = generate(model, prompt, mask, settings, eos_token_id=2, num_generations=30, generator=seeded(3))
@@ -86,7 +87,7 @@ def law_replay_reproduces_the_sampler(alg: Any) -> None:
 def law_replay_gradient_is_the_policy_gradient(alg: Any) -> None:
     """Over all trajectories E[reward grad ll] is the policy gradient where the order looks at no drawn token.
 
-    Random and fixed orders; with later steps left out.
+    Random and fixed orders, entropy and margin; with later steps left out.
     """
     for case in WALKS:
         model, paths, chance, reward = walk(case)
