@@ -2,16 +2,13 @@
 
 The model is a table of random conditional distributions that can be enumerated (`minidrl.oracle`): 4 positions, 3 tokens, of
 which one ends the text; the verifier accepts texts with exactly two ones. A draw is a rollout of 4 prompts x 8 responses, the
-row's plans for 8 updates on it, and the update directions g (minus the gradient of the row's loss) of the first and of the
-eighth of them, after seven updates by SGD of that row. The truth G is the gradient of the expected reward at the weights of
-that moment, by enumeration. All draws of a table are computed at once, each with weights of its own, by the shipped functions.
+row's plan for the first of 8 updates on it, and the update direction g, minus the gradient of the row's loss. The truth G is
+the gradient of the expected reward, by enumeration. All draws of a table are computed at once by the shipped functions.
 
-    cosine    c = E<g, G'> / (E<g, g'> E<G, G'>)^(1/2); a primed vector is of another draw, so that noise biases no mean
-    bias      min over a >= 0 of |a E g - E G| / |E G| = (1 - max(c, 0)^2)^(1/2)
-    noise     (tr Var g / |E g|^2)^(1/2)
+    cosine    c = E<g, G> / (E<g, g'> <G, G>)^(1/2); a primed vector is of another draw, so that noise biases no mean
 
-Results go to research/results/rows_against_oracle.json, and what is there is not measured again: 66 minutes of one thread for
-all. --rehearse: a few draws of one table.
+Results go to research/results/rows_against_oracle.json, and what is there is not measured again. --rehearse: a few draws of
+one table.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "rows_against_oracle.json"
 LENGTH, TOKENS, END, BLOCK = 4, 3, 2, 2  # positions, ordinary tokens, the one that ends a text, positions of a block
 PROMPTS, GENERATIONS, UPDATES = 4, 8, 8
 EACH = PROMPTS * GENERATIONS  # responses of a draw
-TABLES, DRAWS, STEP = 8, 128, 0.3  # STEP: root mean square length of a row's first update
+TABLES, DRAWS = 8, 128
 PARTS = 8  # of the draws, for the jackknife
 SETTLED = 0.3  # a Monte Carlo error of a cosine from which on it is not given
 CONTROL = "control"
@@ -293,13 +290,12 @@ def losses(row, plan: alg.Plan, rollout: alg.Rollout, feature: dict, adv: Tensor
 
 
 class Updates:
-    """The updates of a row on the rollouts of all draws, each with weights of its own, as the trainer makes them."""
+    """The updates of a row on the rollouts of all draws, as the trainer makes them; each draw may have weights of its own."""
 
     def __init__(self, row: methods.Method, base: oracle.TabularDenoiser, rollout: alg.Rollout, reward: Tensor, seed: int):
         self.row, self.base, self.rollout, self.reward, self.seed = row, base, rollout, reward, seed
         self.draws = len(reward) // EACH
         self.table = base.table.detach().repeat(self.draws, 1, 1, 1)
-        self.calls: list[float] = []
         self.old = None  # the old value on masks of its own, for all updates
         if row.refresh == "independent":
             own = methods.draw(row, rollout, keyed_generator(seed, 0, "plan of the old value"))
@@ -309,7 +305,6 @@ class Updates:
         """g (D, P): minus the gradient of the row's loss at the present weights."""
         row, rollout = self.row, self.rollout
         plan = draw_plan(row, rollout, self.seed, 0 if row.refresh == "fixed" else update, updates)
-        self.calls.append(plan.network_calls / len(self.reward))
         anchor = ref = None
         if row.anchor == "behaviour":
             anchor = methods.behaviour_anchor(row, plan, rollout)
@@ -324,16 +319,6 @@ class Updates:
         loss = losses(row, plan, rollout, feature, advantages(row, plan, rollout, self.reward), anchor, ref)
         self.table = table.detach()
         return -torch.autograd.grad(loss.sum(), table)[0].flatten(1)
-
-    def move(self, by: Tensor) -> None:
-        """Add an update."""
-        self.table = self.table + by.view(self.table.shape)
-
-    def moved(self) -> float:
-        """Mean |log ratio| of a token that was drawn, between the present weights and those that drew it."""
-        plan = alg.replay_plan(self.rollout, torch.Generator(), num_states=None, min_entropy=0.0)
-        now = feat.features(Tables(self.table), self.rollout, plan, temperature=1.0, size=1 << 20)["logp"]
-        return float(((now - self.rollout.logp) * plan.scored).abs().sum() / plan.scored.sum())
 
 
 # ================================================================================================== against the truth
@@ -361,8 +346,8 @@ class Sums:
         return Sums(*(x[parts].sum(0) for x in vars(self).values()))
 
 
-def against(draws: Sums) -> tuple[float, float]:
-    """Cosine of E g and E G, and the noise of g. No product of a draw with itself enters the products of the means.
+def against(draws: Sums) -> float:
+    """Cosine of E g and E G. No product of a draw with itself enters the products of the means.
 
     The mean of <g_i, G_j> over i != j is <E g, E G> without bias, where |mean g|^2 is too large by tr Var g / D. Not a number
     where the mean of g cannot be told from 0.
@@ -370,24 +355,17 @@ def against(draws: Sums) -> tuple[float, float]:
     total = torch.stack([draws.g @ draws.g, draws.g @ draws.truth, draws.truth @ draws.truth])
     gg, both, exact = ((total - draws.products) / (draws.n * (draws.n - 1))).tolist()
     if not min(gg, exact) > 1e-30:
-        return math.nan, math.nan
-    return both / math.sqrt(gg * exact), math.sqrt(max(float(draws.products[0] / draws.n) - gg, 0) / gg)
+        return math.nan
+    return both / math.sqrt(gg * exact)
 
 
 def with_error(g: Tensor, truth: Tensor) -> dict[str, float]:
-    """Cosine and noise, and the Monte Carlo error of the cosine: the jackknife over parts of the draws."""
-    sums = Sums.by_part(g, truth)
-    cosine, noise = against(sums.over(torch.arange(PARTS)))
-    without = left_out(sums)
+    """The cosine, and its Monte Carlo error: the jackknife over parts of the draws."""
+    sums, every = Sums.by_part(g, truth), torch.arange(PARTS)
+    without = [against(sums.over(every[every != i])) for i in range(PARTS)]
     mean = statistics.fmean(without)
     error = math.sqrt((PARTS - 1) / PARTS * sum((x - mean) ** 2 for x in without))
-    return {"cosine": cosine, "noise": noise, "error": error}
-
-
-def left_out(sums: Sums) -> list[float]:
-    """The cosine without each of the parts."""
-    every = torch.arange(PARTS)
-    return [against(sums.over(every[every != i]))[0] for i in range(PARTS)]
+    return {"cosine": against(sums.over(every)), "error": error}
 
 
 def control_direction(number: int) -> tuple[Tensor, Tensor]:
@@ -396,23 +374,14 @@ def control_direction(number: int) -> tuple[Tensor, Tensor]:
     return torch.randperm(size, generator=noise), 2.0 * torch.randint(2, (size,), generator=noise) - 1
 
 
-def measure(name: str, order: str, number: int, data: tuple, truth: Truth, updates: int = UPDATES) -> dict:
-    """A row on one table: cosine and noise of the first and of the last of its updates on a rollout."""
+def measure(name: str, order: str, number: int, data: tuple, truth: Truth) -> dict:
+    """The cosine of a row's first update on one table."""
     base, rollout, reward = data
-    row, seed = method_of(name), keyed_seed(number, 0, f"{name} {order}")
+    run = Updates(method_of(name), base, rollout, reward, keyed_seed(number, 0, f"{name} {order}"))
     place, sign = control_direction(number) if name == CONTROL else (slice(None), 1.0)
-    run = Updates(row, base, rollout, reward, seed)
-    start, exact = truth.gradient(run.table[:1])
-    g = sign * run.direction(0, updates)[:, place]
-    found = {"first": with_error(g, exact.expand_as(g))}
-    rate = STEP / float(g.square().sum(1).mean().sqrt())
-    for update in range(1, updates):
-        run.move(rate * g)
-        g = sign * run.direction(update, updates)[:, place]
-    value, exact = truth.gradient(run.table)
-    found["last"] = with_error(g, exact)
-    found["calls"] = statistics.fmean(run.calls)
-    return found | {"moved": run.moved(), "gain": float((value - start).mean()), "start": float(start)}
+    exact = truth.gradient(run.table[:1])[1]
+    g = sign * run.direction(0, UPDATES)[:, place]
+    return with_error(g, exact.expand_as(g))
 
 
 def checked_truth(model: oracle.TabularDenoiser, order: str, block_length: int) -> Truth:
@@ -423,7 +392,7 @@ def checked_truth(model: oracle.TabularDenoiser, order: str, block_length: int) 
     return truth
 
 
-def one_table(number: int, names: Iterable[str], draws: int, updates: int = UPDATES, check: bool = True) -> dict[str, dict]:
+def one_table(number: int, names: Iterable[str], draws: int, check: bool = True) -> dict[str, dict]:
     """All rows on one table: {"name, order": what `measure` finds}."""
     model, data, truths, found = base_table(number), {}, {}, {}
     for name in names:
@@ -433,7 +402,7 @@ def one_table(number: int, names: Iterable[str], draws: int, updates: int = UPDA
                 rollout = collect(model, *kind, draws, number)
                 data[kind] = model, rollout, accepted(rollout.response)
                 truths[kind] = checked_truth(model, *kind) if check else Truth(*kind)
-            found[key_of(name, order)] = measure(name, order, number, data[kind], truths[kind], updates)
+            found[key_of(name, order)] = measure(name, order, number, data[kind], truths[kind])
     return found
 
 
@@ -450,7 +419,7 @@ def rounded(value):
 def settings(draws: int) -> dict:
     """What the stored numbers depend on, beside the code."""
     sizes = {"positions": LENGTH, "tokens": TOKENS, "block": BLOCK, "prompts": PROMPTS, "generations": GENERATIONS}
-    return sizes | {"updates": UPDATES, "step": STEP, "draws": draws}
+    return sizes | {"updates": UPDATES, "draws": draws}
 
 
 def names() -> list[str]:
@@ -476,109 +445,40 @@ def run(count: int, draws: int, path: Path) -> dict:
     return done
 
 
-def rehearsal(draws: int = 24, updates: int = 2) -> dict[str, dict]:
+def rehearsal(draws: int = 24) -> dict[str, dict]:
     """A few draws of one table: every row is measured, none well."""
-    return one_table(0, names(), draws, updates, check=False)
+    return one_table(0, names(), draws, check=False)
 
 
 def complaints(found: dict[str, dict]) -> list[str]:
     """What a rehearsal shows to be wrong: a number that is none; reinforce in random order off the truth; the control on it."""
-    out = []
-    for key, row in found.items():
-        for which in ("first", "last"):
-            if not all(math.isfinite(x) for x in row[which].values()):
-                out.append(f"{key}: cosine {row[which]['cosine']:.3f} at the {which} update; allowed a number")
+    out = [f"{key}: cosine {row['cosine']:.3f}; allowed a number" for key, row in found.items() if math.isnan(row["cosine"])]
     student = stats.student(0.975, PARTS - 1)
-    first = found["reinforce, random"]["first"]
-    if not abs(first["cosine"] - 1) <= student * first["error"] <= 0.2:
-        out.append(f"reinforce, random: cosine {first['cosine']:.3f} at the first update; allowed 1 within its interval")
-    first = found[f"{CONTROL}, random"]["first"]
-    if not abs(first["cosine"]) + student * first["error"] < 0.5:  # its interval included
-        out.append(f"control, random: cosine {first['cosine']:.3f} at the first update; allowed below 0.5")
+    row = found["reinforce, random"]
+    if not abs(row["cosine"] - 1) <= student * row["error"] <= 0.2:
+        out.append(f"reinforce, random: cosine {row['cosine']:.3f}; allowed 1 within its interval")
+    row = found[f"{CONTROL}, random"]
+    if not abs(row["cosine"]) + student * row["error"] < 0.5:  # its interval included
+        out.append(f"control, random: cosine {row['cosine']:.3f}; allowed below 0.5")
     return out
 
 
 # ============================================================================================ what was stored
 
 
-@dataclass(frozen=True)
-class Results:
-    """The stored numbers of all tables."""
-
-    tables: list[dict]
-
-    def values(self, name: str, order: str, *path: str) -> list[float | None]:
-        """One number of a row, table by table."""
-        found = [table[key_of(name, order)] for table in self.tables]
-        for word in path:
-            found = [x[word] for x in found]
-        return found
-
-    def cosines(self, name: str, order: str, which: str) -> list[float | None]:
-        """Table by table; None where the draws do not settle it: a mean update that is all but 0."""
-        errors = self.values(name, order, which, "error")
-        found = zip(self.values(name, order, which, "cosine"), errors, strict=True)
-        return [cosine if cosine is not None and error is not None and error < SETTLED else None for cosine, error in found]
-
-    def interval(self, name: str, order: str, which: str) -> stats.Interval | None:
-        """Mean cosine over the tables with Student's 95 % interval; None where a table has none."""
-        values = self.cosines(name, order, which)
-        return None if None in values else stats.mean_interval(values)
-
-    def cosine(self, name: str, order: str, which: str) -> str:
-        """A cell."""
-        found = self.interval(name, order, which)
-        if found is None:
-            return f"none in {self.cosines(name, order, which).count(None)}"
-        return "{} [{}, {}]".format(*map(two, found))
-
-    def bias(self, name: str, order: str, which: str) -> str:
-        """A cell: root of the mean square over the tables, and of the ends of that mean's interval.
-
-        Squares, since the estimate of a cosine of 1 lies on both sides of 1: their mean has no bias from that, a mean of roots
-        would. By as much as the interval reaches below 0, where no square is, its upper end may be wrong as well.
-        """
-        cosines = self.cosines(name, order, which)
-        if None in cosines:
-            return f"none in {cosines.count(None)}"
-        mean, low, high = stats.mean_interval([1 - max(c, 0) ** 2 for c in cosines])
-        return "{} [{}, {}]".format(*(two(math.sqrt(min(max(x, 0), 1))) for x in (mean, low, max(high, -low))))
-
-    def noise(self, name: str, order: str, which: str) -> str:
-        """The median, since a mean update near 0 makes it large without limit; with no mean at all it is infinite."""
-        return one(statistics.median(self.noises(name, order, which)))
-
-    def noises(self, name: str, order: str, which: str) -> list[float]:
-        """Table by table, the least first."""
-        return sorted(math.inf if x is None else x for x in self.values(name, order, which, "noise"))
-
-    def noise_cell(self, name: str, order: str, which: str) -> str:
-        """The median with the least and the largest: all tables lie on one side of the true median with 2^(1 - tables)."""
-        values = self.noises(name, order, which)
-        return f"{self.noise(name, order, which)} [{one(values[0])}, {one(values[-1])}]"
-
-    def mean(self, name: str, order: str, what: str) -> float:
-        """Mean over the tables of ``calls``, ``gain`` or ``moved``."""
-        return statistics.fmean(self.values(name, order, what))
+def cosines(tables: list[dict], name: str, order: str) -> list[float | None]:
+    """Table by table; None where the draws do not settle it: a mean update that is all but 0."""
+    found = [table[key_of(name, order)] for table in tables]
+    settled = [row["error"] is not None and row["error"] < SETTLED for row in found]
+    return [row["cosine"] if good else None for row, good in zip(found, settled, strict=True)]
 
 
-def one(x: float) -> str:
-    """One digit of a noise."""
-    return f"{x:.1f}" if x < 1000 else ">999"
-
-
-def two(x: float) -> str:
-    """Two digits, without -0.00."""
-    return f"{round(x, 2) + 0.0:.2f}"
-
-
-def line(results: Results, name: str, order: str) -> dict:
-    """What was found of a method by one sampler, at the first and at the eighth update on a rollout."""
-    found = {"method": name, "order": order, "calls": f"{results.mean(name, order, 'calls'):.1f}"}
-    for which in ("first", "last"):
-        found |= {f"{which}: cosine": results.cosine(name, order, which), f"{which}: bias": results.bias(name, order, which)}
-        found |= {f"{which}: noise": results.noise_cell(name, order, which)}
-    return found | {"gain": f"{100 * results.mean(name, order, 'gain') + 0.0:.1f}"}
+def line(tables: list[dict], name: str, order: str) -> dict:
+    """The mean cosine of a method by one sampler, with Student's 95 % interval over the tables."""
+    found = cosines(tables, name, order)
+    none = f"none in {found.count(None)}"
+    shown = none if None in found else "{:.2f} [{:.2f}, {:.2f}]".format(*stats.mean_interval(found))
+    return {"method": name, "order": order, "cosine": shown}
 
 
 def main() -> None:
@@ -589,10 +489,10 @@ def main() -> None:
     if given.rehearse:
         found = rehearsal()
         for key, row in found.items():
-            print(key, *(f"{row[which]['cosine']:.2f} +- {row[which]['error']:.2f}" for which in ("first", "last")))
+            print(f"{key}: {row['cosine']:.2f} +- {row['error']:.2f}")
         sys.exit("\n".join(complaints(found)) or 0)
-    results = Results(list(run(TABLES, DRAWS, RESULTS)["tables"].values()))
-    print(markdown(pd.DataFrame(line(results, name, order) for name in names() for order in orders_of(name))))
+    tables = list(run(TABLES, DRAWS, RESULTS)["tables"].values())
+    print(markdown(pd.DataFrame(line(tables, name, order) for name in names() for order in orders_of(name))))
 
 
 if __name__ == "__main__":
