@@ -2513,7 +2513,7 @@ def control_variate_plan(
     guess = (guess * of_terms).sum(-1)  # (K, B)
     # The weights 1/(n q) vary, too: their noise multiplies what is left, so that a
     # guess c of its mean is taken off first and added outside.
-    centre = (_centre_terms(known, n) * of_centre).sum(-1)  # (B,)
+    centre = (centre_terms(known, n) * of_centre).sum(-1)  # (B,)
     shift = centre - ((guess + centre) / (num_states * n * chance)).sum(0)
     return replace(plan, shift=shift.to(rollout.logp.dtype))
 
@@ -2601,8 +2601,9 @@ def law_of_counts(
     return q / q.sum(-1, keepdim=True)
 
 
-def _centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
-    # Of c: 1, n, and sums of at_reveal, first, lowest, A+ and A-.
+def centre_terms(known: Visited, n: Int[Tensor, " B"]) -> Float[Tensor, "B 7"]:
+    """What c of (2.12) is linear in: 1, n, and sums of at_reveal, first, lowest, A+ and
+    A-."""
     above, below = known.effects[:2].sum((2, 3))
     sums = [x.sum(-1) for x in (known.at_reveal, known.first, known.lowest)]
     return torch.stack([torch.ones_like(above), n.double(), *sums, above, below], -1)

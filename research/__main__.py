@@ -1,4 +1,4 @@
-"""``python -m research``: grids of runs, controls of a run, and what the ledger shows."""
+"""``python -m research``: grids of runs, self-training, and what the ledger shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def main(words: list[str] | None = None) -> None:
         sub.add_argument("--ledger", type=Path, help=text)
         sub.add_argument("--report", action="store_true", help="only print what the ledger holds")
         sub.add_argument("--rehearse", action="store_true", help="the whole grid in a minute, too small to mean anything")
-    verbs.add_parser("controls", help="temperatures, greedy, pass@8, self-training").add_argument("runs", nargs="+", type=Path)
     sub = verbs.add_parser("self-training", help="fine-tuning on own correct answers, as many as the config's RL would sample")
     sub.add_argument("config", type=Path)
     sub.add_argument("--renew", type=int, default=0, help="iterated: after so many steps they come from the trained model")
@@ -47,7 +46,7 @@ def main(words: list[str] | None = None) -> None:
     sub.add_argument("--self-training", action="store_true")
     given = parser.parse_args(words)
     try:
-        done_by = {"compare": compare, "study": compare, "controls": show_controls, "cell": run_cell}
+        done_by = {"compare": compare, "study": compare, "cell": run_cell}
         (done_by | {"self-training": self_training})[given.verb](given)
     except KeyboardInterrupt:
         sys.exit("minidrl: interrupted; the same command goes on")
@@ -82,10 +81,6 @@ def settings_of(given: argparse.Namespace) -> dict[str, str]:
 
 def self_training(given: argparse.Namespace) -> None:
     controls.imitation(config.load(config.Train, given.config, settings_of(given)), given.out, given.renew)
-
-
-def show_controls(given: argparse.Namespace) -> None:
-    print(tables.markdown(controls.table(given.runs)))
 
 
 def run_cell(given: argparse.Namespace) -> None:

@@ -1,14 +1,6 @@
-"""What a rise of the solved rate is to be compared with: the controls of an RL run.
+"""Self-training: what a rise of the solved rate by RL is to be compared with.
 
-All on the same held-out puzzles:
-
-base, best temperature    the policy may only have become sharper: does it beat the base at its best
-                          temperature?
-greedy before and after   what the network knows, without the luck of sampling
-pass@8 before and after   what it can reach at all
-base, other orders        the same network may know more than the order of this run lets it say
-self-training             supervised fine-tuning on the base's own correct samples, with as many
-                          rollouts and updates
+It is supervised fine-tuning on the base's own correct samples, with as many rollouts and updates.
 """
 
 from __future__ import annotations
@@ -16,23 +8,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from tqdm import tqdm
 
-from minidrl import loop, sampler
+from minidrl import loop
 from minidrl.bookkeeping import Clock, of_step
 from minidrl.denoiser import Denoiser
 from minidrl.keyed import keyed_generator
-from minidrl.run import checkpoints, config, folders
+from minidrl.run import config
 from minidrl.run.evaluate import evaluate
 from minidrl.run.train import start
 from research.ledger import SELF_TRAINING
 
-CONTROLS = "controls.json"
 TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
 
@@ -115,48 +105,3 @@ def imitation(settings: config.Train, out: Path, renew: int = 0) -> tuple[Denois
         if step == settings.steps or (s.every and step % s.every == 0):
             judge(step)
     return run.model, run.tok
-
-
-# ---------------------------------------------------------------------------------- controls of a run
-
-
-def measure(run: Path) -> dict:
-    """All controls of a finished run; written to controls.json in its folder."""
-    if not folders.read_summary(run):
-        raise ValueError(f"run: got {str(run)!r}; allowed are folders of finished runs")
-    settings = config.of_run(config.Train, run)
-    before, tok = checkpoints.load(settings.model)
-    after, _ = checkpoints.load(run / f"checkpoint-{settings.steps}")
-
-    def rate(model: Denoiser, temperature: float, samples: int = 1, **changes: Any) -> float:
-        found = solved(model, tok, settings, temperature, samples, **changes)
-        return found["solved" if samples == 1 else f"pass@{samples}"]
-
-    rows = {f"base, temperature {t:g}": rate(before, t) for t in TEMPERATURES}
-    for order in (order for order in sampler.ORDERS if order != settings.sampler.order):
-        for t in (0.0, 1.0):
-            rows[f"base, {order}, temperature {t:g}"] = rate(before, t, order=order)
-    rows["after RL, temperature 1"] = rate(after, 1.0)
-    rows["after RL, greedy"] = rate(after, 0.0)
-    rows["base, pass@8"] = rate(before, 1.0, 8)
-    rows["after RL, pass@8"] = rate(after, 1.0, 8)
-    imitator, steps = steps_of(settings, imitates=True)
-    for _ in tqdm(steps, desc=SELF_TRAINING, total=settings.steps):
-        pass
-    rows["self-training, temperature 1"] = rate(imitator.model, 1.0)
-    rows["self-training, greedy"] = rate(imitator.model, 0.0)
-    folders.write(run / CONTROLS, json.dumps(rows, indent=2) + "\n")
-    return rows
-
-
-def table(runs: Sequence[Path]) -> pd.DataFrame:
-    """Percent solved: a line for each control, a column for each run, and their mean.
-
-    What a folder has in its controls.json is not measured again.
-    """
-    found = {}
-    for run in runs:
-        stored = run / CONTROLS
-        found[str(run)] = json.loads(stored.read_text()) if stored.exists() else measure(run)
-    frame = 100 * pd.DataFrame(found)
-    return frame.assign(mean=frame.mean(axis=1)).round(1).rename_axis("solved (%)").reset_index()

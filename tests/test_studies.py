@@ -247,20 +247,6 @@ def verdict_of(solved: bool) -> Verdict:
     return Verdict(float(solved), solved, {"well_formed": True})
 
 
-def test_controls_are_measured_once_and_shown_side_by_side(folder, base, monkeypatch, capsys):
-    settings = tiny.settings(base, steps=1)
-    grid.train.train(settings, folder / "a")
-    main(["controls", str(folder / "a")])
-    first = capsys.readouterr().out
-    found = json.loads((folder / "a/controls.json").read_text())
-    assert len(found) == 5 + 2 * 5 + 6 and "| base, temperature 0.3" in first
-    monkeypatch.setattr(controls, "measure", lambda run: pytest.fail("measured again"))
-    (folder / "b").mkdir()
-    (folder / "b/controls.json").write_text(json.dumps({name: 0.5 for name in found}))
-    shown = controls.table([folder / "a", folder / "b"])
-    assert shown["mean"].tolist() == pytest.approx([50 * (value + 0.5) for value in found.values()], abs=0.051)
-
-
 # ------------------------------------------------------------------------------------------------------ ledger and tables
 
 

@@ -58,6 +58,7 @@ class Table:
     step: np.ndarray
 
     n = property(lambda self: self.hidden.shape[1])
+    inside = property(lambda self: torch.ones(1, self.n, dtype=torch.bool))
     complete = property(lambda self: len(self.hidden) == 2**self.n - 1)
 
     @cached_property
@@ -84,6 +85,12 @@ class Table:
     def size(self) -> float:
         """Variance of Z: how much a response counts in the fits, divided by it."""
         return float(self.p @ (self.Z - self.B) ** 2)
+
+    @cached_property
+    def known(self) -> alg.Visited:
+        """What the states of the rollout say, as ``control_variate_plan`` (2.12) reads them."""
+        words = {"unmask_step": torch.tensor(self.step)[None], "records": {"seen_logp": torch.tensor(self.seen)[None]}}
+        return alg.visited(dataclasses.replace(alg.Rollout.of([[0] * self.n]), **words), self.inside)
 
     def by_count(self, values: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """(n,) sums over the masks of each count."""
@@ -169,45 +176,23 @@ def tables_of(settings: config.Train, given: argparse.Namespace) -> tuple[list[d
 
 
 # -------------------------------------------------------------------------------------------------- surrogate and its law
-def effects(table: Table) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """What the visited states say: T0 (n,), everything hidden; E (n,), at the reveal; and four signed (n, n) matrices.
-
-    d_ij = seen[step_j + 1, i] - seen[step_j, i], for j revealed before i: what revealing j did to i. Pointwise mutual
-    information is symmetric, so that d_ji stands for j revealed after i. The parts above and below 0 apart: A+, A-, C+, C-.
-    """
-    before = table.step[None, :] < table.step[:, None]
-    after_j = table.seen[np.minimum(table.step + 1, len(table.seen) - 1)]
-    d = np.where(before, (after_j - table.seen[table.step]).T, 0.0)
-    signed = [part(side, 0) for side in (d, d.T) for part in (np.maximum, np.minimum)]
-    return table.seen[0], table.seen[table.step, np.arange(table.n)], signed
-
-
 def terms(table: Table) -> np.ndarray:
-    """(M, 20) the terms of H(M) = n/l sum over i in M of h(M, i): (1, x, x^2) times T0, E, A+, A-, C+, C-; then x, x^2."""
-    first, at_reveal, pairs = effects(table)
-    hidden, x = table.hidden, table.l / table.n
-    sums = [hidden @ first, hidden @ at_reveal] + [(~hidden @ s.T * hidden).sum(1) for s in pairs]
-    every = [s / x * x**power for s in sums for power in range(3)]
-    return np.stack([*every, table.n * x, table.n * x**2], 1)
+    """(M, 20) the terms of H (2.13)."""
+    return alg.surrogate_terms(table.known, torch.tensor(table.hidden)[:, None], table.inside)[:, 0].numpy()
 
 
 def mean_terms(table: Table) -> np.ndarray:
-    """(20,) their means under the law of (2.3), without a mask: given l and i in M, j is visible with probability
-    (n - l) / (n - 1)."""
-    first, at_reveal, pairs = effects(table)
-    n, l = table.n, np.arange(1, table.n + 1)
-    sums = [first.sum() + 0 * l, at_reveal.sum() + 0 * l] + [s.sum() * (n - l) / max(n - 1, 1) for s in pairs]
-    every = [(s * (l / n) ** power).mean() for s in sums for power in range(3)]
-    return np.array([*every, l.mean(), (l**2 / n).mean()])
+    """(20,) their means under the law of (2.3), closed."""
+    return alg.surrogate_means(table.known, table.inside)[0].numpy()
 
 
 def scale_terms(table: Table) -> np.ndarray:
-    """(n, 10): what the mean square of the residual at a position may grow with."""
-    first, at_reveal, pairs = effects(table)
-    after, both = pairs[3], sum(pairs)
-    lowest = np.array([table.seen[: s + 1, i].min() for i, s in enumerate(table.step)])
-    squares = [(m**2).mean(1) for m in (both, np.minimum(both, 0), after)]
-    columns = [0 * first + 0.01, first**2, at_reveal**2, lowest**2, -first, -at_reveal, *squares, after.sum(1) ** 2 / table.n]
+    """(n, 10): what the mean square of the residual at a position may grow with, the scales of (2.14)."""
+    first, at_reveal, lowest = (x[0].numpy() for x in table.known[:3])
+    effects = table.known.effects[:, 0].numpy()
+    both, last = effects.sum(0), effects[3]
+    squares = [(m**2).mean(1) for m in (both, np.minimum(both, 0), last)]
+    columns = [0 * first + 0.01, first**2, at_reveal**2, lowest**2, -first, -at_reveal, *squares, last.sum(1) ** 2 / table.n]
     return np.stack(columns, 1)
 
 
@@ -219,12 +204,8 @@ def law_terms(table: Table, hidden: np.ndarray) -> np.ndarray:
 
 
 def law_of_counts(table: Table, constants: np.ndarray) -> np.ndarray:
-    """(n,) q(l) in proportion to the root of the mean of v over the masks of l positions; closed, no mask is enumerated."""
-    n, l = table.n, np.arange(1, table.n + 1)
-    share = np.repeat((l / n)[:, None], n, 1)  # of the masks of l positions that hide i: v is linear in the mask
-    v = law_terms(table, share) @ constants
-    q = np.sqrt(v + 0.03 * v.mean())  # no count is left out
-    return q / q.sum()
+    """(n,) q(l) of (2.14)."""
+    return alg.law_of_counts(table.known, table.inside, torch.tensor(constants)[None])[0].numpy()
 
 
 # ----------------------------------------------------------------------------------------------------------------- fits
@@ -273,9 +254,7 @@ def solved_of(parts: list[tuple[np.ndarray, np.ndarray]], solve) -> np.ndarray:
 
 def centre_terms(table: Table) -> np.ndarray:
     """(1, 7): what c is linear in, sums over the visited states."""
-    first, at_reveal, pairs = effects(table)
-    lowest = sum(table.seen[: s + 1, i].min() for i, s in enumerate(table.step))
-    return np.array([[1, table.n, at_reveal.sum(), first.sum(), lowest, pairs[0].sum(), pairs[1].sum()]])
+    return alg.centre_terms(table.known, torch.tensor([table.n])).numpy()
 
 
 def centre_problem(found: list[Table]) -> Problem:

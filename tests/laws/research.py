@@ -204,7 +204,7 @@ def cells(q: list[float], states: int) -> list[list[tuple[float, float]]]:
     "",
     ("known.effects[:2]", "known.effects[1:3]"),
     ("(known.at_reveal, known.first", "(known.first, known.first"),
-    where="_centre_terms",
+    where="centre_terms",
 )
 @rejects("2.13", ("x**power for s", "x ** (power + 1) for s"), ("(~masked)", "masked"), ("n * x, n * x**2]", "x, x**2]"))
 @rejects("", ("(place + 1)", "place"), ("& inside[..., None] & inside[:, None]", ""), where="visited")
