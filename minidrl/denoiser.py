@@ -5,9 +5,9 @@ mask that predicts, at every [MASK], the token that belongs there (in place: the
 scores token i). What a published checkpoint needs to become that stands in run/families.py.
 
 Read ``encode`` and ``head``: sampler, estimators and pre-training need no more. ``extend`` serves
-a cache, ``encode_staircase`` the likelihoods that score all blocks of a response in one forward;
-adapters (LoRA) and layers that are computed twice to save memory come last. N rows of T tokens, D
-numbers in a hidden state, V tokens in the vocabulary.
+a cache, ``encode_staircase`` the likelihoods that score all blocks of a response in one forward.
+The network without its adapters (run/adapters.py), and layers that are computed twice to save
+memory, come last. N rows of T tokens, D numbers in a hidden state, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -282,55 +282,7 @@ def probe_loss(
     return loss
 
 
-# ------------------------------------------------------------- adapters, and memory traded for time
-def add_adapters(
-    denoiser: Denoiser, *, rank: int, alpha: float, target_modules: list[str], seed: int, base: str
-) -> None:
-    """LoRA, in place: W x becomes W x + (alpha / rank) B A x; only A and B are trained then.
-
-    A is drawn from a generator of its own, B is 0: nothing has changed yet. Both are float32
-    whatever the base is stored in: in bfloat16 an update of 1e-6 would vanish. No dropout: the
-    passes of the gradient must see one network. ``target_modules`` are names of linear layers;
-    ``base`` is written down for whoever opens the saved adapters. Source: arXiv 2106.09685.
-    """
-    refuse_targets(denoiser.model, target_modules)
-    config = peft().LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=target_modules,
-        base_model_name_or_path=str(base),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    inject_adapters(denoiser, config, seed)
-
-
-def inject_adapters(denoiser: Denoiser, config: Any, seed: int) -> None:
-    """Adapters by peft's ``config``, drawn from a generator of their own, in float32."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        peft().inject_adapter_in_model(config, denoiser.model)
-    for p in denoiser.model.parameters():
-        if p.requires_grad:  # the adapters, and nothing else
-            p.data = p.data.float()
-
-
-def refuse_targets(model: nn.Module, target_modules: list[str]) -> None:
-    """ValueError for a target that names no linear layer; peft minds only if none of them does."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for target in target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-            got = f"{target!r}, which matches no module"
-            raise ValueError(f"lora.target_modules: got {got}; allowed {allowed}")
-
-
-def has_adapters(denoiser: nn.Module) -> bool:
-    """True of a network with adapters."""
-    return bool(getattr(getattr(denoiser, "model", None), "peft_config", None))
-
-
+# ------------------------------------------- the network as it was, and memory traded for time
 def without_adapters(denoiser: Denoiser) -> Denoiser:
     """The same network (shared weights) with its adapters off during a call: the base, to the bit.
 
@@ -344,8 +296,7 @@ def without_adapters(denoiser: Denoiser) -> Denoiser:
 
 @torch.no_grad()
 def _switched_off(denoiser: Denoiser, name: str, *args: Any, **words: Any) -> Tensor:
-    adapted = peft().tuners.tuners_utils.BaseTunerLayer
-    layers = [module for module in denoiser.model.modules() if isinstance(module, adapted)]
+    layers = [module for module in denoiser.model.modules() if hasattr(module, "base_layer")]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -382,16 +333,6 @@ def _recomputing(body: nn.Module):
     finally:
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
-
-
-def peft() -> Any:
-    """The package peft; ValueError where it is missing."""
-    try:
-        import peft
-    except ImportError:
-        missing = "adapters need the package peft, which is missing; pip install 'minidrl[lora]'"
-        raise ValueError(f"lora: {missing}") from None
-    return peft
 
 
 def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

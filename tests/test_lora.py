@@ -12,7 +12,7 @@ import test_chat
 import test_loading
 import tiny
 from minidrl import denoiser, loop
-from minidrl.run import checkpoints, config, report, train
+from minidrl.run import adapters, checkpoints, config, report, train
 from minidrl.run.cli import main
 from minidrl.tasks.countdown import Countdown, tokenizer
 
@@ -45,7 +45,7 @@ def llada(tmp_path_factory) -> Path:
 def adapted(dtype: torch.dtype = torch.float32, seed: int = 0, move: bool = True, **changes) -> denoiser.Denoiser:
     """A tiny network with adapters that are no longer 0."""
     model = tiny.network(dtype)
-    denoiser.add_adapters(model, **{**NARROW, **changes}, seed=seed, base="somewhere")
+    adapters.add_adapters(model, **{**NARROW, **changes}, seed=seed, base="somewhere")
     return moved(model) if move else model
 
 
@@ -141,7 +141,7 @@ def test_merged_adapters_are_weights_of_the_released_class(family, tmp_path, cap
     test_loading.MAKERS[family](base)
     model, tok = checkpoints.load(base)
     targets = TARGETS.get(family, NARROW["target_modules"])
-    denoiser.add_adapters(model, **NARROW | {"target_modules": targets}, seed=0, base=base)
+    adapters.add_adapters(model, **NARROW | {"target_modules": targets}, seed=0, base=base)
     checkpoints.save(moved(model), tok, tmp_path / "run/checkpoint-12")
     (tmp_path / "run/checkpoint-9").mkdir()  # an older one
     files = {path.name for path in (tmp_path / "run/checkpoint-12").iterdir()}
@@ -164,7 +164,7 @@ def test_merged_adapters_are_weights_of_the_released_class(family, tmp_path, cap
 
 def saved(base: Path, folder: Path) -> Path:
     model, tok = checkpoints.load(base)
-    denoiser.add_adapters(model, **NARROW, seed=0, base=base)
+    adapters.add_adapters(model, **NARROW, seed=0, base=base)
     checkpoints.save(model, tok, folder)
     return folder
 
@@ -207,7 +207,7 @@ def test_a_base_in_4_bits_is_near_the_base_and_its_adapters_learn(tmp_path):
     model, _ = checkpoints.load(tmp_path, "cpu", torch.bfloat16, quantize=True)
     assert {p.dtype for name, p in model.named_parameters() if "proj" in name} == {torch.uint8}
     assert 0 < (finite(model) - finite(whole)).abs().mean() < 0.2 * finite(whole).std()
-    denoiser.add_adapters(model, **NARROW, seed=0, base=tmp_path)
+    adapters.add_adapters(model, **NARROW, seed=0, base=tmp_path)
     finite(moved(model)).square().sum().backward()
     assert all(p.grad.abs().max() > 0 for _, p in denoiser.trained(model))
 

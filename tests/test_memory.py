@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiny
 from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
-from minidrl.run import checkpoints, config, memory, train
+from minidrl.run import adapters, checkpoints, config, memory, train
 from minidrl.tasks.countdown import tokenizer
 
 ALL = config.Lora().target_modules
@@ -86,7 +86,7 @@ def test_what_is_resident_of_llada_8b():
 def test_adapters_are_as_many_as_peft_makes(targets):
     model = tiny.network()
     predicted = memory.adapter_count(model.model, lora(3, targets))
-    denoiser.add_adapters(model, rank=3, alpha=1.0, target_modules=targets, seed=0, base="x")
+    adapters.add_adapters(model, rank=3, alpha=1.0, target_modules=targets, seed=0, base="x")
     assert predicted == sum(p.numel() for _, p in denoiser.trained(model))
     with pytest.raises(ValueError, match="lora.target_modules: got 'attn_out', which matches no module; allowed q_proj"):
         memory.predicted_memory(run(lora=lora(8, ["attn_out"])))

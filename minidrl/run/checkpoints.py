@@ -27,7 +27,8 @@ from transformers import (
 )
 from transformers.utils import logging as their_log
 
-from minidrl.denoiser import Denoiser, has_adapters, inject_adapters, peft
+from minidrl.denoiser import Denoiser
+from minidrl.run.adapters import has_adapters, inject_adapters, peft
 from minidrl.run.families import FAMILIES, OWN, PUBLISHED, Family, own_name, stored_name
 from minidrl.run.launch import one_line
 

@@ -30,8 +30,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from minidrl.denoiser import has_adapters, trained
+from minidrl.denoiser import trained
 from minidrl.run import checkpoints, config, distributed
+from minidrl.run.adapters import has_adapters
 from minidrl.run.launch import one_line
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from minidrl import denoiser, sampler
 from minidrl import features as feat
+from minidrl import sampler
 from minidrl.algorithms import Plan
 from minidrl.methods import Method, draw
-from minidrl.run import checkpoints, config, distributed, folders
+from minidrl.run import adapters, checkpoints, config, distributed, folders
 from minidrl.run.launch import LocalError
 from minidrl.run.precheck import blank_rollout, method_of
 
@@ -109,7 +109,7 @@ def _count(network: nn.Module) -> int:
 
 def adapter_count(network: nn.Module, lora: config.Lora) -> int:
     """Parameters of the adapters; ValueError for a target that matches no module."""
-    denoiser.refuse_targets(network, lora.target_modules)
+    adapters.refuse_targets(network, lora.target_modules)
     ends = tuple(f".{target}" for target in lora.target_modules)
     named = [(f".{name}", m) for name, m in network.named_modules() if isinstance(m, nn.Linear)]
     sizes = [m.in_features + m.out_features for name, m in named if name.endswith(ends)]
@@ -118,14 +118,14 @@ def adapter_count(network: nn.Module, lora: config.Lora) -> int:
 
 def _resident(run: _Run) -> dict[str, int]:
     s, count, size = run.settings, _count(run.network), run.weight
-    adapters = adapter_count(run.network, s.lora) if s.lora.rank else 0
+    added = adapter_count(run.network, s.lora) if s.lora.rank else 0
     own = getattr(torch, s.rollout_dtype).itemsize if s.rollout_dtype != "float32" else 0
     parts = {
         "weights": _quantized(run.network, size) if s.quantize else size * count,
-        "adapters": FLOAT * adapters,
-        "optimizer": 2 * (FLOAT * adapters or size * count),
-        "reference": size * count * (run.method.has_reference and not adapters),
-        "rollout_weights": own * (count + adapters),
+        "adapters": FLOAT * added,
+        "optimizer": 2 * (FLOAT * added or size * count),
+        "reference": size * count * (run.method.has_reference and not added),
+        "rollout_weights": own * (count + added),
     }
     return {name: math.ceil(value / run.gpus) for name, value in parts.items()}
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from minidrl import denoiser, loop, sampler
 from minidrl.methods import Method
-from minidrl.run import checkpoints, config, distributed, folders, memory, report
+from minidrl.run import adapters, checkpoints, config, distributed, folders, memory, report
 from minidrl.run.evaluate import evaluate_run
 from minidrl.run.folders import MetricsLog
 from minidrl.run.launch import Interrupted, RunError, stop_requests
@@ -230,12 +230,12 @@ def load_policy(settings: config.Train, method: Method) -> tuple[Any, Any, Any]:
     lora = settings.lora
     how, dtype = (settings.model, settings.device), checkpoints.dtype_of(settings.dtype)
     model, tok = checkpoints.load(*how, dtype, quantize=settings.quantize)
-    if denoiser.has_adapters(model):
+    if adapters.has_adapters(model):
         allowed = "a base (--resume continues a run)"
         raise ValueError(f"model: got {settings.model!r}, which holds adapters; allowed {allowed}")
     if lora.rank:
         words = dataclasses.asdict(lora)
-        denoiser.add_adapters(model, **words, seed=settings.seed, base=settings.model)
+        adapters.add_adapters(model, **words, seed=settings.seed, base=settings.model)
     if settings.gradient_checkpointing:
         denoiser.checkpoint_activations(model)
     if not method.has_reference:
