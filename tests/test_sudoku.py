@@ -1,21 +1,16 @@
 """Sudoku: grids, classes, splits, generator and verifier, judged by a solver of their own.
 
 ``solve`` below shares nothing with the task: it fills cell by cell and looks at pairs of cells that see one another.
-Laws take the module as an argument, so that the mutants at the end can break it.
 """
 
 import functools
 import itertools
 import math
-import sys
-import types
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import tiny
 from minidrl.tasks import rows, sudoku
 from minidrl.tasks.sudoku import Puzzle, Sudoku
 
@@ -60,17 +55,13 @@ CLASSES = sorted({frozenset(renamed(grid)) for grid in EVERY}, key=lambda member
 HELD_OUT = frozenset().union(*CLASSES[::3])
 
 
-def law_grids(module):
-    """288 grids; 12 classes of 24 under renaming."""
-    assert list(module.grids()) == sorted(EVERY) and len(EVERY) == 288
-    assert sorted(map(len, CLASSES)) == [24] * 12
-    names = [{module.relabelled(grid) for grid in members} for members in CLASSES]
-    assert all(len(found) == 1 and found <= EVERY for found in names) and len(set().union(*names)) == 12
-    assert all(module.relabelled(grid)[:4] == "1234" for grid in EVERY)
-
-
 def test_the_grids_and_their_classes_are_those_of_the_independent_solver():
-    law_grids(sudoku)
+    """288 grids; 12 classes of 24 under renaming."""
+    assert list(sudoku.grids()) == sorted(EVERY) and len(EVERY) == 288
+    assert sorted(map(len, CLASSES)) == [24] * 12
+    names = [{sudoku.relabelled(grid) for grid in members} for members in CLASSES]
+    assert all(len(found) == 1 and found <= EVERY for found in names) and len(set().union(*names)) == 12
+    assert all(sudoku.relabelled(grid)[:4] == "1234" for grid in EVERY)
 
 
 def test_completions_are_those_of_the_independent_solver():
@@ -98,9 +89,9 @@ def split_by_hand(clues: str) -> str | None:
     return {(True,): "held_out", (False,): "train"}.get(tuple(sides))
 
 
-def law_splits(module):
+def test_the_splits_share_no_class_and_no_puzzle():
     """A puzzle is where all its completions are, 96 grids are held out, and no class is on both sides."""
-    rng, task = np.random.default_rng(1), module.Sudoku(min_clues=4, max_clues=8)
+    rng, task = np.random.default_rng(1), sudoku.Sudoku(min_clues=4, max_clues=8)
     found = {s: task.problems(80, rng, s) for s in ("pretrain", "train", "held_out")}
     grids = {s: frozenset().union(*(solve(p.clues) for p in puzzles)) for s, puzzles in found.items()}
     for s, puzzles in found.items():
@@ -108,13 +99,9 @@ def law_splits(module):
         assert {task.split_of(p) for p in puzzles} == {split_by_hand(p.clues) for p in puzzles} == {expected}
     for members in CLASSES:
         assert not (members & grids["held_out"] and members & (grids["train"] | grids["pretrain"]))
-    sides = Counter(task.split_of(module.Puzzle(grid)) for grid in EVERY)
+    sides = Counter(task.split_of(sudoku.Puzzle(grid)) for grid in EVERY)
     assert sides == {"train": 192, "held_out": 96}
-    assert task.split_of(module.Puzzle("." * 16)) is None and task.split_of(module.Puzzle("11" + "." * 14)) is None
-
-
-def test_the_splits_share_no_class_and_no_puzzle():
-    law_splits(sudoku)
+    assert task.split_of(sudoku.Puzzle("." * 16)) is None and task.split_of(sudoku.Puzzle("11" + "." * 14)) is None
 
 
 @BOTH
@@ -147,11 +134,11 @@ def test_held_out_counts_that_do_not_exist_are_named(monkeypatch):
         full.problems(1, np.random.default_rng(0), "test")
 
 
-def law_demonstrations(module):
+def test_demonstrations_keep_the_clues_and_are_solutions_by_their_share():
     """The clues are kept and every row is whole; ``hit_share`` are solutions, of all of them, the others by chance."""
     rng = np.random.default_rng(3)
     for share in (0.0, 0.3, 1.0):
-        task = module.Sudoku(min_clues=4, max_clues=8, hit_share=share)
+        task = sudoku.Sudoku(min_clues=4, max_clues=8, hit_share=share)
         puzzles, expected, variance = task.problems(500, rng), 0.0, 0.0
         hits = 0
         for puzzle, text in zip(puzzles, task.demonstrations(puzzles, rng, 0.5), strict=True):
@@ -162,13 +149,9 @@ def law_demonstrations(module):
             chance = share + (1 - share) * len(solve(puzzle.clues)) / rows
             expected, variance = expected + chance, variance + chance * (1 - chance)
         assert abs(hits - expected) <= 5 * math.sqrt(variance) + 1e-6, share
-    several = module.Puzzle("12........34....")
-    asked = module.Sudoku(hit_share=1.0).demonstrations([several] * 200, rng, 0.0)
+    several = sudoku.Puzzle("12........34....")
+    asked = sudoku.Sudoku(hit_share=1.0).demonstrations([several] * 200, rng, 0.0)
     assert len(solve(several.clues)) > 2 and set(asked) == solve(several.clues)
-
-
-def test_demonstrations_keep_the_clues_and_are_solutions_by_their_share():
-    law_demonstrations(sudoku)
 
 
 # --------------------------------------------------------------------------------------------------------- the verifier
@@ -205,20 +188,16 @@ BROKEN = ["1234234134124123", "1212343421214343", "1324241313242413"]
 TABLE += [(LOOSE, grid, (0.1, 0.0, nearest(LOOSE.clues, grid))) for grid in BROKEN]
 
 
-def law_verdicts(module):
+def test_the_table_of_rewards():
     """The table of rewards, under the three names; what is solved does not depend on the name."""
     for puzzle, response, expected in TABLE + [(PUZZLE, nothing, (0.0, 0.0, 0.0)) for nothing in NOT_A_RESPONSE]:
-        asked = module.Puzzle(puzzle.clues)
-        verdicts = [module.Sudoku(reward=kind).judge(asked, response) for kind in ("strict", "binary", "cells")]
+        asked = sudoku.Puzzle(puzzle.clues)
+        verdicts = [sudoku.Sudoku(reward=kind).judge(asked, response) for kind in ("strict", "binary", "cells")]
         assert tuple(v.reward for v in verdicts) == pytest.approx(expected), (puzzle, str(response)[:80])
         for v in verdicts:
             assert v.solved == (expected[1] == 1.0) and v.marks["well_formed"] == (expected[0] > 0)
             assert v.marks["cells"] == pytest.approx(expected[2])
-
-
-def test_the_table_of_rewards():
     assert len(solve(PUZZLE.clues)) == 1 and len(solve(SEVERAL.clues)) > 2
-    law_verdicts(sudoku)
 
 
 CHAT = {
@@ -238,61 +217,11 @@ CHAT = {
 }
 
 
-def law_chat(module):
-    for response, expected in CHAT.items():
-        chat = module.Sudoku(prompt_format="chat", reward="binary")
-        assert chat.judge(module.Puzzle(PUZZLE.clues), response).solved == expected, response
-    assert module.Sudoku().judge(module.Puzzle(PUZZLE.clues), ANSWER).solved
-    assert not module.Sudoku().judge(module.Puzzle(PUZZLE.clues), f"<answer>{ANSWER}</answer>").solved
-
-
 def test_in_a_chat_the_answer_is_what_stands_between_the_tags():
-    law_chat(sudoku)
+    for response, expected in CHAT.items():
+        chat = sudoku.Sudoku(prompt_format="chat", reward="binary")
+        assert chat.judge(sudoku.Puzzle(PUZZLE.clues), response).solved == expected, response
+    assert sudoku.Sudoku().judge(sudoku.Puzzle(PUZZLE.clues), ANSWER).solved
+    assert not sudoku.Sudoku().judge(sudoku.Puzzle(PUZZLE.clues), f"<answer>{ANSWER}</answer>").solved
     asked = PUZZLE.instruction
     assert "2314\n4.2.\n3.4.\n1.3.\n" in asked and "<answer>" in asked and "</answer>" in asked
-
-
-# -------------------------------------------------------------------------------------------------------------- mutants
-
-MUTANTS = [
-    ("boxes forgotten", "for box in BOXES", "for box in []"),
-    ("columns elsewhere", "tuple(range(first, 16, 4)) for first in range(4)", "tuple(range(4)) for first in range(4)"),
-    ("renamed by a column", "str.maketrans(grid[:SIZE], DIGITS)", "str.maketrans(grid[::SIZE], DIGITS)"),
-    ("another third", "classes[::3]", "classes[1::3]"),
-    ("one completion is enough", "if not found or 0 < len(found & held_out) < len(found)", "if not found"),
-    ("from every grid", '(grid in held_out) == (split == "held_out")', "True"),
-    ("hits for all", "rng.random() < self.hit_share", "True"),
-    ("always the first solution", "found[rng.integers(len(found))]", "found[0]"),
-    ("clues lost", "c in (EMPTY, d) for c, d in zip(problem", "True for c, d in zip(problem"),
-    ("any text of sixteen", "and {*answer} <= {*DIGITS}", ""),
-    ("any length", "len(answer) == CELLS and {", "{"),
-    ("any valid grid", "solved = found and answer in known", "solved = found and answer in grids()"),
-    ("clues are enough", "solved = found and answer in known", "solved = keeps"),
-    ("strict pays anything", "0.1 * keeps", "0.1 * found"),
-    ("cells pay for grids", '"cells": right}\n        marks', '"cells": float(solved)}\n        marks'),
-    ("all blanks go", '"[ \\t\\r\\n|,.`]"', '"[\\\\s|,.`]"'),
-    ("no tags in a chat", 'if self.prompt_format == "plain":', "if True:"),
-]
-SOURCE = Path(sudoku.__file__).read_text()
-
-
-def laws(module) -> None:
-    law_grids(module)
-    law_verdicts(module)
-    law_chat(module)
-    law_splits(module)
-    law_demonstrations(module)
-
-
-def module_from(source: str, monkeypatch) -> types.ModuleType:
-    module = types.ModuleType("minidrl.tasks.sudoku_mutant")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
-    exec(compile(source, module.__name__, "exec"), module.__dict__)
-    return module
-
-
-@pytest.mark.parametrize("old, new", [row[1:] for row in MUTANTS], ids=[row[0] for row in MUTANTS])
-def test_mutant_is_killed(old, new, monkeypatch):
-    module = module_from(tiny.replaced(SOURCE, old, new), monkeypatch)
-    with pytest.raises((AssertionError, TypeError, IndexError, ValueError)):  # a failed law, or what escaped
-        laws(module)
