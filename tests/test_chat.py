@@ -9,16 +9,13 @@ import pytest
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-import test_countdown
 import test_loading
 import tiny
 from minidrl.run import checkpoints, config, memory
 from minidrl.run.cli import main
-from minidrl.tasks import countdown
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle
 from minidrl.tasks.mathematics import Question
-from test_sampler import install
 
 PUZZLE = Puzzle((5, 6, 8), 46)
 TEMPLATE = (
@@ -54,46 +51,19 @@ ANSWERS = {  # response -> strict reward
 }
 
 
-def law_answers(module) -> None:
-    puzzle = module.Puzzle((5, 6, 8), 46)
+def test_the_answer_is_what_stands_between_the_tags():
+    puzzle = Puzzle((5, 6, 8), 46)
     for response, expected in ANSWERS.items():
-        assert module.Countdown(prompt_format="chat").score(puzzle, response) == expected, response
-        assert module.Countdown().score(puzzle, response) == (1.0 if response == "5*8+6" else 0.0), response
-    paid = {r: module.Countdown(prompt_format="chat", reward="any_answer").score(puzzle, r) for r in ANSWERS}
+        assert Countdown(prompt_format="chat").score(puzzle, response) == expected, response
+        assert Countdown().score(puzzle, response) == (1.0 if response == "5*8+6" else 0.0), response
+    paid = {r: Countdown(prompt_format="chat", reward="any_answer").score(puzzle, r) for r in ANSWERS}
     unread = {"5*8+6", "5*8+6</answer>", "</answer>5*8+6<answer>", "<Answer>5*8+6</Answer>", "<answer></answer>", ""}
     unread |= {"<answer>5*8-6</answer> no: <answer>5*8+6</answer>", "<answer>5*8+6=47</answer>"}
     assert {r for r, value in paid.items() if value == 0} == unread
-    blanks = module.Countdown(num_numbers=2, prompt_format="chat")
-    assert blanks.score(module.Puzzle((44,), 44), "<answer>4 4</answer>") == 0
-    assert blanks.score(module.Puzzle((4, 4), 44), "<answer>4 4</answer>") == 0
-    assert blanks.score(module.Puzzle((1, 2), 12), "<answer>1\u00a02</answer>") == 0
-
-
-def test_the_answer_is_what_stands_between_the_tags():
-    law_answers(countdown)
-
-
-TAGS = {  # of between_tags
-    "the first of several answers": ("len(different) == 1", "different"),
-    "the whole turn": ("if tag == OPENING and", "if"),
-    "answers after the turn": ("_TAG.split(turn(response))", "_TAG.split(response)"),
-}
-MUTANTS = {
-    "all blanks taken out": ("_SIGN.split(answer.strip(),", '_SIGN.split(answer.replace(" ", ""),'),
-    "no blanks taken out": ('"".join(part.strip(" ") for', '"".join(part for'),
-    "tags in the plain format": ('if self.prompt_format == "chat" else response', "if True else response"),
-    "any value after =": ("if stated == str(found[0]) else", "if True else"),
-}
-
-
-@pytest.mark.parametrize("name", [*TAGS, *MUTANTS])
-def test_a_mutant_is_killed(name, monkeypatch):
-    if name in TAGS:
-        install(monkeypatch, texts, "between_tags", *TAGS[name])
-    source = tiny.replaced(test_countdown.SOURCE, *MUTANTS[name]) if name in MUTANTS else test_countdown.SOURCE
-    module = test_countdown.module_from(source, monkeypatch)
-    with pytest.raises(AssertionError):
-        law_answers(module)
+    blanks = Countdown(num_numbers=2, prompt_format="chat")
+    assert blanks.score(Puzzle((44,), 44), "<answer>4 4</answer>") == 0
+    assert blanks.score(Puzzle((4, 4), 44), "<answer>4 4</answer>") == 0
+    assert blanks.score(Puzzle((1, 2), 12), "<answer>1\u00a02</answer>") == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- the prompt
