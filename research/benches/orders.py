@@ -1,7 +1,7 @@
 """What RL changes in two orders of writing: `python -m research.benches.orders`.
 
 The main job (tiny_configs/countdown20_cpu.yaml), trained and decoded in low-confidence order and from left to right, five
-seeds each. Then greedy answers of the base and of every run to all held-out puzzles. Each answer is of one of the KINDS:
+seeds each. Then greedy answers of the base and of every run to 894 held-out puzzles. Each answer is of one of the KINDS:
 
     solved   the verifier says so
     miss     a true calculation with the given numbers, which ends at another number
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 ORDERS = ("low_confidence", "left_to_right")
 KINDS = ("solved", "miss", "bent", "false", "other")
 CLASSES = ("sums", "differences", "products")
-PUZZLES, EXAMPLES = 894, 24  # all held-out puzzles; those whose answers are kept
+PUZZLES, EXAMPLES = 894, 24  # the first held-out puzzles; those whose answers are kept
 TWO_EQUATIONS = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)([-+*/])(\d+)=(\d+)")
 NAMES = dict(
     zip(KINDS, ("solved", "true, another number", "last equation bent to the target", "false elsewhere", "other"), strict=True)
