@@ -46,8 +46,8 @@ def main(words: list[str] | None = None) -> None:
     sub.add_argument("--self-training", action="store_true")
     given = parser.parse_args(words)
     try:
-        done_by = {"compare": compare, "study": compare, "cell": run_cell}
-        (done_by | {"self-training": self_training})[given.verb](given)
+        verb = {"compare": compare, "study": compare, "self-training": self_training, "cell": run_cell}[given.verb]
+        verb(given)
     except KeyboardInterrupt:
         sys.exit("minidrl: interrupted; the same command goes on")
     except (ValueError, OSError, RunError) as error:

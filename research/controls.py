@@ -23,18 +23,16 @@ from minidrl.run.evaluate import evaluate
 from minidrl.run.train import start
 from research.ledger import SELF_TRAINING
 
-TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
 
-
-def solved(model: Denoiser, tok: Any, s: config.Train, temperature: float, samples: int = 1, **changes: Any) -> dict:
-    """Held-out scores at a temperature; with samples > 1 also pass@samples.
+def solved(model: Denoiser, tok: Any, s: config.Train, temperature: float, **changes: Any) -> dict:
+    """Held-out scores at a temperature.
 
     ``changes``: other sampler settings. Another order has no confidence, and so no threshold.
     """
     if changes.get("order", "low_confidence") != "low_confidence":
         changes = {"threshold": None} | changes
     decoding = dataclasses.replace(s.sampler, temperature=temperature, **changes)
-    return evaluate(model, tok, s.task, decoding, n=s.evaluate.n, skip=s.evaluate.skip, samples=samples)
+    return evaluate(model, tok, s.task, decoding, n=s.evaluate.n, skip=s.evaluate.skip)
 
 
 # ------------------------------------------------------------------------------------- self-training

@@ -16,12 +16,14 @@ from minidrl.run import checkpoints, config
 from research import controls
 from research.tables import markdown
 
+TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0)
+
 
 def rates(settings: config.Train) -> dict[str, dict[float, float]]:
     """Share of the first ``evaluate.n`` held-out puzzles solved, by order and temperature."""
     model, tok = checkpoints.load(settings.model)
     return {
-        order: {t: controls.solved(model, tok, settings, t, order=order)["solved"] for t in controls.TEMPERATURES}
+        order: {t: controls.solved(model, tok, settings, t, order=order)["solved"] for t in TEMPERATURES}
         for order in sampler.ORDERS
     }
 
