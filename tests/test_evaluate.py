@@ -23,6 +23,9 @@ def model():
     return tiny.network()
 
 
+LONG = ["--sampler.length", "8", "--sampler.block_length", "8"]
+
+
 def recorded(model, **changes) -> dict:
     settings = changes.pop("settings", tiny.SAMPLER)
     found = evaluator.record(model, tokenizer(), tiny.TASK, settings, **(HOW | changes))
@@ -140,12 +143,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_length_is_asked_and_two_files_are_compared(folder, capfd):
+def test_two_files_are_compared(folder, capfd):
     words = ["evaluate", "base", "--config", "run.yaml", "--n", "12"]
-    for name, more in {"a": ("--length", "8"), "b": ("--length", "8"), "c": ("--length", "8", "--seed", "5")}.items():
-        assert run(capfd, *words, *more, "--out", f"{name}.json")[0] == 0
-    [found] = json.loads((folder / "a.json").read_text())["evaluations"]
-    assert found["protocol"]["length"] == found["protocol"]["block_length"] == 8, "one block, as the config's"
+    for name, seed in {"a": "0", "b": "0", "c": "5"}.items():
+        assert run(capfd, *words, "--seed", seed, "--out", f"{name}.json")[0] == 0
     assert sorted(path.name for path in folder.iterdir()) == ["a.json", "b.json", "base", "c.json", "run.yaml"]
     status, out, _ = run(capfd, "evaluate", "--compare", "a.json", "b.json")
     assert status == 0 and "+0.0 points, 95 % interval 0.0 to 0.0" in out
@@ -157,7 +158,8 @@ def test_a_length_is_asked_and_two_files_are_compared(folder, capfd):
     )
     assert "run.yaml', which holds no evaluation" in run(capfd, "evaluate", "--compare", "run.yaml", "a.json")[2]
     most = tiny.network().model.config.max_position_embeddings
-    assert "length: got" in run(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "2", "--length", str(most))[2]
+    long = [word for key in ("length", "block_length") for word in (f"--sampler.{key}", str(most))]
+    assert "length: got" in run(capfd, "evaluate", "base", "--config", "run.yaml", "--n", "2", *long)[2]
 
 
 def test_the_difference_is_paired(tmp_path):
@@ -200,7 +202,7 @@ def test_a_file_of_ones_own_is_checked_and_asked_in_any_batch(own, capfd):
     """Prompts of several lengths: padded to the longest of all, whoever is in the batch."""
     status, out, _ = run(capfd, "tasks", "gsm8k", "--check", "own.json", "--model", "chat")
     assert status == 0 and out.startswith("own.json: 5 rows; all can be asked and judged by gsm8k")
-    words = ["evaluate", "chat", "--task", "gsm8k", "--task.path", "own.json", "--n", "5", "--length", "8"]
+    words = ["evaluate", "chat", "--task", "gsm8k", "--task.path", "own.json", "--n", "5", *LONG]
     for out, batch in (("a.json", "5"), ("b.json", "2")):
         assert run(capfd, *words, "--batch", batch, "--out", out)[0] == 0
     a, b = (json.loads((own / name).read_text())["evaluations"][0] for name in ("a.json", "b.json"))

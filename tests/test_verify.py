@@ -88,13 +88,6 @@ def test_chats_of_other_families_fail_only_for_what_they_answer(family, tmp_path
     assert failed(found(tmp_path, dtype="bfloat16")) == ["loss", "answer"]
 
 
-def test_a_question_of_ones_own(trained):
-    assert failed(found(trained, prompt="5,5,2>20:", answer="20")) == []
-    assert failed(found(trained, prompt="5,5,2>20:", answer="21", text="+-+-+-+-+-")) == ["loss", "answer"]
-    with pytest.raises(ValueError, match="answer: got None with prompt '1'; allowed both or none"):
-        found(trained, prompt="1")
-
-
 @pytest.mark.parametrize(
     "change, said", [("a bit", "1 came back different, 0 not at all"), ("the head", "0 .*, 1 not at all: lm_head")]
 )

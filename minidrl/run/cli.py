@@ -164,9 +164,7 @@ def memory(
 
 @app.command()
 def convert(
-    source: Annotated[
-        str, typer.Argument(help="a folder, a name on the Hub, a .gguf file or a known .whl")
-    ],
+    source: Annotated[str, typer.Argument(help="a folder, a name on the Hub, or a .gguf file")],
     out: Annotated[Path, typer.Option(help="a new folder")],
     shift: Annotated[
         bool, typer.Option("--shift", help="the state before a token predicts it")
@@ -185,9 +183,6 @@ def convert(
 @app.command()
 def verify(
     model: Annotated[str, typer.Argument(help="a folder, or the name of a model on the Hub")],
-    prompt: Annotated[str, typer.Option(help="a question whose answer is known")] = None,
-    answer: Annotated[str, typer.Option(help="the word that the greedy reply must hold")] = None,
-    text: Annotated[str, typer.Option(help="what the model was trained on, for the loss")] = None,
     device: Device = None,
     dtype: Dtype = "stored",
 ) -> None:
@@ -197,9 +192,8 @@ def verify(
     """
     from minidrl.run import verify
 
-    words = {"prompt": prompt, "answer": answer, "text": text, "dtype": dtype}
     checks = []
-    for check in verify.verify(model, device=_device(device), **words):
+    for check in verify.verify(model, _device(device), dtype):
         print(check, flush=True)
         checks.append(check)
     failed = [check.name for check in checks if check.status == "FAILED"]
@@ -251,7 +245,6 @@ def evaluate(
     n: Annotated[int, typer.Option(min=1, help="held-out problems")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="k > 1 also reports pass@k")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="of the response, in tokens")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     batch: Annotated[int, typer.Option(min=1, help="at a time; changes no result")] = 128,
     device: Device = None,
@@ -281,14 +274,8 @@ def evaluate(
         raise ValueError(f"{key}: got {overrides[key]!r}; allowed in its place --temperature")
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
-    path = config_file or _config_of(model)
     chosen = {"task.name": task} if task else {}
-    if length:
-        own = config.read(path).get("sampler") or {}
-        chosen["sampler.length"] = length
-        if own.get("block_length") == own.get("length"):
-            chosen["sampler.block_length"] = length  # a response was one block, and is one again
-    settings = config.load(config.Train, path, chosen | overrides)
+    settings = config.load(config.Train, config_file or _config_of(model), chosen | overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     held_out(settings.task, n)  # before anything is loaded
     network, tok = checkpoints.load(model, _device(device), checkpoints.dtype_of(dtype))

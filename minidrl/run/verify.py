@@ -67,29 +67,15 @@ class Check:
         return f"{self.status:<8}{self.name:<10}{self.said}"
 
 
-def verify(
-    source: str,
-    *,
-    prompt: str | None = None,
-    answer: str | None = None,
-    text: str | None = None,
-    device: str = "cpu",
-    dtype: str = "stored",
-) -> Iterator[Check]:
-    """The checks of a checkpoint, each when it is done; only the first if no network loads.
-
-    source         a folder, or the name of a model on the Hub
-    prompt, answer, text
-                   instead of those of ``QUESTIONS``; a prompt comes with its answer, which must
-                   occur as a whole word
+def verify(source: str, device: str = "cpu", dtype: str = "stored") -> Iterator[Check]:
+    """The checks of a checkpoint, a folder or the name of a model on the Hub, each when it is done;
+    only the first if no network loads.
 
     There is never more than one network in memory. The checkpoint is written for a moment into the
     system's temporary folder (16 GB for LLaDA-8B; TMPDIR names another). Raises ValueError for
     what is no checkpoint.
     """
     checkpoints.describe(source)
-    if (prompt is None) != (answer is None):
-        raise ValueError(f"answer: got {answer!r} with prompt {prompt!r}; allowed both or none")
     started = time.perf_counter()
     try:
         model, tok = checkpoints.load(source, device, checkpoints.dtype_of(dtype))
@@ -99,8 +85,6 @@ def verify(
     yield Check("load", "ok", f"{_size(model)}, {time.perf_counter() - started:.1f} s")
     task = _task_of(tok)
     question = task.example() if task else QUESTIONS["chat" if tok.chat_template else "words"]
-    given = {"prompt": prompt, "answer": answer, "text": text, "before": "" if text else None}
-    question = question._replace(**{key: x for key, x in given.items() if x is not None})
     settings = _settings(source, device, dtype, model, tok, task, question)
     yield _checked("loss", lambda: _loss(model, tok, question))
     yield _checked("answer", lambda: _answer(model, tok, question))
