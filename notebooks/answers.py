@@ -62,7 +62,7 @@ answer(
 answer(
     "00a", "2", -8 * mean((0, 1)),
     "Each hidden token adds -1 to S(M): how many does a coin of bias t hide, and what is the mean over t?",
-    (-8.0, "That is B, which the weight 1/t would give: here it was forgotten."),
+    (-8.0, "That is the ELBO, which the weight 1/t would give: here it was forgotten."),
     (8 * mean((0, 1)), "The size is right; S(M) sums log-probabilities: which sign have they?"),
     (-mean(range(1, 9)), "That is minus the mean of 1..8, what `hide` draws; coins can also leave everything visible."),
 )
@@ -123,23 +123,23 @@ answer(
     "01", "2, g(0)", 3 * log(1),
     "g(0) = L a(1) (1.13): one token is hidden, the other two are visible. What does the model know then?",
     (3 * log(1 / 2), "That is g(1), with everything hidden. Near t = 0 at most one token is."),
-    (2 * log(1 / 2), "That is B = ln P(000), the area under g. Its value at the left end is asked."),
+    (2 * log(1 / 2), "That is the ELBO, ln P(000), the area under g. Its value at the left end is asked."),
     (log(1 / 2), "That is what a token costs with another one hidden. How sure is the model when it sees the other two?"),
 )
-# a = (0, -ln 2, -ln 2) for l = 1, 2, 3: with two or three hidden each token alone is a coin. B is their sum (1.9).
+# a = (0, -ln 2, -ln 2) for l = 1, 2, 3: with two or three hidden each token alone is a coin. the ELBO is their sum (1.9).
 answer(
     "01", "2, fraction", log(2) / (0 + log(2) + log(2)),
-    "B = a(1) + a(2) + a(3) (1.9): find the three, then divide.",
+    "The ELBO is a(1) + a(2) + a(3) (1.9): find the three, then divide.",
     (1 / 3, "So it would be if all three a(l) were equal. Is the last hidden token still uncertain?"),
     (2 / 5, "That counts each a(l) l times; a(l) is a mean over the hidden tokens already, and (1.9) adds each once."),
     (2 / 3, "That counts a(2) twice; by (1.9) each a(l) counts once."),
-    (-log(2), "That is a(2) itself; which part of B is it?"),
+    (-log(2), "That is a(2) itself; which part of the ELBO is it?"),
 )
 # floor(4t) = k on [k/4, (k+1)/4): -sum_k k times the integral of 1/t there, which is ln((k+1)/k).
 answer(
     "01", "3", -sum(k * log((k + 1) / k) for k in (1, 2, 3)),
     "On each quarter of [0, 1] the number of hidden tokens is constant: integrate 1/t over that quarter, and add up.",
-    (-4.0, "That is B, which t and the mask would give if each token had its own coin of bias t."),
+    (-4.0, "That is the ELBO, which t and the mask would give if each token had its own coin of bias t."),
     (-3.0, "That weighs with L/l instead of 1/t: with k hidden tokens t may be anywhere in its quarter."),
     (-mean(range(4)), "That is the mean without a weight."),
     (sum(k * log((k + 1) / k) for k in (1, 2, 3)), "The size is right; the tokens have log-probability -1."),
@@ -152,8 +152,8 @@ answer(
     "02", "1, count", variance(6 / l * -l for l in range(1, 7)),
     "Write one call out: the weight L/l times S(M), which is -l here. Which values can it take?",
     (variance(range(1, 7)), "That is the variance of S(M) = -l; the call is weighted by L/l."),
-    (-6.0, "That is the mean, B."),
-    (6.0, "That is the size of the mean, B; the variance is asked."),
+    (-6.0, "That is the mean, the ELBO."),
+    (6.0, "That is the size of the mean; the variance is asked."),
 )
 # l uniform on 0..6, both masks have the weight (L+1)/l: (7 [l > 0] + 7 [l < 6]) / -2, so -7, or -3.5 at both ends.
 pair = [-(7 * (l > 0) + 7 * (l < 6)) / 2 for l in range(7)]
@@ -550,10 +550,31 @@ def adapters(rank: int) -> int:
 # Four float32 numbers a trained weight: itself, its gradient, two moments (110.8).
 answer(
     "11", "1", 4 * 4 * adapters(16) / 1e9,
-    "(110.8) with r = 16: weight, gradient and two moments, 4 bytes each.",
+    "(110.8) does it for rank 128: which part of it depends on the rank, and how?",
     (4 * 4 * adapters(128) / 1e9, "That is the recipe's rank, 128."),
     (4 * adapters(16) / 1e9, "That is the weights alone; gradients and two moments come on top."),
     (2 * 4 * adapters(16) / 1e9, "Count again: weight, gradient and two moments, all in float32."),
     (3 * 4 * adapters(16) / 1e9, "That is three numbers a weight: itself, its gradient, and how many moments?"),
     (adapters(16) / 1e9, "That counts weights; how many bytes has each, and what else is kept of it?"),
+)
+# Sequences of `sequences`: the rollout, the scoring, and three passes for each look that is updated on.
+rollout, looks = 12 * 128, 12 * 3 * 12
+answer(
+    "11", "2", (rollout + looks + 3 * looks) / (rollout / 2 + looks + 3 * looks),
+    "Write down the three columns of the recipe: which of them changes, and what do the others do to the factor?",
+    (2.0, "So it would be if a step were nothing but its rollout: what do scoring and updates cost?"),
+    (
+        (rollout + looks + looks) / (rollout / 2 + looks + looks),
+        "A look of an update goes through three times: forward, forward again, backward.",
+    ),
+    ((rollout + 3 * looks) / (rollout / 2 + 3 * looks), "The looks are scored, too, before the updates."),
+    (
+        (rollout + 4 * looks / 12) / (rollout / 2 + 4 * looks / 12),
+        "A rollout serves twelve updates, each of which looks at its three states again.",
+    ),
+    (
+        (rollout / 2 + 4 * looks) / (rollout + 4 * looks),
+        "That is the share of the work which is left; the factor by which it falls is asked.",
+    ),
+    (rollout / 2 / (rollout + 4 * looks), "That is the share of the work which is saved."),
 )
