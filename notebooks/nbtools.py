@@ -145,7 +145,7 @@ def draw_plan(ax: Axes, plan: Plan, text: Sequence[str] = (), *, answer: int = 0
 
     White cells are visible to the network, grey ones hidden, blue ones hidden and scored. At the right is the weight of the
     state, or "no call" where `plan.valid` is False. A black line ends the prompt. Of a staircase plan, thin lines end the
-    blocks and orange ones the forwards. A replay plan is labelled with the steps of the trajectory.
+    blocks and orange ones the forwards. A replay plan is labelled with the steps of the trajectory, from 1.
 
     text:   the token of each position, shown where it is visible or scored; those of the response alone leave the prompt
             out of the picture; none draws the prompt, too, and no tokens.
@@ -169,7 +169,7 @@ def draw_plan(ax: Axes, plan: Plan, text: Sequence[str] = (), *, answer: int = 0
             fontsize=8,
         )
     ax.text(prompt + length + 0.3, -0.1, "weight", va="bottom", fontsize=8)
-    steps = range(1, len(kind) + 1) if plan.step is None else plan.step[:, answer].tolist()
+    steps = range(1, len(kind) + 1) if plan.step is None else (plan.step[:, answer] + 1).tolist()
     ax.set_yticks([k + 0.5 for k in range(len(kind))], list(steps), fontsize=8)
     ax.set_xticks(sorted({prompt + 0.5, prompt + length - 0.5}), sorted({1, length}), fontsize=8)
     ax.set(
