@@ -93,6 +93,7 @@ def rows(scale: str) -> dict[str, methods.Method]:
         look = partial(alg.mean_field_plan, p_mask_prompt=p)
         found |= {f"grpo, mean field{masked}": replace(centred, plan=look)}
         found |= {f"stabledrl, mean field{masked}": replace(stable, plan=look)}
+    found["grpo, mean field, shared holes"] = replace(centred, plan=look, refresh="paired")  # as d1 has them
     dual = partial(alg.dual_clip, epsilon_low=0.2, epsilon_high=0.2, bound=BOUND)
     free = partial(alg.ppo_clip, epsilon_low=math.inf, epsilon_high=math.inf)
     good = partial(alg.ppo_clip, epsilon_low=math.inf, epsilon_high=0.2)
