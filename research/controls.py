@@ -18,7 +18,7 @@ from minidrl import loop
 from minidrl.bookkeeping import Clock, of_step
 from minidrl.denoiser import Denoiser
 from minidrl.keyed import keyed_generator
-from minidrl.run import config
+from minidrl.run import checkpoints, config
 from minidrl.run.evaluate import evaluate
 from minidrl.run.train import start
 from research.ledger import SELF_TRAINING
@@ -80,9 +80,9 @@ def imitate(run: loop.Run, base: loop.Run, step: int) -> dict:
 
 
 def imitation(settings: config.Train, out: Path, renew: int = 0) -> tuple[Denoiser, Any]:
-    """A run of self-training, iterated with ``renew`` > 0, into ``out``/metrics.jsonl; returns what it has learned.
+    """A run of self-training, iterated with ``renew`` > 0, in ``out``; returns what it has learned.
 
-    It keeps no checkpoint: one that was interrupted begins anew.
+    metrics.jsonl and, at the end, checkpoint-N, as of a run of RL. One that was interrupted begins anew.
     """
     s, began = settings.evaluate, time.perf_counter()
     run, steps = steps_of(settings, imitates=True, renew=renew)
@@ -102,4 +102,5 @@ def imitation(settings: config.Train, out: Path, renew: int = 0) -> tuple[Denois
         write(row)
         if step == settings.steps or (s.every and step % s.every == 0):
             judge(step)
+    checkpoints.save(run.model, run.tok, out / f"checkpoint-{settings.steps}")
     return run.model, run.tok
