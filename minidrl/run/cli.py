@@ -164,7 +164,9 @@ def memory(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="a folder, a name on the Hub, or a .gguf file")],
+    source: Annotated[
+        str, typer.Argument(help="a folder, a name on the Hub, a .gguf file or a known .whl")
+    ],
     out: Annotated[Path, typer.Option(help="a new folder")],
     shift: Annotated[
         bool, typer.Option("--shift", help="the state before a token predicts it")

