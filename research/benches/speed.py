@@ -5,10 +5,17 @@
 With `--config tiny_configs/countdown_gpu.yaml --random tiny_configs/countdown_gpu_base.yaml` the same for the network of 12 M
 parameters that is meant for a GPU: with random weights, since none ship, and made-up rewards; on a CPU 16 responses a step.
 
-The floor of a phase is its matrix products divided by the rate at which this machine multiplies large matrices. It counts
-only network calls that the method needs: one forward for a rolled-out state and for a state that old weights or a reference
-score, three (forward and backward) for a state of the update; a graph-free first pass is overhead, not floor. The rate is
-measured before every row, because that of a shared machine drifts. Run it on a quiet machine.
+For the model of 135 M parameters, fine-tuned by the commands in docs/real_weights.md, at 32 responses a step:
+
+    python -m research.benches.speed --config tiny_configs/smollm2_135m_rl.yaml --methods reinforce --threads 1 \
+      --set dtype=bfloat16 --set num_prompts=4
+
+The floor of a phase is the matrix products of the network's layers divided by the rate at which this machine multiplies large
+matrices of the weights' dtype; the vocabulary head is left out. It counts only network calls that the method needs, and equal
+texts of a phase once: one forward for a rolled-out state and for a state that old weights or a reference score; for a state
+of the update also the way back, of two products for each of the forward, or of one where the weights are frozen. With
+adapters an update's state thus costs about two forwards, otherwise three. A graph-free first pass is overhead, not floor. The
+rate is measured before every row, because that of a shared machine drifts. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -56,10 +63,10 @@ def now() -> float:
     return time.perf_counter()
 
 
-def machine_rate(device: torch.device, quick: bool = False) -> float:
-    """Floating-point operations a second of a large float32 matrix product."""
+def machine_rate(device: torch.device, quick: bool = False, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations a second of a large matrix product."""
     size = 64 if quick else 1024 if device.type == "cpu" else 8192
-    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds(lambda: a @ b, 30)
 
 
@@ -68,6 +75,12 @@ def forward_flops(model: denoiser.Denoiser, width: int) -> float:
     c = model.model.config
     body = sum(p.numel() for p in model.model.model.layers.parameters())
     return width * (2 * body + 4 * width * c.hidden_size * c.num_hidden_layers)
+
+
+def update_flops(model: denoiser.Denoiser, width: int) -> float:
+    """Of a forward with its backward: a product of two factors has two gradients, and frozen weights need none."""
+    frozen = sum(p.numel() for p in model.model.model.layers.parameters() if not p.requires_grad)
+    return 3 * forward_flops(model, width) - 2 * width * frozen
 
 
 @torch.no_grad()
@@ -162,8 +175,12 @@ def step_row(run: loop.Run, rate: float, steps: int) -> dict:
     gpu = run.model.device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    rows = [loop.take_step(run, i) for i in range(steps)][1:]
-    floor = statistics.median(needed_flops(run, r) for r in rows) / rate
+    rows, needed = [], []
+    for i in range(steps):
+        with texts_seen(run) as texts:
+            rows.append(loop.take_step(run, i))
+        needed.append(needed_flops(run, rows[-1], texts))
+    rows, floor = rows[1:], statistics.median(needed[1:]) / rate
     took = statistics.median(sum(v for k, v in r.items() if k.startswith("seconds/")) for r in rows)
     row = table_row(f"RL step, {run.method.name}", took, floor)
     if gpu:
@@ -172,16 +189,38 @@ def step_row(run: loop.Run, rate: float, steps: int) -> dict:
     return row
 
 
-def needed_flops(run: loop.Run, row: dict) -> float:
+@contextlib.contextmanager
+def texts_seen(run: loop.Run) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """What ``encode`` is given meanwhile, (phase, texts) of each call."""
+    seen, encode = [], denoiser.Denoiser.encode
+
+    def noted(network: denoiser.Denoiser, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        seen.append((run.clock.now, tokens))
+        return encode(network, tokens, mask)
+
+    denoiser.Denoiser.encode = noted
+    try:
+        yield seen
+    finally:
+        denoiser.Denoiser.encode = encode
+
+
+def needed_flops(run: loop.Run, row: dict, texts: list[tuple[str, torch.Tensor]]) -> float:
     """What a step needs. The first pass scores the states of the update once more: that much scoring is overhead."""
-    s, prompt = run.settings.sampler, run.task.prompt_length
-    update, scoring = row.get("network_calls/update", 0), row.get("network_calls/scoring", 0)
+    calls = {phase: row.get(f"network_calls/{phase}", 0) for phase in ("rollout", "scoring", "update")}
+    for phase, given in texts:
+        calls[phase] -= len(given) - len(given.unique(dim=0))
+    s = run.settings.sampler
+    prompt = max([given.shape[1] - s.length for _, given in texts], default=run.task.prompt_length)
     drawn = scored = forward_flops(run.model, prompt + s.length)
+    updated = update_flops(run.model, prompt + s.length)
     if run.model.block_length is not None:  # a rollout sees the blocks up to the current one, a staircase two responses
         ends = range(s.block_length, s.length + 1, s.block_length)
         drawn = statistics.mean(forward_flops(run.model, prompt + end) for end in ends)
         scored = forward_flops(run.model, prompt + 2 * s.length)
-    return row["network_calls/rollout"] * drawn + (3 * update + max(scoring - update, 0)) * scored
+        updated = update_flops(run.model, prompt + 2 * s.length)
+    more = max(calls["scoring"] - calls["update"], 0)
+    return calls["rollout"] * drawn + calls["update"] * updated + more * scored
 
 
 def block_wise(name: str) -> bool:
@@ -204,6 +243,7 @@ def run_of(arguments: argparse.Namespace, **changes) -> loop.Run:
     """The config's run; with --random that of a network of random weights, block-causal where the row asks for it."""
     overrides = {"threads": arguments.threads, "compile": arguments.compile, "device": arguments.device, **changes}
     overrides |= {"num_prompts": 1} if arguments.quick else {}
+    overrides |= dict(text.split("=", 1) for text in arguments.set)
     if arguments.random:
         network, task = config.load(config.Pretrain, arguments.random), config.load(config.Train, arguments.config)
         blocks = blocks_of(changes.get("method", task.method), network.sampler.length)
@@ -234,6 +274,7 @@ def main() -> None:
     parser.add_argument(
         "--random", help="a config of pretrain: its network with random weights, in the place of the config's base"
     )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the config")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="8 rows once: only to see that everything runs")
     arguments = parser.parse_args()
@@ -255,8 +296,9 @@ def measure(arguments: argparse.Namespace) -> None:
         names = names if arguments.methods == "all" else arguments.methods.split(",")
         rows = []
         for name in tqdm(names):
-            rate = machine_rate(device, arguments.quick)
-            rows.append(step_row(run_of(arguments, **changes_of(name)), rate, steps))
+            run = run_of(arguments, **changes_of(name))
+            rate = machine_rate(device, arguments.quick, run.model.model.dtype)
+            rows.append(step_row(run, rate, steps))
             numbers = (f"{key} {value:.4g}" for key, value in rows[-1].items() if key != "phase")
             tqdm.write(f"{name}: {', '.join(numbers)}")  # at once: what comes after may fail
     else:
