@@ -11,7 +11,7 @@ import yaml
 import test_chat
 import test_loading
 from minidrl import loop, tasks
-from minidrl.run import checkpoints
+from minidrl.run import checkpoints, config
 from minidrl.run.cli import main
 from minidrl.tasks import code, sandbox
 from minidrl.tasks.code import Code
@@ -70,8 +70,8 @@ def test_a_row_becomes_what_its_format_says():
     assert "def vowels(word, which='aeiou'):" in asked.instruction and "spare" not in asked.instruction
     assert square.names == ("side",) and square.setup.strip() == "import math" and ROUND["prompt"] in square.instruction
     asked = exercise("humaneval", HUMANEVAL)
-    assert asked.names == ("doubles",) and asked.before == HUMANEVAL["prompt"] and len(asked.tests) == 3
-    assert "few = [1, 2]" in asked.tests[0] and "for n in range(3)" in asked.tests[1] and "METADATA" in asked.setup
+    assert asked.names == ("doubles",) and asked.before == HUMANEVAL["prompt"] and asked.tests == ("check(doubles)",)
+    assert HUMANEVAL["test"] in asked.setup
     assert asked.solution == HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]
     for form, (row, *_) in ROWS.items():
         assert "assert" not in exercise(form, row).instruction and "assert" in exercise(form, row, True).instruction
@@ -89,10 +89,9 @@ def test_the_reference_passes_and_a_stub_does_not(form, row):
 
 WRONG = {  # format, program -> tests that it passes
     ("mbpp", "def vowels(word, which=''):\n    return 3 if word else 0"): 2,
-    ("humaneval", "def doubles(numbers):\n    return numbers * 2"): 1,
-    ("humaneval", "def doubles(numbers):\n    return [2, 4]"): 1,
-    ("humaneval", "def doubles(numbers):\n    return list(map(double, numbers))"): 3,
-    ("humaneval", "def double(x):\n    return 0\ndef doubles(numbers):\n    return [0 for x in numbers]"): 1,
+    ("humaneval", "def doubles(numbers):\n    return [2, 4]"): 0,
+    ("humaneval", "def doubles(numbers):\n    return list(map(double, numbers))"): 1,
+    ("humaneval", "def double(x):\n    return 0\ndef doubles(numbers):\n    return [0 for x in numbers]"): 0,
 }
 
 
@@ -102,7 +101,7 @@ def test_each_test_of_a_row_counts_for_itself(form, program):
     """By the tests as they stand in the row; a helper that the program redefines stays the tests' own."""
     asked, response = exercise(form, ROWS[form][0]), tagged(program)
     passed, total = WRONG[form, program], len(asked.tests)
-    for reward in code.REWARDS:
+    for reward in ("all", "share"):
         verdict = Code(format=form, reward=reward).judge(asked, response)
         assert verdict.marks == {"answered": True, "tests": passed / total} and verdict.solved == (passed == total)
         assert verdict.reward == (passed / total if reward == "share" else float(passed == total))
@@ -116,8 +115,6 @@ UNFIT = {
     "the solution is no Python": ("mbpp", {"code": "print 'x'"}),
     "the test is no Python": ("mbpp", {"test_list": ["assert vowels('a') ="]}),
     "the prompt has no function of the name entry_point": ("humaneval", {"entry_point": "triples"}),
-    "the test has no check(candidate)": ("humaneval", {"test": "def test(candidate): assert candidate"}),
-    "check asserts nothing": ("humaneval", {"test": "def check(candidate): candidate([])"}),
 }
 
 
@@ -266,15 +263,15 @@ def test_a_file_of_held_out_rows_is_taken_out_of_the_others(tmp_path, assumed):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"format": "apps"}, "task.format: got 'apps'; allowed mbpp, humaneval"),
-        ({"held_out_share": 0.0}, "task.held_out_share: got 0.0; allowed between 0 and 1"),
-        ({"seconds": 0}, "task.seconds: got 0; allowed from 1"),
-        ({"prompt_format": "plain"}, "task.prompt_format: got 'plain'; allowed chat"),
+        ({"format": "apps"}, "task.format: got 'apps'; allowed 'mbpp' or 'humaneval'"),
+        ({"held_out_share": 0.0}, "task.held_out_share: got 0.0; allowed greater than 0"),
+        ({"seconds": 0}, "task.seconds: got 0; allowed greater than 0"),
+        ({"prompt_format": "plain"}, "task.prompt_format: got 'plain'; allowed 'chat'"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(setting, message):
     with pytest.raises(ValueError) as error:
-        Code(**setting)
+        config.from_dict(Code, setting, "task.")
     assert str(error.value) == message
 
 
@@ -287,8 +284,6 @@ def test_no_file_and_an_empty_split_are_named(tmp_path, assumed):
     path = str(written(tmp_path / "rows.json", [MBPP]))
     with pytest.raises(ValueError, match="^task.path: got .*; allowed a file with problems to train$"):
         Code(path=path, held_out_path=path).problems(1, rng)
-    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
-        Code(path=path).problems(1, rng, "test")
 
 
 # -------------------------------------------------------------------------------------------------- refusals and a run

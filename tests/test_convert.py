@@ -212,7 +212,7 @@ def test_the_rows_of_a_file_are_learnt_in_the_format_of_the_task(converted, tmp_
     answers = {row["question"]: row["answer"] for row in rows}
     said = [tok.decode(row).partition("<|im_end|>")[0] for row in rollout.response]
     assert said == [answers[text] for text in texts]
-    assert pretrain.pretrain(settings, tmp_path / "base")["distinct_problems"] == 2
+    pretrain.pretrain(settings, tmp_path / "base")
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(ValueError, match="^data: got '.*rows.jsonl', which has changed since .*checkpoint-4 was written"):
         pretrain.pretrain(dataclasses.replace(settings, steps=5), tmp_path / "base", resume=True)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from minidrl.run import config
 from minidrl.tasks import countdown
 from minidrl.tasks import text as texts
 from minidrl.tasks.countdown import Countdown, Puzzle
@@ -108,15 +109,16 @@ def all_runs(numbers: tuple[int, ...], max_value: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ({"num_numbers": 5}, "task.num_numbers: got 5; allowed 2, 3, 4"),
+        ({"num_numbers": 5}, "task.num_numbers: got 5; allowed 2, 3 or 4"),
+        ({"max_number": 100}, "task.max_number: got 100; allowed less than or equal to 99"),
         ({"max_number": 9, "max_value": 8}, "task.max_value: got 8; allowed max_number (9) to 999"),
         ({"pretrain_share": 0.7}, "task.pretrain_share: got 0.7; allowed from 0, below 1 - held_out_share (0.3)"),
-        ({"reward": "eval"}, "task.reward: got 'eval'; allowed strict, binary, any_answer"),
+        ({"reward": "eval"}, "task.reward: got 'eval'; allowed 'strict', 'binary' or 'any_answer'"),
     ],
 )
 def test_a_wrong_difficulty_is_named_with_what_is_allowed(setting, message):
     with pytest.raises(ValueError) as error:
-        Countdown(**setting)
+        config.from_dict(Countdown, setting, "task.")
     assert str(error.value) == message
 
 
@@ -190,9 +192,7 @@ def test_held_out_counts_that_do_not_exist_are_named():
         tiny.held_out(60)
 
 
-def test_an_unknown_or_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
-    with pytest.raises(ValueError, match="^split: got 'test'; allowed pretrain, train, held_out$"):
-        Countdown().problems(1, np.random.default_rng(0), "test")
+def test_an_empty_split_is_an_error_and_no_endless_loop(monkeypatch):
     monkeypatch.setattr(countdown, "MAX_DRAWS", 200)
     nothing = Countdown(num_numbers=2, max_number=1, held_out_share=1e-9)
     with pytest.raises(ValueError, match="^task.held_out_share: got 1e-09; allowed shares that leave held_out puzzles"):

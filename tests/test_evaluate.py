@@ -202,7 +202,7 @@ def test_a_file_of_ones_own_is_checked_and_asked_in_any_batch(own, capfd):
     """Prompts of several lengths: padded to the longest of all, whoever is in the batch."""
     status, out, _ = run(capfd, "tasks", "gsm8k", "--check", "own.json", "--model", "chat")
     assert status == 0 and out.startswith("own.json: 5 rows; all can be asked and judged by gsm8k")
-    words = ["evaluate", "chat", "--task", "gsm8k", "--task.path", "own.json", "--n", "5", *LONG]
+    words = ["evaluate", "chat", "--task.name", "gsm8k", "--task.path", "own.json", "--n", "5", *LONG]
     for out, batch in (("a.json", "5"), ("b.json", "2")):
         assert run(capfd, *words, "--batch", batch, "--out", out)[0] == 0
     a, b = (json.loads((own / name).read_text())["evaluations"][0] for name in ("a.json", "b.json"))

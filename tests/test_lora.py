@@ -173,7 +173,7 @@ def test_an_adapter_whose_base_is_gone_is_refused_in_one_line(base, tmp_path):
     folder = saved(base, tmp_path)
     settings = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(ValueError, match="adapters of a base that cannot be loaded: model: got .*gone") as error:
+    with pytest.raises(ValueError, match="^model: got .*gone") as error:
         checkpoints.load(folder)
     assert "\n" not in str(error.value)
 

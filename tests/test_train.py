@@ -190,17 +190,14 @@ def test_pretraining_learns_and_writes_a_network_that_a_run_can_start_from(tmp_p
 def test_resumed_pretraining_equals_the_uninterrupted_one(tmp_path, monkeypatch):
     settings = pretraining(steps=4, save_every=2, optimizer=config.Optimizer(schedule="cosine", warmup=3))
     pretrained_whole_and_in_parts(settings, tmp_path, monkeypatch)
-    whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
-    assert whole["distinct_problems"] == parts["distinct_problems"]
 
 
-def test_pretraining_meets_its_own_problems_and_counts_them_and_rl_meets_others(base, tmp_path):
+def test_pretraining_meets_its_own_problems_and_rl_meets_others(base, tmp_path):
     task = dataclasses.replace(tiny.TASK, pretrain_share=0.3)
     settings = pretraining(task=task, steps=4, stop_after=3)
     drawn = list(pretrain.demonstration_rollouts(settings, tokenizer(), range(3)))
     met = {(*sorted(problem.numbers), problem.target) for problems, _ in drawn for problem in problems}
     assert met <= {(*problem.numbers, problem.target) for problem in task.puzzles("pretrain")}
-    assert pretrain.pretrain(settings, tmp_path / "base")["distinct_problems"] == len(met) < 3 * 16
     run = train.start(tiny.settings(base, task=task))
     trained_on = [problem for step in range(3) for problem in loop.collect(run, step).problems]
     assert {task.split_of(problem) for problem in trained_on} == {"train"}

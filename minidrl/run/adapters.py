@@ -63,10 +63,7 @@ def has_adapters(denoiser: nn.Module) -> bool:
 
 
 def peft() -> Any:
-    """The package peft; ValueError where it is missing."""
-    try:
-        import peft
-    except ImportError:
-        missing = "adapters need the package peft, which is missing; pip install 'minidrl[lora]'"
-        raise ValueError(f"lora: {missing}") from None
+    """The package, which takes a second to import."""
+    import peft
+
     return peft

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from minidrl.run import lookup
-from minidrl.run.launch import LocalError, RunError, launched_rank, one_line, show_remarks, tell
+from minidrl.run.launch import LocalError, RunError, launched_rank, one_line, show_remarks
 
 GOES_ON = {
     **dict.fromkeys(("train", "pretrain"), "the same command with --resume goes on"),
@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, MemoryError) as error:
         return _report(error, 2)
+    except ImportError as error:  # of a package that only some verbs need
+        return _report(f"{error}; pip install {error.name}", 2)
     except (RunError, FloatingPointError) as error:
         return _report(error, 1)
     except KeyboardInterrupt as error:
@@ -76,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(said: BaseException | str, status: int) -> int:
     if isinstance(said, LocalError) or launched_rank() == 0:  # else the others say the same
-        tell(said)
+        print(f"minidrl: {one_line(said)}", file=sys.stderr)
     return status
 
 
@@ -240,7 +242,6 @@ def evaluate(
     model: Annotated[
         str, typer.Argument(help="a folder, or the name of a model on the Hub")
     ] = None,
-    task: Annotated[str, typer.Option(help="default: the config's; `tasks` lists them")] = None,
     config_file: Annotated[
         Path, typer.Option("--config", help="of task and sampler (default: the model's run)")
     ] = None,
@@ -276,8 +277,7 @@ def evaluate(
         raise ValueError(f"{key}: got {overrides[key]!r}; allowed in its place --temperature")
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
-    chosen = {"task.name": task} if task else {}
-    settings = config.load(config.Train, config_file or _config_of(model), chosen | overrides)
+    settings = config.load(config.Train, config_file or _config_of(model), overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     held_out(settings.task, n)  # before anything is loaded
     network, tok = checkpoints.load(model, _device(device), checkpoints.dtype_of(dtype))

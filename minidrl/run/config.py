@@ -42,6 +42,7 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed
 Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["highest", "high"]
 Norm = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+Device = Annotated[str, Field(pattern=r"^(cpu|meta|cuda(:\d+)?)$")]
 Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_named``
@@ -124,7 +125,7 @@ class Pretrain:
     batch_size: PositiveInt = 128
     save_every: NonNegativeInt = 0  # steps; 0: only at the end
     seed: int = 0
-    device: str = "cpu"
+    device: Device = "cpu"  # or cuda, cuda:1
     threads: NonNegativeInt = 0  # 0: torch's choice
     workers: NonNegativeInt = 0  # processes that draw the demonstrations, so that a GPU never waits
     matmul_precision: Precision = "highest"  # high: TensorFloat-32
@@ -137,11 +138,6 @@ class Pretrain:
         if not self.init and not hasattr(self.task, "tokenizer"):
             got = f"'' with task {self.task.name}, which has no alphabet of its own"
             raise ValueError(f"init: got {got}; allowed a checkpoint")
-        if self.stop_after > self.steps:
-            allowed = f"up to steps ({self.steps}), or 0 for all of them"
-            raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
-        _check_device(self.device)
-        check_length(self.task, self.sampler.length)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -176,15 +172,13 @@ class Train:
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     save_every: NonNegativeInt = 0  # steps; 0: only at the end
-    device: str = "cpu"
+    device: Device = "cpu"  # or cuda, cuda:1
     threads: NonNegativeInt = 0  # 0: torch's choice
     matmul_precision: Precision = "highest"  # high: TensorFloat-32
     compile: bool = False
     tensorboard: bool = False
 
     def __post_init__(self):
-        _check_device(self.device)
-        check_length(self.task, self.sampler.length)
         whole = (self.dtype, self.rollout_dtype, self.lora.rank) == ("float32", "float32", 0)
         if self.compute_dtype != "weights" and not whole:
             allowed = "weights, or dtype and rollout_dtype float32 and lora.rank 0"
@@ -196,19 +190,6 @@ class Train:
         if self.gradient_checkpointing and self.compile:
             allowed = "one of the two"
             raise ValueError(f"gradient_checkpointing: got True with compile; allowed {allowed}")
-
-
-def _check_device(device: str) -> None:
-    if not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
-        raise ValueError(f"device: got {device!r}; allowed cpu, cuda, cuda:0 and so on")
-
-
-def check_length(task: Task, length: int) -> None:
-    """ValueError where no response of this length can be a solution."""
-    shortest = getattr(task, "shortest_response", 1)
-    if length < shortest:
-        allowed = f"from {shortest}, as the shortest response to {task.name} has"
-        raise ValueError(f"sampler.length: got {length}; allowed {allowed}")
 
 
 # ------------------------------------------------------------------------------------- from a file
@@ -355,7 +336,7 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
         chosen = task_class(task.get("name", DEFAULT))
         data = data | {"task": from_dict(chosen, settings, "task.")}
     if not hasattr(kind, "__pydantic_config__"):
-        with_config(STRICT)(kind)  # a task: a plain dataclass, whose own module knows no pydantic
+        with_config(STRICT)(kind)  # a task: a plain dataclass, which is checked here
     try:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -35,11 +34,6 @@ class Interrupted(KeyboardInterrupt):
 def one_line(error: BaseException | str) -> str:
     """The message of an error, however many lines a library gave it."""
     return " ".join(str(error).split())
-
-
-def tell(said: BaseException | str) -> None:
-    """One line on stderr."""
-    print(f"minidrl: {one_line(said)}", file=sys.stderr)
 
 
 def show_remarks() -> None:

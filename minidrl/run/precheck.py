@@ -44,7 +44,6 @@ def _check_sampler(method: Method, s: sampler.Sampler) -> None:
         raise ValueError(f"sampler.order: got {s.order!r}; allowed {allowed}, {why}")
     if "order_logp" in scores_it and s.top_p < 1:
         raise ValueError(f"sampler.top_p: got {s.top_p}; allowed 1, {why}")
-    sampler.check_records(method.needs, s)
 
 
 def dry_step(method: Method, settings: config.Train) -> None:

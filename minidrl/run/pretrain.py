@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +44,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     """Train a network by maximising the ELBO (count form, padding included).
 
     The loss is -ELBO / L: the mean negative log-probability of a hidden token, every count of
-    hidden tokens equally likely. Returns and writes the summary; its ``distinct_problems`` are
-    those met so far, each key once.
+    hidden tokens equally likely. Returns and writes the summary.
     """
     prepare(settings)
     if settings.init:
@@ -65,7 +63,7 @@ def _pretrain(
     sums: dict[str, str],
     asked: Callable[[], int],
 ) -> dict:
-    state = {"step": 0, "seconds": 0.0, "met": []}
+    state = {"step": 0, "seconds": 0.0}
     model, tok = _begun(settings)
     network = denoiser.compiled(model) if settings.compile else model
     optimizer = make_optimizer(model, settings.optimizer, fused=bool(settings.init))
@@ -74,11 +72,11 @@ def _pretrain(
     log = MetricsLog(out, settings, checkpoint)
     started = time.perf_counter() - state["seconds"]
     log_every = 1 if settings.init else 50
-    last, met = settings.stop_after or settings.steps, set(state["met"])
+    last = settings.stop_after or settings.steps
     steps = range(state["step"], last)
 
     def save() -> Path:
-        facts = {"seconds": time.perf_counter() - started, "met": sorted(met), "data": sums}
+        facts = {"seconds": time.perf_counter() - started, "data": sums}
         folder = out / f"checkpoint-{state['step']}"
         folders.save_checkpoint(folder, model, tok, optimizer, state | facts)
         return folder
@@ -94,7 +92,7 @@ def _pretrain(
     batches = demonstration_rollouts(settings, tok, steps)
     bar = tqdm(desc="pretrain", initial=state["step"], total=last, mininterval=2)
     for step in until_asked(asked, bar, steps, save):
-        problems, rollout = next(batches)
+        _, rollout = next(batches)
         lr = loop.learning_rate(settings.optimizer, step, settings.steps)
         with precision(settings):
             loss = elbo_loss(network, rollout, settings, step)
@@ -104,7 +102,6 @@ def _pretrain(
         except FloatingPointError as error:
             raise RunError(f"step {step}: {error}; stopped, {save()} is from before it") from None
         state["step"] = step + 1
-        met.update(problem.key for problem in problems)
         if step % log_every == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
             measured = {"loss": loss.item(), "grad_norm": norm, "learning_rate": lr}
@@ -118,7 +115,6 @@ def _pretrain(
         "steps": last,
         "seconds": round(time.perf_counter() - started, 1),
         "parameters": model.num_parameters(),
-        "distinct_problems": len(met),
     }
     with folders.into(out) as part:
         checkpoints.save(model, tok, part)
@@ -238,9 +234,7 @@ def demonstration_rollouts(
         worker_init_fn=_begin_worker,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    with _deaf_children() if settings.workers else contextlib.nullcontext():
-        made = iter(items)
-    for problems, *tensors in made:
+    for problems, *tensors in items:
         prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
         words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
         yield problems, Rollout.of(response, **words)
@@ -248,17 +242,7 @@ def demonstration_rollouts(
 
 def _begin_worker(number: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
-
-
-@contextlib.contextmanager
-def _deaf_children() -> Iterator[None]:
-    # Processes that begin inside inherit that Ctrl-C is blocked: it is for the run, which saves.
-    resource_tracker.ensure_running()  # to start it would end the block
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves
 
 
 def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:

@@ -25,19 +25,12 @@ STYLE |= {"text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.linew
 STYLE |= {"legend.fontsize": 10}
 
 
-def write_curve(run: str | Path, path: str | Path | None = None) -> Path:
-    """Draw the solved rate of a run to ``path`` (default run/curve.png), which is returned."""
-    figure, path = draw_curve(folders.read_metrics(run)), Path(path or Path(run) / "curve.png")
+def write_curve(run: str | Path) -> Path:
+    """Draw the solved rate of a run to curve.png in its folder; returns the path."""
+    figure, path = draw_curve(folders.read_metrics(run)), Path(run) / "curve.png"
     figure.savefig(drawn := io.BytesIO(), format="png")
     folders.write(path, drawn.getvalue())
     return path
-
-
-def style() -> Any:
-    """Our settings, inside ``with``; what was set before comes back."""
-    import matplotlib
-
-    return matplotlib.rc_context(STYLE)
 
 
 def percents(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], np.ndarray]:
@@ -55,11 +48,12 @@ def running_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The solved rate against the number of steps, from the lines of metrics.jsonl; 800 x 600."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    with style():
+    with rc_context(STYLE):  # what was set before comes back
         figure = Figure(figsize=(4, 3), dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()

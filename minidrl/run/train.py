@@ -57,7 +57,9 @@ def _train(run: loop.Run, out: Path, resume: bool) -> dict:
     with folders.opened(out, settings, resume) as (checkpoint, sums), stop_requests() as asked:
         state = {"step": 0, "seconds": 0.0, "solved_before": None, "solved_after": None}
         if checkpoint is not None:
-            state |= distributed.collectively(lambda: restore(run, checkpoint))
+            kept = (checkpoint, run.model, run.optimizer)
+            state |= distributed.collectively(lambda: folders.load_checkpoint(*kept))
+            run.updates = state["step"] * settings.num_iterations
         state["data"] = sums
         rows = MetricsLog(out, settings, checkpoint)
         if state["solved_before"] is None:
@@ -160,13 +162,6 @@ def save(run: loop.Run, out: Path, state: dict) -> Path:
     folder = out / f"checkpoint-{state['step']}"
     folders.save_checkpoint(folder, run.model, run.tok, run.optimizer, state)
     return folder
-
-
-def restore(run: loop.Run, checkpoint: Path) -> dict:
-    """Go on from a checkpoint; returns its counters."""
-    state = folders.load_checkpoint(checkpoint, run.model, run.optimizer)
-    run.updates = state["step"] * run.settings.num_iterations
-    return state
 
 
 # ------------------------------------------------------------------------- what a run is built from

@@ -62,9 +62,9 @@ class Task(Protocol):
     The splits "train" (for RL) and "held_out" share no problem. That is decided by the problem
     alone, so that no seed and no order of drawing can mix them.
 
-    A task may also have ``shortest_response``, tokens below which no response is a solution;
-    ``at_once``, how many verdicts are worth waiting for together, where they are other processes';
-    and ``from_files()``, all problems of files that may be asked, each with its ``place`` there.
+    A task may also have ``at_once``, how many verdicts are worth waiting for together, where they
+    are other processes'; and ``from_files()``, all problems of files that may be asked, each with
+    its ``place`` there.
     A task on which a network is pre-trained from scratch has a third split, "pretrain", and
     ``demonstrations(problems, rng, progress)``, a text to learn from for each problem;
     ``tokenizer()``, one of the task's own alphabet; and ``example()``, an Example.
@@ -99,12 +99,7 @@ def verdicts(task: Task, problems: Sequence[Problem], responses: Sequence[str]) 
 
 def held_out(task: Task, n: int, skip: int = 0) -> Sequence[Problem]:
     """``n`` held-out problems after the first ``skip``; ValueError where there are not so many."""
-    try:
-        return task.held_out(skip + n)[skip:]
-    except ValueError as error:
-        if skip:
-            raise ValueError(f"evaluate.skip: got {skip}; with it {error}") from None
-        raise
+    return task.held_out(skip + n)[skip:]
 
 
 def task_class(name: str) -> type:

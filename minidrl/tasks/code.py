@@ -3,9 +3,8 @@
     format      fields of a row                                      one test is
     mbpp        text (or prompt), code, test_list,                   an assertion of test_list
                 test_setup_code or test_imports where it has them
-    humaneval   task_id, prompt, entry_point, canonical_solution,    a statement of ``check`` that
-                test                                                 holds an assertion, with what
-                                                                     leads up to it
+    humaneval   task_id, prompt, entry_point, canonical_solution,    the whole of ``check``
+                test
 
 Rows come from a file of the user's, ``task.path``. Responses and tests run in the sandboxes of
 ``minidrl.tasks.sandbox``; here they are only parsed. Tests call functions of the program and see
@@ -24,25 +23,17 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field, PositiveInt
 from tqdm import tqdm
 
 from minidrl.tasks import Verdict, rows, sandbox
-from minidrl.tasks.text import (
-    CLOSING,
-    OPENING,
-    between_tags,
-    check_choice,
-    check_setting,
-    turn,
-)
+from minidrl.tasks.text import CLOSING, OPENING, between_tags, turn
 
-REWARDS = ("all", "share")
 FENCE = re.compile(r"```[^`\n]*\n(.*?)\n?[ \t]*(?:```|\Z)", re.DOTALL)
 
 
@@ -65,22 +56,17 @@ class Exercise:
     place: str = field(default="", repr=False, compare=False)  # in a file: its name and the row
 
     @property
-    def prompt(self) -> str:
-        """As ``instruction``: there is no form without words."""
-        return self.instruction
-
-    @property
     def instruction(self) -> str:
-        """The exercise in words; the wording around the row's own is ours."""
         return (
             f"{self.question.strip()}\n\n{self.shown}There is Python's standard library and "
             "nothing else: no input, no files, no processes, no threads. Think first; then write "
             f"the program alone, without tests, between {OPENING} and {CLOSING}."
         )
 
+    prompt = instruction  # there is no form without words
+
     @property
     def key(self) -> str:
-        """The question, whatever blanks are in it."""
         return " ".join(self.question.split())
 
 
@@ -130,33 +116,14 @@ def _mbpp(row: dict, show_tests: bool) -> Exercise:
 
 
 def _humaneval(row: dict, show_tests: bool) -> Exercise:
-    name, prompt = row["entry_point"], row["prompt"]
+    name, prompt, test = row["entry_point"], row["prompt"], row["test"]
     if name not in _functions(prompt):
         raise _Unfit("the prompt has no function of the name entry_point")
-    body = _tree(row["test"], "test").body
-    checks = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == "check"]
-    if len(checks) != 1 or len(checks[0].args.args) != 1:
-        raise _Unfit("the test has no check(candidate)")
-    rest = [ast.unparse(node) for node in body if node is not checks[0]]
-    setup, solution = "\n".join([prompt, *rest]), prompt + row["canonical_solution"]
-    candidate = f"{checks[0].args.args[0].arg} = {name}"
-    tests = tuple(f"{candidate}\n{test}" for test in _groups(checks[0].body))
-    if not tests:
-        raise _Unfit("check asserts nothing")
+    setup, solution = f"{prompt}\n{test}", prompt + row["canonical_solution"]
     shown = "Write the whole function.\n\n"
     if show_tests:
-        shown += "It should pass these tests:\n" + "\n".join(_groups(checks[0].body)) + "\n\n"
-    return Exercise(prompt, (name,), tests, setup, prompt, solution, shown)
-
-
-def _groups(body: list[ast.stmt]) -> Iterator[str]:
-    # Each statement that holds an assertion, with those since the last one.
-    waiting: list[str] = []
-    for statement in body:
-        waiting.append(ast.unparse(statement))
-        if any(isinstance(node, ast.Assert) for node in ast.walk(statement)):
-            yield "\n".join(waiting)
-            waiting = []
+        shown += f"It should pass this test:\n{test.strip()}\n\n"
+    return Exercise(prompt, (name,), (f"check({name})",), setup, prompt, solution, shown)
 
 
 # format -> (fields that a row must have, how it is read)
@@ -202,7 +169,7 @@ def _check_fields(row: dict, form: str, place: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------- the task
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Code(rows.Listed):
     """The task as a run uses it: file, split, reward, limits.
 
@@ -222,25 +189,15 @@ class Code(rows.Listed):
     )
 
     path: str = ""
-    format: str = "mbpp"
+    format: Literal["mbpp", "humaneval"] = "mbpp"
     held_out_path: str = ""
-    held_out_share: float = 0.3
-    reward: str = "all"
+    held_out_share: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    reward: Literal["all", "share"] = "all"
     show_tests: bool = False
-    seconds: int = 2
-    megabytes: int = 256
-    prompt_format: str = "chat"
-    max_prompt_length: int = 512
-
-    def __post_init__(self):
-        check = partial(check_setting, self)
-        check("held_out_share", 0 < self.held_out_share < 1, "between 0 and 1")
-        check("seconds", self.seconds >= 1, "from 1")
-        check("megabytes", self.megabytes >= 64, "from 64")
-        check("prompt_format", self.prompt_format == "chat", "chat")
-        check("max_prompt_length", self.max_prompt_length >= 1, "from 1")
-        check_choice("task.format", self.format, tuple(FORMATS))
-        check_choice("task.reward", self.reward, REWARDS)
+    seconds: PositiveInt = 2
+    megabytes: Annotated[int, Field(ge=64)] = 256
+    prompt_format: Literal["chat"] = "chat"
+    max_prompt_length: PositiveInt = 512
 
     @functools.cached_property
     def splits_of_files(self) -> dict[str, list[Exercise]]:
@@ -274,10 +231,7 @@ class Code(rows.Listed):
         return len(os.sched_getaffinity(0))
 
     def judge(self, problem: Exercise, response: str) -> Verdict:
-        """Solved: every test passes. Marks: whether there is a program, the share of its tests.
-
-        Raises SandboxError where no sandbox starts: that is no verdict.
-        """
+        """Solved: every test passes. SandboxError where no sandbox starts: that is no verdict."""
         program = answer(response)
         marks = {"answered": program != "", "tests": 0.0}
         if not program:
@@ -288,7 +242,6 @@ class Code(rows.Listed):
         return Verdict(float(solved) if self.reward == "all" else marks["tests"], solved, marks)
 
     def run(self, problem: Exercise, program: str) -> sandbox.Record:
-        """What the tests say of a program."""
         limits = {"seconds": self.seconds, "megabytes": self.megabytes}
         whole = f"{problem.before}\n{program}" if problem.before else program
         return sandbox.run(whole, problem.names, problem.tests, problem.setup, **limits)

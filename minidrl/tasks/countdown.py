@@ -31,9 +31,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from minidrl.tasks import Example, Verdict, arithmetic, d1, rows
 from minidrl.tasks.text import check_setting, final_answer
@@ -56,18 +57,15 @@ class Puzzle:
 
     @property
     def prompt(self) -> str:
-        """The puzzle in the plain format: the numbers, the target."""
         return ",".join(map(str, self.numbers)) + f">{self.target}:"
 
     @property
     def words(self) -> str:
-        """The puzzle in a few words."""
         *most, last = map(str, self.numbers)
         return f"Make {self.target} from {', '.join(most)} and {last}:"
 
     @property
     def instruction(self) -> str:
-        """The puzzle in words, for a chat."""
         if self.wording != "ours":
             return d1.countdown_words(self.wording, self.numbers, self.target)
         numbers = ", ".join(map(str, self.numbers))
@@ -79,7 +77,6 @@ class Puzzle:
 
     @property
     def opening(self) -> str:
-        """How the answer's turn begins."""
         return d1.OPENINGS[self.wording]
 
     @property
@@ -88,7 +85,7 @@ class Puzzle:
         return ",".join(map(str, sorted(self.numbers))) + f">{self.target}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Countdown(rows.Puzzles):
     """The task as a run uses it: difficulty, split, reward.
 
@@ -109,30 +106,26 @@ class Countdown(rows.Puzzles):
         "puzzle, judged in exact arithmetic"
     )
 
-    rewards: ClassVar[tuple[str, ...]] = ("strict", "binary", "any_answer")
-    formats: ClassVar[tuple[str, ...]] = ("plain", "words", "chat")
-    num_numbers: int = 3
-    max_number: int = 9
+    reward: Literal["strict", "binary", "any_answer"] = "strict"
+    prompt_format: Literal["plain", "words", "chat"] = "plain"
+    num_numbers: Literal[2, 3, 4] = 3
+    max_number: Annotated[int, Field(ge=1, le=99)] = 9
     max_value: int = 99
     max_target: int = 0
     held_out_share: float = 0.3
     pretrain_share: float = 0.0
-    hit_share: float = 0.2
-    late_hit_share: float = 0.2
+    hit_share: rows.Share = 0.2
+    late_hit_share: rows.Share = 0.2
 
     def __post_init__(self):
         super().__post_init__()
         check = partial(check_setting, self)
         most, target, share = self.max_value, self.max_target, self.held_out_share
-        check("num_numbers", self.num_numbers in (2, 3, 4), "2, 3, 4")
-        check("max_number", 1 <= self.max_number <= 99, "1 to 99")
         check("max_value", self.max_number <= most <= 999, f"max_number ({self.max_number}) to 999")
         check("max_target", 0 <= target <= most, f"0 (max_value) to {most}")
         check("held_out_share", 0 < share < 1, "between 0 and 1")
         below = f"from 0, below 1 - held_out_share ({share:g})"
         check("pretrain_share", 0 <= self.pretrain_share and share + self.pretrain_share < 1, below)
-        for name in ("hit_share", "late_hit_share"):
-            check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
 
     def drawn(self, count: int, rng: np.random.Generator, split: str) -> list[Puzzle]:
         """Random puzzles: every number is uniform, then the target is uniform over the reachable
@@ -176,7 +169,6 @@ class Countdown(rows.Puzzles):
         return {puzzle.key for puzzle in self.excluded}
 
     def puzzle_of(self, row: rows.Row) -> Puzzle:
-        """A row of a file."""
         try:
             numbers = tuple(int(number) for number in str(row["input"]).split(","))
             target = int(str(row["output"]))
@@ -236,12 +228,6 @@ class Countdown(rows.Puzzles):
             return max(len(puzzle.prompt) for puzzle in self.of_path)
         return self.num_numbers * (len(str(self.max_number)) + 1) + len(str(self.max_value)) + 1
 
-    @property
-    def shortest_response(self) -> int:
-        """Tokens without which nothing can be solved: each number and the operators between them,
-        such as ``5+8+6``; in a chat or of a file unknown, and 1."""
-        return 1 if self.prompt_format != "plain" or self.path else 2 * self.num_numbers - 1
-
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Well-formed: the given numbers, each exactly once. Solved: that, and the target's value.
 
@@ -268,28 +254,17 @@ class Countdown(rows.Puzzles):
         return Verdict(1.0 if solved else 0.1 * close, solved, {"well_formed": right}, readable)
 
     def score(self, puzzle: Puzzle, response: str) -> float:
-        """The reward of a response."""
         return self.judge(puzzle, response).reward
 
     def tokenizer(self) -> Any:
-        """The characters of prompts and calculations."""
         return tokenizer()
 
     def example(self) -> Example:
-        """A puzzle with one of its solutions."""
         prompt = "7,9,4>64:"
         return Example(prompt, answer="64", text="7+9=16*4=64", before=prompt, length=12)
 
 
 # -------------------------------------------------------------- the generator: running calculations
-def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, tuple[str, ...]]:
-    """Every running calculation of all the numbers through integers in 0..max_value, by its value.
-
-    The dictionary is shared: do not change it.
-    """
-    return _chains_by_value(tuple(sorted(numbers)), max_value)
-
-
 def _combine(left: int, right: int, max_value: int) -> Iterator[tuple[str, int]]:
     """(operator, value) for every operation whose value is an integer in 0..max_value."""
     found = (("+", left + right), ("-", left - right), ("*", left * right))
@@ -309,7 +284,11 @@ def _running(value: int, rest: tuple[int, ...], max_value: int) -> Iterator[tupl
 
 
 @functools.lru_cache(maxsize=4096)  # an entry of four numbers takes about 0.1 MB
-def _chains_by_value(numbers: tuple[int, ...], max_value: int) -> dict[int, tuple[str, ...]]:
+def running_calculations(numbers: tuple[int, ...], max_value: int) -> dict[int, tuple[str, ...]]:
+    """Every running calculation of all the numbers through integers in 0..max_value, by its value.
+
+    The dictionary is shared: do not change it.
+    """
     # Tuples, since Python's collector of garbage walks through every list that is kept.
     by_value: dict[int, set[str]] = {}
     for i, first in enumerate(numbers):
@@ -332,7 +311,7 @@ def _values(numbers: tuple[int, ...], max_value: int) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _all_chains(numbers: tuple[int, ...], max_value: int) -> tuple[str, ...]:
-    every = itertools.chain.from_iterable(_chains_by_value(numbers, max_value).values())
+    every = itertools.chain.from_iterable(running_calculations(numbers, max_value).values())
     return tuple(sorted(every))
 
 

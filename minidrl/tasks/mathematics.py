@@ -21,9 +21,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import PositiveInt
 from tqdm import tqdm
 
 from minidrl.tasks import Verdict, d1, equality, rows
@@ -31,7 +32,6 @@ from minidrl.tasks.rows import brief
 from minidrl.tasks.text import (
     CLOSING,
     OPENING,
-    check_asked,
     check_setting,
     final_answer,
     last_box,
@@ -60,12 +60,10 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """In the plain format: the same words, and a new line."""
         return f"{self.instruction}\n{self.opening}"
 
     @property
     def key(self) -> str:
-        """The question whatever its case and its blanks."""
         return " ".join(self.text.split()).casefold()
 
 
@@ -85,8 +83,6 @@ class Mathematics(rows.Listed):
     the answer and whether it is the known one, by d1's evaluation.
     """
 
-    rewards: ClassVar[tuple[str, ...]] = ("correctness", "d1")
-    formats: ClassVar[tuple[str, ...]] = ("plain", "chat")
     source: ClassVar[str] = "train_path"
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
     what: ClassVar[str]  # what is asked for
@@ -96,14 +92,13 @@ class Mathematics(rows.Listed):
     repo: str
     subset: str = ""
     revision: str
-    reward: str = "correctness"
-    prompt_format: str = "chat"
-    wording: str = "ours"
-    protocol: str = "ours"
-    max_prompt_length: int
+    reward: Literal["correctness", "d1"] = "correctness"
+    prompt_format: Literal["plain", "chat"] = "chat"
+    wording: rows.Wording = "ours"
+    protocol: rows.Protocol = "ours"
+    max_prompt_length: PositiveInt
 
     def __post_init__(self) -> None:
-        check_asked(self)
         if self.wording == "d1-eval":
             allowed = "correctness with wording d1-eval, whose prompt has the first tag"
             check_setting(self, "reward", self.reward != "d1", allowed)
@@ -136,7 +131,7 @@ class Mathematics(rows.Listed):
             return []
         else:
             source = (self.repo, self.subset, self.revision, self.splits[split])
-            found, where = rows.of_hub(self.name, *source), f"{self.repo} {source[-1]}"
+            found, where = rows.of_hub(*source), f"{self.repo} {source[-1]}"
         return self._placed(found, where)
 
     def _placed(self, read: list[rows.Row], where: str) -> list[Question]:
@@ -202,7 +197,7 @@ class Gsm8k(Mathematics):
     repo: str = "openai/gsm8k"
     subset: str = "main"
     revision: str = "740312add88f781978c0658806c59bc2815b9866"
-    max_prompt_length: int = 512
+    max_prompt_length: PositiveInt = 512
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
         """Rows as questions; ValueError for one without a number after its one ``####``."""
@@ -226,7 +221,6 @@ class Gsm8k(Mathematics):
         return 2.0 * solved + 0.5 * digits + 0.5 * form + count_tags(response)
 
     def published(self, gold: str, response: str) -> tuple[str, bool]:
-        """A number."""
         answer = d1.number(response)
         return answer, bool(answer) and float(answer) == float(gold)
 
@@ -244,7 +238,7 @@ class Math500(Mathematics):
 
     repo: str = "HuggingFaceH4/MATH-500"
     revision: str = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
-    max_prompt_length: int = 1024
+    max_prompt_length: PositiveInt = 1024
 
     def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
         """Rows as questions; without an answer the last box of the solution has it."""
@@ -266,7 +260,6 @@ class Math500(Mathematics):
         return 2.0 * solved + 0.5 * (tags + (1.0 if boxed else 0.5))
 
     def published(self, gold: str, response: str) -> tuple[str, bool]:
-        """LaTeX, compared as text."""
         answer = d1.mathematics(response)
         return answer, d1.same_text(answer, gold)
 

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field, PositiveInt
 
 from minidrl.tasks import Problem, Task
-from minidrl.tasks.text import check_asked, check_choice, check_lengths, check_setting
+from minidrl.tasks.text import check_lengths, check_setting
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-SPLITS = ("pretrain", "train", "held_out")
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 SHOWN = 60  # characters of a value in a message
 
 Row = dict[str, Any]
+Wording = Literal["ours", "d1", "d1-eval"]  # the words in which is asked: ours, or d1's
+Protocol = Literal["ours", "d1"]  # how an answer is read: by our rule, or as d1's evaluation does
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def of_file(key: str, path: str | Path) -> list[Row]:
@@ -36,7 +37,7 @@ def of_file(key: str, path: str | Path) -> list[Row]:
     if path.suffix not in SUFFIXES or not path.is_file():
         what = "which is no file" if path.suffix in SUFFIXES else "whose ending is another"
         raise ValueError(f"{key}: got {str(path)!r}, {what}; allowed {', '.join(SUFFIXES)} files")
-    rows = _of_parquet(key, path) if path.suffix == ".parquet" else _of_text(path)
+    rows = _of_parquet(path) if path.suffix == ".parquet" else _of_text(path)
     if not rows:
         raise ValueError(f"{path}: got no row; allowed one or more")
     for number, row in enumerate(rows, 1):
@@ -64,17 +65,19 @@ def _of_text(path: Path) -> list[Any]:
     return rows
 
 
-def _of_parquet(key: str, path: Path) -> list[Any]:
-    parquet = _package("pyarrow", f"{key} {path}", "pyarrow.parquet")
+def _of_parquet(path: Path) -> list[Any]:
+    from pyarrow import ArrowException, parquet
+
     try:
         return parquet.read_table(path).to_pylist()
-    except Exception as error:  # pyarrow has many
+    except (ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {brief(error)}") from None
 
 
-def of_hub(task: str, repo: str, subset: str, revision: str, split: str) -> list[Row]:
+def of_hub(repo: str, subset: str, revision: str, split: str) -> list[Row]:
     """The rows of a split of a data set on the Hub, at a commit; from the cache where it can."""
-    datasets = _package("datasets", f"task {task}")
+    import datasets
+
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what went wrong is one line of ours
     try:
@@ -83,12 +86,6 @@ def of_hub(task: str, repo: str, subset: str, revision: str, split: str) -> list
         got = f"{repo!r} at revision {revision[:12]}, of which {split!r} cannot be loaded"
         allowed = "a data set of the Hub, or task.path, a file with the same columns"
         raise ValueError(f"task.repo: got {got} ({brief(error)}); allowed {allowed}") from None
-
-
-def _package(name: str, what: str, module: str = "") -> Any:
-    if importlib.util.find_spec(name) is None:
-        raise ValueError(f"{what} needs {name}: pip install 'minidrl[math]'")
-    return importlib.import_module(module or name)
 
 
 def texts(rows: list[Row], fields: tuple[str, ...], where: str) -> list[dict[str, str]]:
@@ -137,24 +134,19 @@ class Listed:
     source: ClassVar[str] = "path"
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Any]:
-        """``count`` random problems of a split (``SPLITS``), each drawn anew; "pretrain" is
-        "train". Raises ValueError for another split and an empty one."""
-        check_choice("split", split, SPLITS)
+        """Any split but "held_out" is that for training. ValueError for an empty one."""
         pool = self.splits_of_files["held_out" if split == "held_out" else "train"]
         check_setting(self, self.source, pool != [], f"a file with problems to {split}")
         return [pool[i] for i in rng.integers(len(pool), size=count)]
 
     def held_out(self, count: int) -> list[Any]:
-        """The first ``count`` that are held out; ValueError where there are not so many."""
         return first(self.splits_of_files["held_out"], count)
 
     def from_files(self) -> list[Any]:
-        """All that may be asked."""
         return [problem for split in self.splits_of_files.values() for problem in split]
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the longest prompt."""
         return self.max_prompt_length
 
 
@@ -173,35 +165,28 @@ class Puzzles:
     for one that cannot be solved; and ``longest_plain``, the characters of its longest prompt.
     """
 
-    rewards: ClassVar[tuple[str, ...]]
-    formats: ClassVar[tuple[str, ...]] = ("plain", "chat")
-
     reward: str = "strict"
-    wording: str = "ours"
-    protocol: str = "ours"
-    prompt_format: str = "plain"
-    max_prompt_length: int = 200
+    wording: Wording = "ours"
+    protocol: Protocol = "ours"
+    prompt_format: Literal["plain", "chat"] = "plain"
+    max_prompt_length: PositiveInt = 200
     path: str = ""
     exclude: str = ""
 
     def __post_init__(self):
-        check_asked(self)
         if (self.wording, self.protocol) != ("ours", "ours"):
             allowed = "chat with d1's prompts and rule"
             check_setting(self, "prompt_format", self.prompt_format == "chat", allowed)
 
     @cached_property
     def of_path(self) -> list[Any]:
-        """The puzzles of ``path``."""
         return self.read("task.path", self.path) if self.path else []
 
     @cached_property
     def excluded(self) -> list[Any]:
-        """The puzzles that are not trained on."""
         return self.of_path + (self.read("task.exclude", self.exclude) if self.exclude else [])
 
     def from_files(self) -> list[Any]:
-        """Those of ``path``: each may be asked."""
         return self.of_path
 
     def read(self, key: str, path: str) -> list[Any]:
@@ -216,20 +201,11 @@ class Puzzles:
         return found
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Any]:
-        """``count`` random puzzles of a split (``SPLITS``), each drawn anew.
-
-        Raises ValueError for another split, and for one without puzzles.
-        """
-        check_choice("split", split, SPLITS)
         if split == "held_out" and self.path:
             return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
         return self.drawn(count, rng, split)
 
     def held_out(self, count: int) -> list[Any]:
-        """The first ``count`` held-out puzzles, each key once: a prefix of every larger test set.
-
-        Raises ValueError if ``count`` is below 1, or above the number of held-out puzzles.
-        """
         if self.path:
             return first(self.of_path, count)
         found: dict[str, Any] = {}

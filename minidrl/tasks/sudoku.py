@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -91,12 +91,10 @@ class Puzzle:
 
     @property
     def prompt(self) -> str:
-        """The puzzle in the plain format."""
         return f"{self.clues}:"
 
     @property
     def instruction(self) -> str:
-        """The puzzle in words, for a chat."""
         if self.wording != "ours":
             return d1.sudoku_words(self.clues.replace(EMPTY, "0"))
         rows = "\n".join(self.clues[first : first + SIZE] for first in range(0, CELLS, SIZE))
@@ -108,16 +106,14 @@ class Puzzle:
 
     @property
     def opening(self) -> str:
-        """How the answer's turn begins."""
         return d1.OPENINGS[self.wording]
 
     @property
     def key(self) -> str:
-        """The clues."""
         return self.clues
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sudoku(rows.Puzzles):
     """The task as a run uses it: difficulty, split, reward.
 
@@ -135,11 +131,11 @@ class Sudoku(rows.Puzzles):
         "completion counts"
     )
 
-    rewards: ClassVar[tuple[str, ...]] = ("strict", "binary", "cells")
     longest_plain: ClassVar[int] = CELLS + 1
+    reward: Literal["strict", "binary", "cells"] = "strict"
     min_clues: int = 6
     max_clues: int = 6
-    hit_share: float = 0.2
+    hit_share: rows.Share = 0.2
 
     def __post_init__(self):
         super().__post_init__()
@@ -148,7 +144,6 @@ class Sudoku(rows.Puzzles):
         check("min_clues", FEWEST <= least < CELLS, f"{FEWEST} to {CELLS - 1}; {fewer}")
         allowed = f"min_clues ({least}) to {CELLS - 1}"
         check("max_clues", least <= self.max_clues < CELLS, allowed)
-        check("hit_share", 0 <= self.hit_share <= 1, "0 to 1")
 
     def drawn(self, count: int, rng: np.random.Generator, split: str) -> list[Puzzle]:
         """Random puzzles: the number of clues, a grid of the split and the cells that are shown are
@@ -179,7 +174,6 @@ class Sudoku(rows.Puzzles):
         return frozenset(itertools.chain.from_iterable(known))
 
     def puzzle_of(self, row: rows.Row) -> Puzzle:
-        """A row of a file."""
         clues, solution = str(row.get("Puzzle")), str(row.get("Solution") or "")
         clues = clues.replace("0", EMPTY)
         found = completions(clues) if re.fullmatch("[1-4.]{16}", clues) else frozenset()
@@ -214,11 +208,6 @@ class Sudoku(rows.Puzzles):
         choices = [_rows_with(puzzle.clues[row[0] : row[-1] + 1]) for row in ROWS]
         return "".join(rows[rng.integers(len(rows))] for rows in choices)
 
-    @property
-    def shortest_response(self) -> int:
-        """Tokens without which nothing can be solved; in a chat unknown, and 1."""
-        return 1 if self.prompt_format == "chat" else CELLS
-
     def judge(self, problem: Puzzle, response: str) -> Verdict:
         """Solved by the rules and the clues; by d1's rule, if every empty cell is right.
 
@@ -249,11 +238,9 @@ class Sudoku(rows.Puzzles):
         return re.sub("[ \t\r\n|,.`]", "", answer) if len(answer) <= MAX_ANSWER else ""
 
     def tokenizer(self) -> Any:
-        """The characters of prompts and grids."""
         return tokenizer(f"{DIGITS}{EMPTY}:")
 
     def example(self) -> Example:
-        """A puzzle with its one solution."""
         prompt, grid = "23144.2.3.4.1.3.:", "2314412332411432"
         return Example(prompt, answer=grid, text=grid, before=prompt, length=CELLS)
 

@@ -16,33 +16,16 @@ from minidrl.tasks import Problem
 
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 OPENING, CLOSING = "<answer>", "</answer>"
-WORDINGS = ("ours", "d1", "d1-eval")  # the words in which is asked: ours, or d1's
-PROTOCOLS = ("ours", "d1")  # how an answer is read: by our rule, or as d1's evaluation does
 END_OF_TURN = re.compile(r"<\|(?:eot_id|im_end|endoftext|end_of_text|EOT)\|>")
 _TAG = re.compile("(</?(?:answer|reasoning)>)")
 MAX_RESPONSE = 40_000  # characters of a chat's response; a longer one is refused unread
 
 
 # --------------------------------------------------------------------------------- what tasks share
-def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """ValueError for a value that is not among those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{key}: got {value!r}; allowed {', '.join(allowed)}")
-
-
 def check_setting(task: Any, key: str, right: bool, allowed: str) -> None:
     """ValueError, which names the setting, unless it is right."""
     if not right:
         raise ValueError(f"task.{key}: got {getattr(task, key)!r}; allowed {allowed}")
-
-
-def check_asked(task: Any) -> None:
-    """ValueError for a wrong choice of how is asked, read and paid."""
-    check_setting(task, "max_prompt_length", task.max_prompt_length >= 1, "from 1")
-    check_choice("task.reward", task.reward, task.rewards)
-    check_choice("task.prompt_format", task.prompt_format, task.formats)
-    check_choice("task.wording", task.wording, WORDINGS)
-    check_choice("task.protocol", task.protocol, PROTOCOLS)
 
 
 def turn(response: str) -> str:

@@ -16,12 +16,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import PositiveInt
 
 from minidrl.tasks import Verdict, rows
-from minidrl.tasks.text import check_asked, check_setting
+from minidrl.tasks.text import check_setting
 
 SENTENCE = re.compile(r"[A-Z][A-Za-z]*(?:,? [A-Za-z]+(?:'[a-z]+)?)*\.")
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
@@ -69,20 +70,13 @@ class Words(rows.Listed):
     about: ClassVar[str] = (
         "write a sentence with three given words; rows of your own or of a model's, judged by rule"
     )
-    rewards: ClassVar[tuple[str, ...]] = ("strict", "share")
-    formats: ClassVar[tuple[str, ...]] = ("words", "chat")
     source: ClassVar[str] = "train_path"
 
     path: str = ""
     train_path: str = ""
-    reward: str = "strict"
-    prompt_format: str = "words"
-    max_prompt_length: int = 16
-    wording: ClassVar[str] = "ours"
-    protocol: ClassVar[str] = "ours"
-
-    def __post_init__(self) -> None:
-        check_asked(self)
+    reward: Literal["strict", "share"] = "strict"
+    prompt_format: Literal["words", "chat"] = "words"
+    max_prompt_length: PositiveInt = 16
 
     @cached_property
     def splits_of_files(self) -> dict[str, list[Request]]:
@@ -102,7 +96,6 @@ class Words(rows.Listed):
     def demonstrations(
         self, problems: Sequence[Request], rng: np.random.Generator, progress: float
     ) -> list[str]:
-        """The sentences of the file."""
         lacking = [request.place for request in problems if not request.answer]
         allowed = f"a file with an answer in each row; {', '.join(lacking[:1])} has none"
         check_setting(self, "train_path", not lacking, allowed)
