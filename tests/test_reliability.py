@@ -247,15 +247,15 @@ def test_the_second_time_it_stops_at_once(folder, capfd, monkeypatch):
 
 @pytest.mark.slow
 def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(tmp_path):
-    """Ctrl-C reaches them too; the run ends its step and saves, and no process is left."""
+    """Ctrl-C reaches them too, even while they start; the run ends its step and saves, and no process is left."""
     write_config(tmp_path, tiny.pretraining(steps=10**6, workers=2), "base.yaml")
     words = [sys.executable, "-m", "minidrl", "pretrain", "base.yaml", "--out", "run"]
     quiet = {**os.environ, "PYTHONPATH": str(tiny.ROOT), "PYTHONUNBUFFERED": "1"}
     told = {"start_new_session": True, "stdout": subprocess.DEVNULL, "text": True}
     run = subprocess.Popen(words, cwd=tmp_path, env=quiet, stderr=subprocess.PIPE, **told)
-    log, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
-    while not (log.is_file() and log.read_text().count("\n") > 1) and time.monotonic() < deadline:
-        time.sleep(0.01)  # until 50 steps are done, and with them batches of both workers
+    children, deadline = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 120
+    while len(children.read_text().split()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)  # until both workers are there, beside Python's own tracker of shared memory
     os.killpg(run.pid, signal.SIGINT)
     said = run.communicate(timeout=180)[1].splitlines()[-1]
     assert run.returncode == 130 and "is saved; the same command with --resume goes on" in said

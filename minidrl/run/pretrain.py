@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,7 +235,9 @@ def demonstration_rollouts(
         worker_init_fn=_begin_worker,
         generator=torch.Generator(),  # else a number is drawn from torch's own
     )
-    for problems, *tensors in items:
+    with _deaf_children() if settings.workers else contextlib.nullcontext():
+        made = iter(items)
+    for problems, *tensors in made:
         prompt, prompt_mask, response = (x.to(settings.device) for x in tensors)
         words = {"prompt": prompt, "prompt_mask": prompt_mask, "sampler": settings.sampler}
         yield problems, Rollout.of(response, **words)
@@ -242,7 +245,17 @@ def demonstration_rollouts(
 
 def _begin_worker(number: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves
+
+
+@contextlib.contextmanager
+def _deaf_children() -> Iterator[None]:
+    # Processes that begin inside inherit that Ctrl-C is blocked: it is for the run, which saves.
+    resource_tracker.ensure_running()  # to start it would end the block
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step: int) -> Tensor:
