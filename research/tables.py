@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from minidrl.run.report import BLUE, INK, ORANGE, style
+from minidrl.run.report import BLUE, INK, ORANGE, STYLE
 from research import stats
 from research.ledger import Courses, Group, course, groups, rate_text, read_courses, read_ledger, single
 
@@ -189,7 +190,7 @@ def write_figures(ledger: str | Path, curves: str | Path, study: str, folder: Pa
     found, courses = [group for group in groups(read_ledger(ledger), study) if group.ended], read_courses(curves, study)
     folder.mkdir(parents=True, exist_ok=True)
     for updates in dict.fromkeys(group.updates for group in found):
-        with style():
+        with rc_context(STYLE):
             figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
             draw(figure.add_subplot(), [group for group in found if group.updates == updates], courses)
             if len({group.updates for group in found}) > 1:

@@ -33,7 +33,7 @@ from minidrl import features, loop, methods
 from minidrl.keyed import keyed_generator
 from minidrl.methods import METHODS
 from minidrl.run import checkpoints, config
-from minidrl.run.report import BLUE, GRID, INK, ORANGE, style
+from minidrl.run.report import BLUE, GRID, INK, ORANGE, STYLE
 from minidrl.run.train import start
 from minidrl.tasks.rows import of_file
 
@@ -258,7 +258,7 @@ def picture(result: Table, to: Path) -> None:
     """The noise by length, what clip and weights leave of it, and noise beside drift."""
     from matplotlib import pyplot
 
-    with style():
+    with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
         for level, color in (("token mean", BLUE), ("sequence", ORANGE)):
             draw_by_length(*axes[:2], result, level, color)
