@@ -194,7 +194,8 @@ def generate(
     """
     check_attention(model, settings)
     check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
-    check_records(records, settings.temperature)
+    for name in {*records} - {*RECORDS}:
+        raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
 
     # Every row begins as its prompt and L times [MASK], with all the randomness it will ever need.
     prompts = prompt, prompt_mask
@@ -676,13 +677,3 @@ def check_attention(model: Network, settings: Sampler) -> None:
     if width is not None and settings.block_length != width:
         allowed = f"{width}, that of the model's attention"
         raise ValueError(f"block_length: got {settings.block_length}; allowed {allowed}")
-
-
-def check_records(records: Sequence[str], temperature: float) -> None:
-    """ValueError for a record that does not exist, or that a point mass cannot fill."""
-    for name in records:
-        if name not in RECORDS:
-            raise ValueError(f"records: got {name!r}; allowed {', '.join(RECORDS)}")
-    if "topk" in records and temperature == 0:
-        allowed = "above 0, where more than one token has a probability"
-        raise ValueError(f"records: got 'topk' at temperature 0; allowed {allowed}")
