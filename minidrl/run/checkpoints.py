@@ -344,7 +344,11 @@ def _load_adapters(
     """The base that the folder's config names, with the folder's adapters."""
     with reading(folder):
         config = peft().PeftConfig.from_pretrained(folder)
-    denoiser, tokenizer = load(config.base_model_name_or_path, device, dtype)
+    base, kind = str(config.base_model_name_or_path), config.peft_type
+    if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
+        allowed = "LORA for a plain base"
+        raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
+    denoiser, tokenizer = load(base, device, dtype)
     with reading(folder):
         config.inference_mode, config.init_lora_weights = False, True  # what is drawn is read over
         inject_adapters(denoiser, config, 0)
