@@ -71,7 +71,7 @@ MISTAKES = {
     "train nowhere.yaml": "config: got 'nowhere.yaml', which is no file",
     "train run.yaml --model nowhere": "model: got 'nowhere', which holds no config.json",
     "evaluate gpt --config run.yaml --n 4": "model: got 'gpt' with model_type 'gpt2'; allowed llama, llada",
-    "train run.yaml --out run.yaml": "[Errno 20] Not a directory: 'run.yaml'",
+    "train run.yaml --out run.yaml": "out: got 'run.yaml', which is a file",
     "tasks gsm8k --check nowhere.json": "check: got 'nowhere.json', which is no file",
     # settings (tests/test_config.py has many)
     "train run.yaml --stepz=5": "stepz: unknown key (did you mean steps?); allowed model,",

@@ -43,7 +43,7 @@ MISTAKES = {
     "dtype float16": "dtype: got 'float16'; allowed 'stored', 'float32' or 'bfloat16'",
     "compute_dtype bfloat16": "compute_dtype: got 'bfloat16'; allowed weights, or dtype and rollout_dtype float32",
     "quantize true": "quantize: got True; allowed with lora.rank from 1",
-    "device quantum": "device: got 'quantum'; allowed string should match pattern '^(cpu|meta|cuda",
+    "device quantum": "device: got 'quantum'; allowed cpu, cuda",
 }
 
 

@@ -42,7 +42,6 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed
 Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["highest", "high"]
 Norm = Annotated[float, Field(gt=0, allow_inf_nan=True)]
-Device = Annotated[str, Field(pattern=r"^(cpu|meta|cuda(:\d+)?)$")]
 Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_named``
@@ -125,7 +124,7 @@ class Pretrain:
     batch_size: PositiveInt = 128
     save_every: NonNegativeInt = 0  # steps; 0: only at the end
     seed: int = 0
-    device: Device = "cpu"  # or cuda, cuda:1
+    device: str = "cpu"
     threads: NonNegativeInt = 0  # 0: torch's choice
     workers: NonNegativeInt = 0  # processes that draw the demonstrations, so that a GPU never waits
     matmul_precision: Precision = "highest"  # high: TensorFloat-32
@@ -138,6 +137,7 @@ class Pretrain:
         if not self.init and not hasattr(self.task, "tokenizer"):
             got = f"'' with task {self.task.name}, which has no alphabet of its own"
             raise ValueError(f"init: got {got}; allowed a checkpoint")
+        _check_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -172,13 +172,14 @@ class Train:
     rollout_dtype: Literal["float32", "bfloat16"] = "float32"
     seed: int = 0
     save_every: NonNegativeInt = 0  # steps; 0: only at the end
-    device: Device = "cpu"  # or cuda, cuda:1
+    device: str = "cpu"
     threads: NonNegativeInt = 0  # 0: torch's choice
     matmul_precision: Precision = "highest"  # high: TensorFloat-32
     compile: bool = False
     tensorboard: bool = False
 
     def __post_init__(self):
+        _check_device(self.device)
         whole = (self.dtype, self.rollout_dtype, self.lora.rank) == ("float32", "float32", 0)
         if self.compute_dtype != "weights" and not whole:
             allowed = "weights, or dtype and rollout_dtype float32 and lora.rank 0"
@@ -190,6 +191,11 @@ class Train:
         if self.gradient_checkpointing and self.compile:
             allowed = "one of the two"
             raise ValueError(f"gradient_checkpointing: got True with compile; allowed {allowed}")
+
+
+def _check_device(device: str) -> None:
+    if not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
+        raise ValueError(f"device: got {device!r}; allowed cpu, cuda, cuda:0 and so on")
 
 
 # ------------------------------------------------------------------------------------- from a file

@@ -215,6 +215,8 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[tuple[Path | None
 def _open(
     out: Path, settings: Any, resume: bool, lock: FileLock
 ) -> tuple[Path | None, dict[str, str]]:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
     names = [path.name for path in out.iterdir()] if out.exists() else []
     names = [name for name in names if name != ".lock" and not name.endswith(PART)]
     if CONFIG not in names and not checkpoint_folders(out):  # no run: nothing is touched
