@@ -303,7 +303,7 @@ row("gdpo", "main", source="code of GDPO (KevinRojas1499/GDPO)",
 row("stabledrl", "main", source="code of StableDRL (JianyuanZhong/StableDRL)",
   title="Weighs answers by clipped, self-normalised ratios of token means.",
   differs="The softmax of the weights runs over the prompt's group; there it runs over the rows of "
-  "a call. No block is drawn twice while others last.",
+  "a call, which is a group in its configs. No block is drawn twice while others last.",
   plan=P(alg.block_plan, num_states=2, block_length=32, p_mask=0.15),
   anchor="old", refresh="independent", reduction="sequence", normalizer="kept_length",
   credit=P(alg.group_mean), extra=P(alg.sandwich, eubo_beta=1.5, omega=0.5),
