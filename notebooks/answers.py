@@ -578,3 +578,30 @@ answer(
     ),
     (rollout / 2 / (rollout + 4 * looks), "That is the share of the work which is saved."),
 )
+
+# What the four kinds of a one-bit learner add up to: all sums and differences, no product.
+answer(
+    "12", "1", 100 * ((194 + 163) - (100 + 82 + 8)) / 512,
+    "Add up what is solved before and after; the difference is in percent of all 512.",
+    (100 * (194 + 163) / 512, "That is the rate afterwards; how much was it before?"),
+    (100 * ((194 + 163) - (100 + 82)) / 512, "The eight products that the base solved are lost."),
+    (100 * ((194 + 163) / (100 + 82 + 8) - 1), "That is the relative gain; points of the solved rate are asked."),
+    within=0.05,
+)
+# The answer begins at position 14; its third token stands at 16, and the state before it predicts it.
+answer(
+    "12", "2", 15,
+    "At which position does the third token of the answer stand, and which state stands before it?",
+    (16, "There the token itself stands: that is a prediction in place."),
+    (17, "Count again: the answer begins at position 14."),
+    (14, "That state predicts the second token of the answer."),
+    (13, "That state predicts the first token of the answer."),
+)
+# Four float32 numbers a weight: itself, its gradient, two moments.
+answer(
+    "12", "3", 16 * 134.5e6 / 1e9,
+    "How many float32 numbers does AdamW keep for a weight, the weight included?",
+    (4 * 134.5e6 / 1e9, "That is the weights alone."),
+    (8 * 134.5e6 / 1e9, "That is weights and gradients; AdamW keeps two moments of each."),
+    (12 * 134.5e6 / 1e9, "AdamW keeps two moments of each weight."),
+)
