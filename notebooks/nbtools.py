@@ -177,9 +177,13 @@ def draw_plan(ax: Axes, plan: Plan, text: Sequence[str] = (), *, answer: int = 0
         ylabel="state" if plan.step is None else "state before step",
     )
     ax.set_title(title, fontsize=9, loc="left")
-    if not ax.figure.legends:  # one for all plans of a figure
-        keys = [Patch(fc=color, ec=GREY, label=name) for name, color in CELLS.items()]
-        ax.figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8)
+    # One legend for all plans of a figure, with the kinds of cells that occur in them.
+    shown = {text.get_text() for legend in ax.figure.legends for text in legend.get_texts()}
+    shown |= {name for i, name in enumerate(CELLS) if i in kind}
+    for legend in [*ax.figure.legends]:
+        legend.remove()
+    keys = [Patch(fc=color, ec=GREY, label=name) for name, color in CELLS.items() if name in shown]
+    ax.figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=8)
 
 
 def _kinds(plan: Plan, answer: int) -> torch.Tensor:
