@@ -73,7 +73,7 @@ beyond; training: rollouts of the last tenth; calls: network calls of a run in f
 
 {markdown(lines(found))}
 
-{apart} of {len(tested)} pairs of methods are told apart (p < {LEVEL:g} after Holm over all these pairs). A - B in \
+{apart} of {len(tested)} pairs of methods differ significantly (p < {LEVEL:g} after Holm over all these pairs). A - B in \
 points, over the seeds that both ended [95 % interval of this pair alone]; Student's paired test.
 
 {markdown(shown)}
