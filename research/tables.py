@@ -50,6 +50,11 @@ def interval(values: Sequence[float]) -> str:
     return "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in stats.mean_interval(values)))
 
 
+def points(test: stats.Paired) -> str:
+    """Mean difference and its 95 % interval in points, of fractions."""
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in test[:3]))
+
+
 # ------------------------------------------------------------------------------------------- a study
 
 
@@ -118,7 +123,7 @@ def pairs(found: Sequence[Group], column: str = "after") -> pd.DataFrame:
         row = {"updates": a.updates, "A": a.name, "B": b.name, "seeds": len(seeds), "A - B": "", "p (Holm)": math.nan}
         if len(seeds) > 1:
             test = stats.paired(*([group.ended[seed][column] for seed in seeds] for group in (a, b)))
-            row |= {"A - B": "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in test[:3])), "p (Holm)": test.p}
+            row |= {"A - B": points(test), "p (Holm)": test.p}
         rows.append(row)
     frame = pd.DataFrame(rows, columns=["updates", "A", "B", "seeds", "A - B", "p (Holm)"])
     tested = frame["p (Holm)"].notna()
