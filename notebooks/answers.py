@@ -94,6 +94,7 @@ answer(
     (0.0, "So it would be for a positive advantage. Of two negative numbers, which one does the minimum take?"),
     (-2.0, "The branch is right; the loss has a minus before the minimum."),
     (1.5 * 2, "That is the value of the loss; its derivative is asked."),
+    (1.5 * -2, "That is r A; the loss has a minus before it, and its derivative by r is asked."),
     (1.2 * 2, "That is the value of the clipped branch: a minimum takes the other one here, and its derivative is asked."),
 )
 # d/d logp of ratio * A is ratio * A, that of logp * A is A: the factor is 1 / ratio = 0.5 / 0.05.
@@ -335,7 +336,8 @@ answer(
     (12 / (1 + 3 + 12), "That sum leaves out the smallest ratio."),
     (max(ratios) / sum(capped), "The weights of a group sum to 1, so that none is above 1: this sum still has the cap."),
 )
-# 4 f C / (f + C)^2 = 1/2: f^2 - 6 C f + C^2 = 0, and a floor lies below the cap.
+# 4 f C / (f + C)^2 = 1/2: f^2 - 6 C f + C^2 = 0, and a floor lies below the cap. It is 1.03: above 1, so that it would lift even
+# an answer that has not changed.
 answer(
     "06", "3", 6 * (3 - sqrt(8)),
     "Set the factor of N in the bound to 1/2, and solve for f.",
@@ -482,6 +484,7 @@ answer(
     (2.0, "That bounds the sum of |pi - mu| over all tokens; the boundary is that of one."),
     (12.5, "That is the released recipe: it is vacuous, but a smaller one is already."),
     (0.15, "That is the delta of this notebook; tokens reach it. How far can one move at most?"),
+    (1 - 0.15, "Below that mu a rising token still reaches delta = 0.15 (90.12). Which delta can no mu reach?"),
 )
 
 # ------------------------------------------------------------------------------------------------ 10: the map
