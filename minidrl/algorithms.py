@@ -120,7 +120,8 @@ class Rollout:
     revealed (-1). ``logp`` are the log-probabilities with which the revealed tokens
     were really drawn: at the sampling temperature, in the state before their step, and
     0 where nothing was revealed. ``records`` holds what else the method asked the
-    sampler for, by the names that ``sampler.generate`` lists.
+    sampler for: ``entropy`` of the distribution of each token, the ``topk_ids`` and
+    ``topk_logp``, texts completed in ``one_step``; ``sampler.generate`` has them all.
     """
 
     prompt: Int[Tensor, "B P"]
@@ -500,13 +501,13 @@ def elbo_count_plan(
 #     Var = Var_t(E[.|t]) / Q + E_t(Var(.|t)) / (Q m)
 #
 # VRPO (arXiv 2505.19223) concludes: given Q m, take m = 1. How large the parts are
-# depends on the model. If every hidden token has a cost of its own, the first grows as
-# L^2, the second as L log L, and in a long response the time or count has nearly all of
-# the variance. If one token decides what all others cost, most of it is left to the
-# masks at every length. GDPO goes further and draws no time at all: the integral over t
-# is one-dimensional and smooth, which is what quadrature is for. The price is a bias
-# where g(t) is no polynomial of low degree, for example where all the doubt sits at
-# t -> 1 (texts with several modes).
+# depends on the model. If what a hidden token costs changes with t and with little
+# else, the first grows as L^2, the second as L log L, and in a long response the time
+# or count has nearly all of the variance. If one token decides what all others cost,
+# most of it is left to the masks at every length. GDPO goes further and draws no time
+# at all: the integral over t is one-dimensional and smooth, which is what quadrature is
+# for. The price is a bias where g(t) is no polynomial of low degree, for example where
+# all the doubt sits at t -> 1 (texts with several modes).
 
 
 def gauss_legendre(num_nodes: int) -> tuple[Float[Tensor, " Q"], Float[Tensor, " Q"]]:
@@ -900,10 +901,10 @@ def replay_plan(
     revealed.
 
     ``num_states`` None takes every step up to the one that decides the reward, with
-    weight 1. An integer k < T takes k steps of each trajectory, uniformly without
-    replacement, with weight T/k. ``min_entropy`` > 0 (nats, summed over the step's
-    tokens; needs the record ``entropy``) leaves out the steps whose action was all but
-    certain.
+    weight 1. An integer k takes k of these m steps of each trajectory, uniformly
+    without replacement, with weight m/k (all, with weight 1, where m < k).
+    ``min_entropy`` > 0 (nats, summed over the step's tokens; needs the record
+    ``entropy``) leaves out the steps whose action was all but certain.
 
     Source: policy gradients of the denoising MDP (Markov decision process: a state is
     the partly hidden text, an action reveals tokens), by trajectory replay, e.g. d2,
@@ -912,7 +913,7 @@ def replay_plan(
     num_states; ``valid`` is False where a response has fewer.
     Special cases: where the positions to reveal are known before the draw (random or
     fixed order) the score is exact; in confidence order it is biased, as said above.
-    num_states keeps the mean of the sum over steps, at k/T of the cost. What
+    num_states keeps the mean of the sum over steps, at k/m of the cost. What
     min_entropy loses is at most 2 max|A| times the sum of the entropies left out (per
     unit of logit gradient); what remains is unbiased in random or fixed order.
     """
@@ -928,7 +929,7 @@ def replay_plan(
         entropy = _step_entropy(rollout, int(rollout.unmask_step.max()) + 1)
         valid = valid & (entropy[: steps.shape[0]] >= min_entropy)
     scale = torch.ones_like(last, dtype=rollout.logp.dtype)
-    # A sum over all steps, estimated from k of them: T/k keeps its mean.
+    # A sum over all m valid steps, estimated from k of them: m/k keeps its mean.
     if num_states is not None:
         _check_num_states(rollout, num_states)
         steps, scale = _choose(valid, num_states, generator)  # (K, B), (B,)
@@ -1362,8 +1363,9 @@ def entries(
 # likelihood below it. SPG therefore raises the ELBO of good answers and lowers an upper
 # bound of bad ones. The bound it derives (from a Renyi divergence) drops constants,
 # without gradient: the value of this "evidence upper bound" is no bound. A soft maximum
-# over states remains: the gradient goes to the states in which the token was likely.
-# beta -> 0 gives back the mean, a large beta the maximum.
+# over states remains: the gradient goes to the states in which the token was likely. A
+# large beta leaves it to the likeliest one; beta -> 0 shares it by weight alone, while
+# the value diverges.
 
 
 def eubo(
@@ -1388,8 +1390,8 @@ def eubo(
     # all of them do, zeros stand in, so that no gradient becomes nan.
     terms = beta * logp + plan.weight[..., None].log()  # (K, B, L)
     terms = terms.masked_fill(~plan.scored, -torch.inf).masked_fill(~seen, 0)
-    # The log of the mean over states of p^beta, for each token; the ELBO has the mean
-    # of the log instead.
+    # The log of the weighted sum over states of p^beta, for each token; the ELBO has
+    # the weighted sum of the log instead.
     total = terms.logsumexp(0).masked_fill(~seen, 0).sum(-1)  # (B,)
     # 1/beta brings the power back to the scale of log p; then a mean over the h tokens
     # that were seen, on the scale of the n there are.
@@ -1411,7 +1413,7 @@ def sandwich(
     omega: float,
 ) -> dict[str, Tensor]:
     """(5.3) score = ELBO where adv > 0, omega EUBO + (1 - omega) ELBO elsewhere: what
-    the gradient flows through.
+    the gradient flows through, (8.1) and (8.4) in the place of ll.
 
     A lower bound is safe to raise and, so the argument goes, an upper bound is what to
     lower for negative samples, those with adv < 0 (but see (5.2)). The EUBO gets ll's
@@ -1527,11 +1529,11 @@ def stepwise_advantage(
 
     ``step_reward`` is the reward of the text that the state before step k would become
     in one step (one-step denoising; the completion reward): an estimate of the state's
-    value at no network call. lam_k = lam with ``schedule`` constant; lam_k = lam time
-    with linear, where time = step / T. ``normalize`` false leaves the division out.
-    Groups are centred rank by rank (members may stand at different steps there), over
-    the valid ones. With ``center`` reward only the reward is centred, and lam (reward -
-    step_reward) is not.
+    value at no network call, where attention is bidirectional. lam_k = lam with
+    ``schedule`` constant; lam_k = lam time with linear, where time = step / T.
+    ``normalize`` false leaves the division out. Groups are centred rank by rank
+    (members may stand at different steps there), over the valid ones. With ``center``
+    reward only the reward is centred, and lam (reward - step_reward) is not.
 
     Source: code and accounts of EGSPO-SA (2603.12554).
     Shapes: one number for each state (K, B).
@@ -1542,7 +1544,8 @@ def stepwise_advantage(
     a scale, while the linear schedule then weighs late steps more, which is another
     direction. With the linear schedule, normalised, rewards that are all equal leave a
     trace where the members of a group stand at different steps. lam = 0 gives
-    ``group_mean`` in every state. Other words and lam < 0 are refused.
+    ``group_mean`` in the states that all members of the group have. Other words and
+    lam < 0 are refused.
     """
     if schedule not in SCHEDULES:
         raise _refused("credit.schedule", schedule, ", ".join(SCHEDULES))
@@ -1615,10 +1618,11 @@ def progress_advantage(
     later = (_from_here_on(rewards) - rewards) / following.clamp(min=1)
     later = torch.where(following > 0, later, reward)
     # What the step itself gained over the completion before it; the first gains all
-    # of its reward.
+    # of its reward. (The 1 is the code's; the z-score removes it.)
     before = torch.cat([torch.zeros_like(step_reward[:1]), step_reward[:-1]])
     value = (step_reward - before) + 1 + later
-    # Compare with the same state of the prompt's other responses (6.2).
+    # Compare with the same state of the prompt's other responses (6.2), by the standard
+    # deviation with N - 1.
     value, present = (x.unflatten(1, (-1, num_generations)) for x in (value, valid))
     gap = (value - _average(value, present)) * present  # (K, G, N)
     others = (present.sum(2, keepdim=True) - 1).clamp(min=1)
@@ -1744,9 +1748,11 @@ def kl_term(
 #     self_normalized_clip   min(r, cap) / sum over the group   N times it: 1 on policy
 #     dppo                   r, but 0 for s (pi - mu) > delta   probability, hard edge
 #     drpo                   r (1 - s (pi - mu) / delta)        probability, turns back
-#     truncated_is           min(r, cap)                        never 0
+#     truncated_is           clip(r, floor, cap)                never 0
 #     dual_clip              as ppo_clip, and 0 for s < 0, r > bound
 #     spo                    r (1 - s (r - 1) / epsilon)        ratio, turns back
+#
+# confident_clip, regression and tangent have factors of more than r: see there.
 
 
 class Surrogate(NamedTuple):
@@ -2250,7 +2256,7 @@ def tangent(
 
     d = ll - anchor of one mask. In the place of the ratio stands 1 + d where adv > 0
     (the tangent of exp, its first-order Taylor expansion), exp(d) elsewhere (Jensen's
-    inequality). The mean over the masks, taken outside, is a linear lower bound of adv
+    inequality). The mean over the masks, taken outside, is a lower bound of adv
     exp(mean d): each term has one mask and can be back-propagated by itself, at
     constant memory (memory-efficient).
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from minidrl import algorithms as alg
 from minidrl import methods
 from minidrl.algorithms import Plan, Rollout
+from minidrl.features import Network
 from minidrl.gradient import Alone
 from minidrl.methods import Method
 from minidrl.sampler import is_end

@@ -49,6 +49,7 @@ def plan_inputs(
     rollout: Rollout, plan: Plan, states: States, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
     """Network inputs (tokens, attention mask), both (S, P+L), of the flat state numbers k*B + b."""
+    # State k*B + b is the text of answer b with what its k-th state hides.
     row = states % rollout.response.shape[0]
     text = torch.cat([rollout.prompt, rollout.response], 1)[row]
     tokens = text.masked_fill(plan.hidden.flatten(0, 1)[states], mask_token_id)
@@ -58,6 +59,8 @@ def plan_inputs(
 def state_chunks(plan: Plan, size: int) -> Iterator[States]:
     """The plan's flat state numbers that need the network, in pieces of at most ``size``
     forwards."""
+    # A forward serves M = plan.blocks states of one answer (1, but for a staircase): the states
+    # forward * M .. forward * M + M - 1, whose flat numbers are k*B + b.
     forward, row = plan.needed.nonzero(as_tuple=True)
     states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)
     for part in (states * plan.valid.shape[1] + row[:, None]).split(size) if len(row) else ():
@@ -106,8 +109,11 @@ def state_features(
     numbers k*B + b, in any order (of a staircase: a forward's M states in a row, as `state_chunks`
     gives them). How S is cut changes nothing. Units: nats.
     """
+    # 1. Which token stands at each scored position: that of the answer, or the plan's own.
     row, scored = states % rollout.response.shape[0], plan.scored.flatten(0, 1)[states]
     targets = rollout.response[row] if plan.targets is None else plan.targets.flatten(0, 1)[states]
+    # 2. The network, and of its hidden states those at scored positions (R of them). ``most``, how
+    #    many there may be, is a number of the plan: all processes split the head alike.
     h, most = _encode(model, rollout, plan, states), len(states) * int(plan.scored.sum(-1).amax())
     rows = {"h": _at(h, scored, plan), "target": targets[scored]}
     if "topk_logp" in names:
@@ -115,8 +121,10 @@ def state_features(
     if "kl_ref" in names:
         with torch.no_grad():
             rows["their_h"] = _at(_encode(reference, rollout, plan, states), scored, plan)
+    # 3. The vocabulary head, a part of the rows at a time, and what is read off its logits.
     read = partial(_read, model, reference, names, temperature)
     values = _in_parts(read, rows, head_parts(most, model.vocab_size))
+    # 4. The factors of the choice of positions look at the hidden positions that were *not* chosen.
     if "order_logp" in names:
         confidence = _spread(values.pop("confidence"), scored)
         order = _order_logp(model, rollout, plan, states, h, confidence, temperature)
@@ -124,6 +132,7 @@ def state_features(
     if "position_logp" in names:
         own = _spread(values.pop("logit"), scored)
         values["position_logp"] = _position_logp(model, rollout, plan, states, h, own)[scored]
+    # 5. Back to the places in the answer, 0 elsewhere.
     return {name: _spread(values[name], scored) for name in names}
 
 
@@ -187,6 +196,8 @@ def _read(
     topk_ids=None,
     their_h=None,
 ) -> dict[str, Tensor]:
+    # The reference's logits for the exact KL; and for the choice of positions what it compares:
+    # the confidence of each revealed token (4.2), or its logit (4.4).
     with torch.no_grad():
         theirs = None if their_h is None else reference.head(their_h)
     names = (*names, "confidence") if "order_logp" in names else names
@@ -204,6 +215,9 @@ def _order_logp(
     confidence: Float[Tensor, "S L"],
     temperature: float,
 ) -> Float[Tensor, "S L"]:
+    # (4.2) The step revealed the scored positions and passed over the other candidates: each must
+    # have proposed a token less confident than the least confident that was revealed (``limit``;
+    # ties go to the earlier position), or than tau, with a threshold (4.5).
     scored = plan.scored.flatten(0, 1)[states]
     passed = _candidates(rollout, plan, states) & ~scored
     limit, later = alg.confidence_to_beat(confidence, scored, passed)
@@ -214,6 +228,7 @@ def _order_logp(
     def read(*, h: Tensor, limit: Tensor, later: Tensor) -> dict[str, Tensor]:
         return {"log_f": alg.log_passed_over(model.head(h), limit, later, temperature=temperature)}
 
+    # log F of each: the chance of such a proposal, from its own logits.
     most = len(states) * rollout.sampler.block_length
     rows = {"h": _at(h, passed, plan), "limit": limit, "later": later}
     log_f = _in_parts(read, rows, head_parts(most, model.vocab_size))["log_f"]
@@ -226,6 +241,8 @@ def _order_logp(
 def _position_logp(
     model: Network, rollout: Rollout, plan: Plan, states: States, h, own: Float[Tensor, "S L"]
 ) -> Float[Tensor, "S L"]:
+    # (4.4) A softmax over positions: the revealed token's logit against the largest logit of each
+    # candidate that was passed over.
     scored = plan.scored.flatten(0, 1)[states]
     passed = _candidates(rollout, plan, states) & ~scored
     most, rows = len(states) * rollout.sampler.block_length, {"h": _at(h, passed, plan)}

@@ -78,11 +78,13 @@ def two_pass_backward(
     FloatingPointError for a loss that is not finite, ValueError for a network with dropout.
     """
     refuse_random_modules(model)
+    # Pass 1: the features as numbers, and what the loss would have of each of them.
     how = {"temperature": temperature, "size": size, "reference": reference, "processes": processes}
     if feature is None:
         feature = shared_features(model, rollout, plan, names=names, **how)
     loss, cotangent = cotangents(loss_of, feature)
     _check_finite(loss)
+    # Pass 2: the same features with a graph, micro-batch after micro-batch.
     seen, calls = second_pass(model, rollout, plan, cotangent, **how)
     return Backward(loss, seen, calls * (2 if "kl_ref" in cotangent else 1))
 
@@ -112,9 +114,11 @@ def second_pass(
     network.
     """
     cotangent = processes.from_main(cotangent)
-    # nan is not 0: the gradient needs it
+    # A state whose cotangents are all 0 adds nothing. (nan is not 0, so that it is not lost.)
     needed = torch.stack([(c != 0).flatten(2).any(2) for c in cotangent.values()]).any(0)
     plan = dataclasses.replace(plan, valid=plan.valid & needed)
+    # Each process takes its share of the states. What they add up to is sum <cotangent, feature>,
+    # whose gradient by the weights is that of the loss; a micro-batch's graph goes before the next.
     share, own = processes.share_plan(plan)
     flat = {name: c.flatten(0, 1) for name, c in processes.keep_own(cotangent, own).items()}
     seen = {name: torch.zeros_like(c) for name, c in flat.items()}
@@ -166,6 +170,7 @@ def one_pass_backward(
     For one process. ``how``: words of `features`. Raises as `two_pass_backward` does.
     """
     refuse_random_modules(model)
+    # All features with a graph, the loss of them, and straight back.
     found = features(model, rollout, plan, names=names, graph=True, **how)
     loss = loss_of(found)
     _check_finite(loss)
@@ -205,11 +210,13 @@ def backward(
     That is the two-pass backward. Pass 1 is left out where its result is known, and both passes are
     one where all states fit a micro-batch.
     """
+    # Where the loss has the same slope at features that are known beforehand, pass 1 is left out.
     rollout, how = experience.rollout, scoring(run)
     given = (run.network, rollout, plan, loss_of)
     known = known_features(run, experience, plan, anchor)
     alone = run.processes.num_processes() == 1
     fits = run.settings.one_pass and alone and plan.network_calls <= run.settings.micro_batch
+    # Where the graph of all states fits into memory, one pass does for both.
     if known is None and fits:
         with run.clock.phase("update"):
             done = one_pass_backward(*given, names=run.method.features, **how)
@@ -221,6 +228,8 @@ def backward(
     run.clock.count("update", done.calls)
     if known is None:
         return Gradient(done.loss, feature, plan, True)
+    # The stand-ins are no log-probabilities: for the log the loss is computed once more, at those
+    # that pass 2 has met. (They are 0 in the states that it skipped.)
     met = (done.seen["logp"] != 0).any(-1, keepdim=True)
     plan = dataclasses.replace(plan, scored=plan.scored & met)
     return Gradient(loss_of(done.seen, plan).detach(), done.seen, plan, False)
@@ -229,12 +238,13 @@ def backward(
 def known_features(
     run: Run, experience: Experience, plan: Plan, anchor: Tensor | None
 ) -> dict[str, Tensor] | None:
-    """Features at which the loss has the gradient of the true ones, where they cost nothing.
+    """Features that can stand in for those of pass 1: d loss / d feature is the same at them. None:
+    there are none, and pass 1 is needed.
 
-    Any will do if the loss is linear. If the present weights are those that sampled, their
-    log-probabilities are on record. And a ratio of ll to itself is 1 whatever ll is: any will do
-    where the objective says so (``linear_on_policy``), unless a later update needs the old ll.
-    None: pass 1 is needed.
+    Three cases. A loss that is linear in the features has one slope everywhere. The log-
+    probabilities of the weights that sampled are on record. And where ll is its own anchor, the
+    ratio is 1 whatever ll is, and so is the slope of some objectives (``linear_on_policy``); but
+    then no later update may need this ll.
     """
     method, logp = run.method, experience.rollout.logp
     blank = torch.zeros(plan.scored.shape, dtype=logp.dtype, device=logp.device)
@@ -244,8 +254,9 @@ def known_features(
     if method.on_record:
         sampled_now = experience.updates == run.updates
         return {"logp": logp * plan.scored} if sampled_now and not method.has_reference else None
-    own, only_update = method.anchor == "old" and anchor is None, run.settings.num_iterations == 1
-    return anything if own and only_update and method.linear_on_policy else None
+    its_own_anchor = method.anchor == "old" and anchor is None
+    only_update = run.settings.num_iterations == 1
+    return anything if its_own_anchor and only_update and method.linear_on_policy else None
 
 
 def score(run: Run, rollout: Rollout, plan: Plan) -> dict[str, Tensor]:

@@ -101,10 +101,11 @@ def collect(run: Run, step: int) -> Experience:
     # The rewards: a verifier reads the text of each answer.
     texts = decode(run.tok, rollout.response)
     reward, solved, readable = judge(run, problems, texts)
-    if "seen_logp" in rollout.records:  # the control variate (2.12) has constants for each verdict
+    if "seen_logp" in rollout.records:  # the control variate (2.12) asks which answers were right
         rollout.records["solved"] = solved
     experience = Experience(problems, rollout, texts, reward.to(rollout.logp), solved, readable)
-    if run.actor is run.network and s.sampler.top_p == 1:  # their own logp is on record
+    # If the trained weights drew these tokens themselves, what they gave to each is on record.
+    if run.actor is run.network and s.sampler.top_p == 1:
         experience.updates = run.updates
     return experience
 
@@ -132,7 +133,9 @@ def plans(run: Run, step: int, experience: Experience) -> list[tuple[Plan, Tenso
         plan = methods.draw(method, rollout, noise, update=i, updates=count, schedule=schedule)
         adv = advantages(run, experience, plan)  # (B,) or (K, B)
         # Prompts whose answers all have advantage 0 have no gradient, unless a penalty gives one.
-        if method.kl is None and method.objective.func.needs_advantage:
+        # (A mean over entries divides by their number: there they count all the same.)
+        silent = method.kl is None and method.objective.func.needs_advantage
+        if silent and method.aggregation != "entry_mean":
             plan = speaking(plan, adv, s.num_generations)
         found.append((plan, adv))
     return found * (s.num_iterations // count)
@@ -147,6 +150,7 @@ def advantages(run: Run, experience: Experience, plan: Plan) -> Tensor:
     method, rollout, step_reward = run.method, experience.rollout, None
     if method.step_value != "none":
         record = methods.completions(method, rollout)  # (B, T, L): one text for each step
+        # Of these the texts of the plan's own K states, which are steps of the trajectory.
         place = plan.step[..., None].expand(-1, -1, record.shape[-1])
         texts = [decode(run.tok, row) for row in record.transpose(0, 1).gather(0, place)]
         worth = [judge(run, experience.problems, some)[0] for some in texts]
@@ -157,7 +161,7 @@ def advantages(run: Run, experience: Experience, plan: Plan) -> Tensor:
 def speaking(plan: Plan, adv: Tensor, num_generations: int) -> Plan:
     """The plan without the prompts whose answers all have advantage 0."""
     groups = adv.reshape(-1, adv.shape[-1]).unflatten(1, (-1, num_generations))  # (K, G, N)
-    speaks = ~(groups.abs().sum((0, 2)) == 0).repeat_interleave(num_generations)  # (B,)
+    speaks = (groups != 0).any(2).any(0).repeat_interleave(num_generations)  # (B,)
     scored = plan.scored & speaks[:, None]
     return dataclasses.replace(plan, valid=plan.valid & speaks, scored=scored)
 
@@ -243,6 +247,7 @@ def optimizer_step(
 
     FloatingPointError for a gradient that is not finite: it is not applied.
     """
+    # The gradient of all weights, as one vector, is made no longer than max_grad_norm.
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
     norm = float(processes.full_tensor(norm))
     if not math.isfinite(norm):
@@ -255,7 +260,7 @@ def optimizer_step(
 
 
 def learning_rate(settings: Any, update: int, updates: int) -> float:
-    """Of an update, from 0: linear warm-up, then constant or a cosine down to a tenth."""
+    """Of an update, from 0: a linear warm-up, times 1 or a cosine from update 0 down to a tenth."""
     warm = min(1.0, (update + 1) / max(1, settings.warmup))
     cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, update / max(1, updates)))
     return settings.learning_rate * warm * (cosine if settings.schedule == "cosine" else 1.0)

@@ -8,7 +8,8 @@ give these words. If a paper needs a function that algorithms.py does not have, 
 function there and one new record here.
 
 A bare name is what its authors' own code computes, quirks included, where there is such code, and
-else the paper's formula. What follows a paper against its code, accounts of a paper, or the code of
+else the paper's formula. (One number is ours: the delta of ``drpo``, whose published value is never
+reached.) What follows a paper against its code, accounts of a paper, or the code of
 somebody else has a name that says so (``gdpo-sequence``, ``egspo-accounts``, ``ppo-verl``). What is
 not as in its ``source`` is in ``differs``. Numbers (clips, temperatures of weights, K) are the
 published ones where they make sense for a model of any size; a run's ``method_options`` replace
@@ -100,12 +101,14 @@ class Method:
     anchor        behaviour: the sampler's own logp (replay plans only). old: scored before the
                   first update. none
     temperature   one: scored at temperature 1. sampling: at the sampler's, as behaviour needs
-    reduction     what has a ratio: a token, a step, a pair of masks, a sequence (5.1)
+    reduction     what has a ratio (5.1): a token, a position over all its states, a step, a state,
+                  a pair of masks, a sequence
     normalizer    divides ll: none; the tokens that count (kept_length); the padded length L, which
                   some released code does: short answers then get ratios nearer to 1
     credit        rewards to advantages (section 6)
     step_value    what a state is worth before its step: none, or the reward of its completion in
-                  one step, greedy or sampled; credit then gives each state an advantage of its own
+                  one step: greedy, sampled, or with what the sampler drew there (proposed); credit
+                  then gives each state an advantage of its own
     objective     the loss of an entry (section 8)
     extra         what else the objective reads: a function of (ll, adv, feature, plan, rollout,
                   normalizer) to its keywords
@@ -237,7 +240,8 @@ EVERY_STEP = P(alg.replay_plan, num_states=None, min_entropy=0.0)
 # ------------------------------------------------ 2.1 The papers of this project, and the baselines
 
 # The recorded trajectory. On the first update of an on-policy rollout reinforce, ppo, dppo and drpo
-# have one gradient: what differs is reuse and mismatch. The native setting of the last three is the
+# have one gradient, up to the factor L by which the last three divide: what differs is reuse and
+# mismatch. The native setting of the last three is the
 # order from left to right, where every token has an exact probability; in other orders they inherit
 # the bias of the token-only score.
 row("reinforce", "main", source="Williams 1992; Dr. GRPO (arXiv 2503.20783)",
@@ -418,8 +422,8 @@ row("trace-block", "kin", like="replay-grpo",
   plan=P(alg.block_replay_plan))
 row("replay-uniform", "kin", like="reinforce", source="AGRPO (arXiv 2510.04019), by accounts",
   title="Follows the policy gradient on four steps, drawn uniformly.",
-  differs="It is unbiased by a weight of T/K and has no clip, which AGRPO has. It is a control of "
-  "egspo-accounts.",
+  differs="It is unbiased by a weight, the steps that count over those drawn, and lacks AGRPO's "
+  "clip. It is a control of egspo-accounts.",
   plan=P(alg.replay_plan, num_states=4, min_entropy=0.0))
 
 # One ratio a revealed token, or one weight.
@@ -557,7 +561,8 @@ row("gdpo-arcs", "own", like="gdpo-sequence",
 row("stabledrl-cv", "own", like="stabledrl-elbo",
   source="this project; StableDRL (arXiv 2603.06743) by accounts",
   title="Is stabledrl-elbo with weights from a quieter ELBO.",
-  differs="It takes three calls, and a control variate from the rollout's own states (2.12).",
+  differs="It takes three calls, and a control variate from the rollout's own states (2.12), whose "
+  "constants a run reads from its base's folder; without them the plan is that of gdpo-arcs.",
   plan=P(alg.control_variate_plan, num_states=3, domain="keep", constants=None))
 row("egspo-exact", "own", like="egspo-accounts",
   source="this project; EGSPO (arXiv 2603.12554): accounts, code",
@@ -603,6 +608,7 @@ def reduced(
 ) -> Float[Tensor, "K2 B L2"]:
     """The method's ll: logp, and order_logp where the method asks for it, with its level and
     normaliser; position_logp is an entry of its own, the second of each sequence."""
+    # What a step did: the tokens that it revealed and, where it counts, the choice of their places.
     logp = feature["logp"]
     if "order_logp" in method.features:
         logp = logp + feature["order_logp"]
@@ -679,14 +685,17 @@ def penalty(
     """The method's KL term, entry by entry, without its weight; None where it has none."""
     if method.kl is None:
         return None
+    # The exact KL of each scored position is a feature: it is summed over states as logp is.
     if method.kl.form == "exact":
         blank = dict.fromkeys(method.features, torch.zeros_like(feature["kl_ref"]))
         return reduced(method, plan, rollout, blank | {"logp": feature["kl_ref"]})
+    # Else k1, k2 or k3 of a difference of two ll, both with the normaliser or both without.
     target = anchor if method.kl.target == "old" else ref
     ll = kl_target(method, plan, rollout, feature)
     kl = alg.kl_term(ll, target, form=method.kl.form)
     if method.kl.of != "per_token":
         return kl
+    # per_token: the form is taken of the whole difference, and then divided.
     return kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None]
 
 
@@ -717,12 +726,14 @@ def ratio_diagnostics(
     clip_fraction, bypass_fraction: what the objective says of its entries (``Surrogate``).
     Effective sample size (ESS): (sum ratio)^2 / (n sum ratio^2), 1 when all ratios agree.
     """
+    # Of the entries that exist: a ragged plan pads.
     ll = reduced(method, plan, rollout, feature)
     present = alg.entries(plan, method.reduction)[0].expand_as(ll)
     logs = alg.log_ratio(ll, anchor)[present]
     ratio = logs.exp()
     if not len(logs):
         return {}
+    # What the objective's own clip or mask did to them.
     _, cut, bypass = surrogate(method, plan, rollout, feature, adv, anchor)
     values = {
         "ratio_mean": ratio.mean(),

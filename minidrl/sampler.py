@@ -179,7 +179,7 @@ def generate(
                   temperature 0.
     one_step      (B, T, L): per step the completion by argmax of every hidden token at once, the
                   revealed ones kept; after a row's end its response.
-    one_step_sampled  the same with every hidden token drawn from softmax(z / T), by noise that has
+    one_step_sampled  the same with every hidden token drawn from the sampler's q, by noise that has
                   nothing to do with the trajectory's.
     one_step_proposed  drawn likewise, and what the step reveals is part of it: where the sampler
                   itself drew a token in this step, it is that token, chosen or not.
@@ -187,10 +187,12 @@ def generate(
                   the state before each step; 0 where it is visible, and after a row's end. Until
                   the response is known, B T L V numbers are kept: at most CHUNK.
 
-    The last four apply ``head`` to all hidden blocks at every step.
+    The last four apply ``head`` to all hidden blocks at every step, and call a block-causal network
+    once more for them.
 
-    Returns a Rollout whose ``logp`` is log softmax(z / T)[token] in nats, in the dtype of the
-    logits. At temperature 0 the behaviour is a point mass: ``logp`` and entropy are 0.
+    Returns a Rollout whose ``logp`` is log q[token] in nats, q = softmax(z / T) (of the nucleus,
+    with a top_p), in the dtype of the logits. At temperature 0 the behaviour is a point mass:
+    ``logp`` and entropy are 0.
     """
     check_attention(model, settings)
     check_positions(getattr(model, "model", None), prompt.shape[1], settings.length)
@@ -418,7 +420,7 @@ def at(h: Float[Tensor, "R L D"], positions: Int[Tensor, "R C"]) -> Float[Tensor
 def propose(
     logits: Float[Tensor, "R C V"], settings: Sampler, u: Float[Tensor, "R C"] | None
 ) -> tuple[Int[Tensor, "R C"], Float[Tensor, "R C"], Float[Tensor, "R C V"] | None]:
-    """token ~ q, below; the argmax at temperature 0.
+    """token ~ q of ``log_policy``; the argmax at temperature 0.
 
     The distribution of LLaDA's Gumbel-max sampling, drawn through the inverse CDF instead. Returns
     the token, log q(token) and log q, the distribution from which it was drawn; at temperature 0
@@ -494,7 +496,7 @@ def write(
 
     def put(into: Tensor, value: Tensor | int, start: int = 0) -> None:
         at = rows[:, None], start + positions
-        if sure is not None:  # the others keep what they have; no host is asked which
+        if sure is not None:  # the others keep what they have, chosen on the device
             value = torch.where(sure.view(*sure.shape, *[1] * (into.ndim - 2)), value, into[at])
         into[at] = value
 
@@ -523,10 +525,12 @@ def record_completions(
     proposed: Int[Tensor, "R C"],
 ) -> None:
     """The completions asked for of the state before ``step``, in which it drew ``proposed``."""
+    # Each is the text that the state becomes in one step: by argmax, or drawn by noise of its own.
     noise = trace.noise.completion
     for name in (name for name in COMPLETIONS if name in trace.records):
         u = None if name == "one_step" or noise is None else noise[step, rows]
         guess = one_step_completion(model, rest, trace.tokens[rows], trace.settings, u)
+        # Where the sampler drew a token in this very step, that token stands there.
         if name == "one_step_proposed":
             hidden = trace.unmask_step[rows].gather(1, positions) < 0
             token = torch.where(hidden, proposed, guess.gather(1, positions))

@@ -274,6 +274,13 @@ def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name,
     assert (gradients[0] - gradients[1]).norm() < 1e-12 * gradients[1].norm()
 
 
+def test_a_mean_over_entries_counts_the_groups_of_equal_rewards(monkeypatch):
+    """Without them it would divide by fewer, and the others would be pushed more."""
+    run = tiny.run_on(monkeypatch, tiny.network(), method="ppo", method_options={"aggregation": "entry_mean"})
+    plan, *_ = second_update(run, half_silent(tiny.experience(run)))
+    assert plan.scored[:, : tiny.GENERATIONS].any()
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_rewards_change_no_weight_and_the_schedule_goes_on(name, base, monkeypatch):
     monkeypatch.setattr(Countdown, "judge", lambda *_: Verdict(0.25, False, {}))
