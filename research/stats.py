@@ -1,4 +1,4 @@
-"""Means over a few seeds: Student's t and Holm's correction; Wilson's interval for a share.
+"""Means over a few seeds: Student's t and Holm's correction.
 
 Seeds are taken as independent draws, and their values as normal around the mean.
 """
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binomtest, t
+from scipy.stats import t
 
 ROUNDING = 1e-12  # relative to the largest value: a difference below it is an error of floats
 
 
 class Interval(NamedTuple):
-    """A mean and the limits of its confidence interval."""
+    """A mean and the limits of its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """The mean of paired differences, its interval, and the two-sided p-value against mean 0."""
+    """The mean of paired differences, its 95 % interval, and the two-sided p-value against mean 0."""
 
     mean: float
     low: float
@@ -37,7 +37,7 @@ def student(p: float, dof: int) -> float:
     return float(t.ppf(p, dof))
 
 
-def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+def mean_interval(values: Sequence[float]) -> Interval:
     """mean +- t s / sqrt(n), with the sample's standard deviation s and n - 1 degrees of freedom.
 
     ValueError for fewer than two values, or one that is not finite.
@@ -45,29 +45,23 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     if len(values) < 2 or not all(map(math.isfinite, values)):
         raise ValueError(f"values: got {list(values)}; allowed are two or more finite numbers")
     mean, n = float(np.mean(values)), len(values)
-    half = student((1 + level) / 2, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    half = student(0.975, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half)
 
 
-def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Paired:
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     """Student's paired test of a - b, where a[i] and b[i] share their seed.
 
     Without any spread there is no t: p is 1 where all differences are 0, and 0 where all are the
     same other number.
     """
     differences = [x - y for x, y in zip(a, b, strict=True)]
-    mean, low, high = mean_interval(differences, level)
+    mean, low, high = mean_interval(differences)
     rounding = ROUNDING * max(map(abs, (*a, *b)))
     if max(differences) - min(differences) <= rounding:
         return Paired(mean, mean, mean, 1.0 if abs(mean) <= rounding else 0.0)
     error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
     return Paired(mean, low, high, float(2 * t.sf(abs(mean / error), len(differences) - 1)))
-
-
-def wilson(successes: int, n: int, level: float = 0.95) -> Interval:
-    """The share successes / n, and Wilson's score interval (1927) for what it estimates."""
-    found = binomtest(successes, n).proportion_ci(level, method="wilson")
-    return Interval(successes / n, float(found.low), float(found.high))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

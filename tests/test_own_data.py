@@ -14,7 +14,7 @@ import tiny
 from minidrl import denoiser, sampler
 from minidrl.run import checkpoints, folders
 from minidrl.run.cli import main
-from minidrl.tasks import code, countdown, sudoku, text
+from minidrl.tasks import code, countdown, rows, sudoku, text
 from minidrl.tasks.countdown import tokenizer
 from minidrl.tasks.mathematics import Gsm8k, Math500, Question
 
@@ -46,6 +46,11 @@ def train(capfd, *words: str) -> tuple[int, str]:
     capfd.readouterr()
     status = main(["train", "run.yaml", "--out", "run", *words])
     return status, capfd.readouterr().err
+
+
+def test_a_quoted_field_of_csv_may_hold_a_line_break(tmp_path):
+    (tmp_path / "rows.csv").write_text('question,answer\n"One\ntwo?","So.\n#### 3"\n')
+    assert rows.of_file("data", tmp_path / "rows.csv") == [{"question": "One\ntwo?", "answer": "So.\n#### 3"}]
 
 
 def test_the_longest_prompt_is_named_before_the_first_step(folder, capfd):
@@ -201,8 +206,8 @@ def test_math_rows_of_a_training_file_are_measured_too(tmp_path):
     """The neighbour: LaTeX, whose training file is another than the one that is held out."""
     pytest.importorskip("math_verify", reason='needs pip install -e ".[math]"')
     row = {"problem": "What is $1+1$?", "solution": r"It is $\boxed{2}$.", "answer": "2"}
-    for name, rows in {"test": [row], "train": [row | {"problem": f"What is ${n}$?"} for n in (3, 4)]}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    for name, given in {"test": [row], "train": [row | {"problem": f"What is ${n}$?"} for n in (3, 4)]}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(given))
     paths = {"path": str(tmp_path / "test.json"), "train_path": str(tmp_path / "train.json")}
     found = Math500(**paths).from_files()
     assert [problem.place.rpartition("/")[2] for problem in found] == [

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import tiny
 from minidrl import __main__ as cli
-from minidrl.run import config, folders, report
+from minidrl.run import checkpoints, config, folders, report
 from minidrl.tasks import Verdict
 from minidrl.tasks.countdown import Countdown
 
@@ -129,8 +129,10 @@ def test_no_name_is_given_before_the_bytes_are_on_the_disk(writer, tmp_path, mon
 # --------------------------------------------------------------------------------------------------------- going on
 
 
-def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_not_resumed(folder, capfd):
+def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_not_resumed(folder, capfd, monkeypatch):
     assert train(capfd, "run")[0] == 0
+    assert train(capfd, "run.yaml/run")[1].startswith("minidrl: out: run.yaml/run cannot be written to: ")
+    monkeypatch.setattr(checkpoints, "load", None)  # it is refused before anything is loaded
     allowed = "allowed another --out, or --resume to continue it"
     assert train(capfd, "run") == (2, f"minidrl: out: got 'run', which already holds a run; {allowed}")
     said = "minidrl: resume: got 'nothing', which holds no checkpoint; allowed the folder of a run"
@@ -141,7 +143,15 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_not_resumed(f
         2,
         "minidrl: out: got 'mine', which already holds a run or other files; allowed another --out",
     )
-    assert train(capfd, "run.yaml/run")[1].startswith("minidrl: out: run.yaml/run cannot be written to: ")
+
+
+def test_the_steps_are_kept_whatever_the_last_evaluation_meets(folder, capfd, monkeypatch):
+    assert train(capfd, "whole")[0] == 0
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        at_step(patch, 4, lambda: 1 / 0)
+        train(capfd, "parts")
+    assert train(capfd, "parts", *RESUMED)[0] == 0
+    assert_equal_runs(folder / "whole", folder / "parts")
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(folder, capfd, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from minidrl import features as feat
 from minidrl import methods, oracle
 from minidrl.keyed import keyed_generator
+from research import stats
 from research.benches import rows_against_oracle as bench
 
 EACH = bench.PROMPTS * bench.GENERATIONS
@@ -137,19 +138,15 @@ def test_noise_does_not_bias_the_estimates():
 
 
 @pytest.mark.slow
-def test_the_rehearsal_finds_numbers_for_every_row_and_judges_them():
+def test_the_rehearsal_finds_numbers_for_every_row():
+    """REINFORCE in random order has the cosine 1, and the control is off the truth, each within its interval."""
     found = bench.rehearsal()
-    assert bench.complaints(found) == []
     expected = {bench.key_of(name, order) for name in methods.METHODS for order in bench.orders_of(name)}
     assert set(found) == expected | {f"control, {order}" for order in bench.orders_of("control")}
-    wrong = found["control, random"]["cosine"]
-    off = {**found, "reinforce, random": found["control, random"]}
-    assert bench.complaints(off) == [f"reinforce, random: cosine {wrong:.3f}; allowed 1 within its interval"]
-    right = found["reinforce, random"]["cosine"]
-    on = {**found, "control, random": found["reinforce, random"]}
-    assert bench.complaints(on) == [f"control, random: cosine {right:.3f}; allowed below 0.5"]
-    none = {**found, "grpo, random": {"cosine": math.nan, "error": 1.0}}
-    assert bench.complaints(none) == ["grpo, random: cosine nan; allowed a number"]
+    assert not any(math.isnan(row["cosine"]) for row in found.values())
+    student, exact, off = stats.student(0.975, bench.PARTS - 1), found["reinforce, random"], found["control, random"]
+    assert abs(exact["cosine"] - 1) <= student * exact["error"] <= 0.2
+    assert abs(off["cosine"]) + student * off["error"] < 0.5
 
 
 def test_the_control_is_off_by_as_much_as_arithmetic_says():

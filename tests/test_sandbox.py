@@ -12,7 +12,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -317,7 +316,6 @@ def test_tests_are_held_in_the_same_walls():
 
 
 # ------------------------------------------------------------------------------------------------------- the verdict
-NAIVE = "print('PASSED')"
 CHEATS = {}
 CHEATS["leaves in the call"] = """
 import os
@@ -382,14 +380,6 @@ def square(program: str) -> sandbox.Record:
 def test_a_cheat_passes_nothing(cheat):
     record = square(CHEATS[cheat])
     assert (record.passed, record.total) == (0, 2) and record.reason
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_the_cheat_passes_where_program_and_tests_share_an_interpreter(cheat):
-    """As exit status 0, or the marker in the output, would have it."""
-    whole = "\n".join([SETUP, CHEATS[cheat], *SQUARE, NAIVE])
-    done = subprocess.run([sys.executable, "-ISc", whole], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 or "PASSED" in done.stdout, done.stderr
 
 
 @HERE

@@ -22,6 +22,7 @@ from minidrl.tasks import Verdict
 from minidrl.tasks.countdown import Countdown, Puzzle
 from research import controls, grid, ledger, tables
 from research.__main__ import main
+from research.benches import answers
 
 ROOT = Path(__file__).parents[1]
 RESULTS, STUDIES = ROOT / "research/results", sorted((ROOT / "research/studies").glob("*.yaml"))
@@ -337,7 +338,6 @@ def test_a_wrong_call_is_one_line_and_status_2(folder, capsys):
 
 
 def test_answers_are_counted_by_what_a_puzzle_needs_and_by_how_they_fail(tmp_path):
-    answers = tiny.script("answers")
     puzzle = Puzzle((35, 13), 48)
     for text, kind in {
         "35+13=48": "solved",

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib
 import json
 import re
 import shutil
@@ -26,11 +25,6 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 TASK = Countdown(num_numbers=2, held_out_share=0.3)
 SAMPLER = sampler.Sampler(order="left_to_right", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
 GROUPS, GENERATIONS, BLOCK = 3, 4, 2
-
-
-def script(name: str):
-    """A script of research/benches/ as a module."""
-    return importlib.import_module(f"research.benches.{name}")
 
 
 def replaced(source: str, old: str, new: str) -> str:

@@ -471,8 +471,9 @@ def _refused(folder: str | Path, found: str) -> ValueError:
 
 
 @contextlib.contextmanager
-def reading(folder: str | Path):
-    """What a library has to say about a file becomes one line that names the folder.
+def reading(folder: str | Path, key: str = "model"):
+    """What a library has to say about a file becomes one line that names the folder; ``key``: the
+    setting that does.
 
     Running out of a GPU's memory is not about the file, and the caller knows what to lower.
     """
@@ -481,4 +482,5 @@ def reading(folder: str | Path):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise _refused(folder, f", which cannot be read: {one_line(error)}") from None
+        got = f"{str(folder)!r}, which cannot be read: {one_line(error)}"
+        raise ValueError(f"{key}: got {got}") from None

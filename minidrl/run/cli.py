@@ -138,7 +138,7 @@ def train(
         s = train(settings, out, resume)
     if distributed.is_main():
         rise = f"{s['solved_before']:.1%} -> {s['solved_after']:.1%}"
-        what = f"of {s['evaluated_on']} held-out puzzles at temperature {s['temperature']:g}"
+        what = f"of {s['evaluated_on']} held-out problems at temperature {s['temperature']:g}"
         cost = f"{s['steps']} steps in {s['seconds']:.0f} s"
         print(
             f"{s['method']}, seed {s['seed']}: {rise} {what}, {cost}; curve in {out / 'curve.png'}"

@@ -129,7 +129,7 @@ def _check_architecture(kind: Any, source: str) -> None:
 
 def _read(where: Path, how: dict, source: str) -> tuple[Any, Any]:
     """(model, tokenizer) by transformers; ValueError where a weight is missing or left over."""
-    with checkpoints.reading(Path(source)):
+    with checkpoints.reading(Path(source), "source"):
         tok = AutoTokenizer.from_pretrained(where, padding_side="left", **how)
         how = how | {"dtype": torch.float32 if how else "auto", "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(where, **how)

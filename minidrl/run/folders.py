@@ -192,7 +192,8 @@ def _whole(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError) as error:
-        got = f"{str(checkpoint)!r}, which cannot be read: {one_line(error)}"
+        why = one_line(error).rpartition("which cannot be read: ")[2]  # of the first who said it
+        got = f"{str(checkpoint)!r}, which cannot be read: {why}"
         allowed = "a whole one: without this folder, the checkpoint before it is taken"
         raise ValueError(f"resume: got {got}; allowed {allowed}") from None
 
@@ -212,20 +213,29 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[tuple[Path | None
         lock.release()
 
 
-def _open(
-    out: Path, settings: Any, resume: bool, lock: FileLock
-) -> tuple[Path | None, dict[str, str]]:
+def check(out: Path, resume: bool) -> None:
+    """ValueError where no run may begin in ``out``, or go on: asked before anything is loaded."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
     names = [path.name for path in out.iterdir()] if out.exists() else []
     names = [name for name in names if name != ".lock" and not name.endswith(PART)]
-    if CONFIG not in names and not checkpoint_folders(out):  # no run: nothing is touched
+    found = checkpoint_folders(out)
+    if CONFIG not in names and not found:  # no run: nothing is touched
         if resume:
             got = f"{str(out)!r}, which holds no checkpoint"
             raise ValueError(f"resume: got {got}; allowed the folder of a run")
         if names:
             got = f"{str(out)!r}, which already holds a run or other files"
             raise ValueError(f"out: got {got}; allowed another --out")
+    if (not resume and found) or (not found and SUMMARY in names):
+        allowed = "another --out, or --resume to continue it"
+        raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
+
+
+def _open(
+    out: Path, settings: Any, resume: bool, lock: FileLock
+) -> tuple[Path | None, dict[str, str]]:
+    check(out, resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -237,12 +247,9 @@ def _open(
     for part in out.glob(f"checkpoint-*{PART}"):  # of a write that was interrupted
         shutil.rmtree(part)
     found, sums = checkpoint_folders(out), data_sums(settings)
-    if found and resume:
+    if found:
         _check_resumed(out, found[-1], settings, sums)
         return found[-1], sums
-    if found or (out / SUMMARY).exists():
-        allowed = "another --out, or --resume to continue it"
-        raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
     if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
         config.check_unchanged(settings, out)
         log.warning(f"{out} holds a run that ended before its first checkpoint; it starts again")

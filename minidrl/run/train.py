@@ -42,6 +42,7 @@ LEAST_READABLE = 0.05  # share of a step's answers, below which a remark is due
 def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
     """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png; returns summary.json."""
     together = distributed.collectively
+    together(lambda: folders.check(out, resume))
     together(lambda: memory.check(settings))
     together(lambda: held_out(settings.task, settings.evaluate.n, settings.evaluate.skip))
     run = None
@@ -140,7 +141,12 @@ def _evaluate(run: loop.Run, rows: MetricsLog, step: int, seconds: float) -> flo
 def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
     s = run.settings
     if state["solved_after"] is None:  # else the checkpoint is there already
-        state["solved_after"] = _evaluate(run, rows, s.steps, state["seconds"])
+        try:
+            state["solved_after"] = _evaluate(run, rows, s.steps, state["seconds"])
+        except Exception:  # the steps are kept, whatever the evaluation meets
+            if run.processes.num_processes() == 1:  # of several, others may still be at it
+                save(run, out, state)
+            raise
         save(run, out, state)
     rows.close()
     distributed.on_main(lambda: report.write_curve(out))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def _of_text(path: Path) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
-            return [*csv.DictReader(text.splitlines())]
+            return [*csv.DictReader(io.StringIO(text, newline=""))]
         if path.suffix == ".json" and text.lstrip()[:1] == "[":
             return json.loads(text)
     except (ValueError, RecursionError, csv.Error) as error:

