@@ -264,9 +264,7 @@ def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step:
     plan_of = alg.block_elbo_plan if block_causal else alg.elbo_count_plan
     noise = keyed_generator(settings.seed, step, "masks")
     plan = plan_of(rollout, noise, num_states=1, domain="all", strata=False)
-    (states,) = feat.state_chunks(plan, len(rollout.response))
-    found = feat.state_features(model, rollout, plan, states, temperature=1.0)["logp"]
-    logp = torch.zeros_like(plan.scored, dtype=found.dtype).flatten(0, 1)
-    logp = logp.index_copy(0, states, found).view_as(plan.scored)
+    how = {"temperature": 1.0, "size": len(rollout.response), "graph": True}
+    logp = feat.features(model, rollout, plan, **how)["logp"]
     ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
     return -ll.mean() / rollout.response.shape[1]

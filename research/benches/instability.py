@@ -122,11 +122,7 @@ def texts(prompt: Tensor, response: Tensor, generations: int) -> alg.Rollout:
     return alg.Rollout(prompt, torch.ones_like(prompt, dtype=torch.bool), response, every, step, logp, generations, SETTINGS)
 
 
-def graph(model: denoiser.Denoiser, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
-    """The features of all states with their graph: at this size they fit."""
-    shape = plan.scored.shape[:2]
-    value = feat.state_features(model, rollout, plan, torch.arange(shape[0] * shape[1]), temperature=1.0)
-    return {"logp": value["logp"].unflatten(0, shape)}
+HOW = {"temperature": 1.0, "size": 1 << 20, "graph": True}  # of features: at this size all graphs fit
 
 
 def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denoiser:
@@ -140,7 +136,7 @@ def base(steps: int = 500, rate: float = 1e-2, seed: int = 0) -> denoiser.Denois
         right = torch.rand(128, LENGTH, generator=noise) < 0.4
         rollout = texts(prompt, torch.where(right, goal(prompt), uniform), 1)
         plan = alg.elbo_count_plan(rollout, noise, num_states=1, domain="keep", strata=True)
-        (-(graph(model, rollout, plan)["logp"].sum(-1) * plan.weight).mean() / LENGTH).backward()
+        (-(feat.features(model, rollout, plan, **HOW)["logp"].sum(-1) * plan.weight).mean() / LENGTH).backward()
         optimizer_step(model, optimizer, OPTIMIZER, rate * (1 - step / steps))
     return model.eval()
 
@@ -167,7 +163,7 @@ def updates(
     else:
         anchors = [score(plan) for plan in plans]
     for plan, anchor in zip(plans, anchors, strict=True):
-        adv, feature = methods.advantages(method, plan, rollout, reward), graph(model, rollout, plan)
+        adv, feature = methods.advantages(method, plan, rollout, reward), feat.features(model, rollout, plan, **HOW)
         methods.method_loss(method, plan, rollout, feature, adv, None if method.anchor == "none" else anchor, None).backward()
         norm = optimizer_step(model, optimizer, settings, settings.learning_rate)
         yield plan, {name: value.detach() for name, value in feature.items()}, anchor, adv, norm

@@ -247,16 +247,6 @@ def draw_plan(row: methods.Method, rollout: alg.Rollout, seed: int, update: int,
     return dataclasses.replace(parts[0], **{name: torch.cat([getattr(p, name) for p in parts], 1) for name in names})
 
 
-def with_graph(row: methods.Method, model: Tables, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
-    """The features of all states with their graph."""
-    shape, out = plan.scored.shape, {}
-    for states in feat.state_chunks(plan, plan.valid.numel()):
-        for name, value in feat.state_features(model, rollout, plan, states, temperature=1.0, names=row.features).items():
-            blank = value.new_zeros(shape[0] * shape[1], *value.shape[1:])
-            out[name] = blank.index_copy(0, states, value).unflatten(0, shape[:2])
-    return out
-
-
 def scored(row: methods.Method, model, rollout: alg.Rollout, plan: alg.Plan) -> dict[str, Tensor]:
     """What an ll is made of, without a graph: for anchors and references."""
     names = tuple(name for name in row.features if name in ("logp", "order_logp", "position_logp"))
@@ -314,7 +304,8 @@ class Updates:
         if row.kl and row.kl.target == "reference":  # which is the base, too
             ref = methods.kl_target(row, plan, rollout, scored(row, self.base, rollout, plan))
         table = self.table.requires_grad_()
-        feature = with_graph(row, Tables(table), rollout, plan)
+        how = {"temperature": 1.0, "names": row.features, "size": plan.valid.numel(), "graph": True}
+        feature = feat.features(Tables(table), rollout, plan, **how)
         loss = losses(row, plan, rollout, feature, advantages(row, plan, rollout, self.reward), anchor, ref)
         self.table = table.detach()
         return -torch.autograd.grad(loss.sum(), table)[0].flatten(1)
