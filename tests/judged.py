@@ -9,14 +9,10 @@ import __future__
 
 import ast
 import importlib
-import io
 import re
 import sys
-import tokenize
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
-from itertools import accumulate
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -78,35 +74,11 @@ def _definitions(body: list[ast.stmt]) -> Iterator[Definition]:
                 yield Definition(f"row.{call.args[0].value}", call.lineno, call.end_lineno, number)
 
 
-def _squeezed(passage: str) -> str:
-    """Without white space, backslashes and the commas that a line break adds before a closing bracket."""
-    return re.sub(r",(?=[)\]}])", "", re.sub(r"[\s\\]", "", passage))
-
-
-class Text:
-    """A source, and the places of the letters that are compared: what is no comment and no docstring, `_squeezed`."""
-
-    def __init__(self, source: str):
-        self.source, self.starts = source, [0, *accumulate(map(len, source.splitlines(keepends=True)))]
-        dropped: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT:
-                start = self.starts[token.start[0] - 1] + token.start[1]
-                dropped.update(range(start, start + len(token.string)))
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-                dropped.update(range(self.starts[node.body[0].lineno - 1], self.starts[node.body[0].end_lineno]))
-        kept = [at for at, letter in enumerate(source) if at not in dropped and not letter.isspace() and letter != "\\"]
-        following = [source[at] for at in kept[1:]] + [""]
-        self.kept = [at for at, letter in zip(kept, following, strict=True) if source[at] != "," or letter not in [*")]}"]]
-        self.squeezed = "".join(source[at] for at in self.kept)
-
-    def spans(self, definition: Definition, passage: str) -> list[tuple[int, int]]:
-        """From where to where the passage stands inside the definition."""
-        passage = _squeezed(passage)
-        start, stop = (bisect_left(self.kept, self.starts[line]) for line in (definition.first - 1, definition.last))
-        found = re.finditer(re.escape(passage), self.squeezed[start:stop]) if passage else ()
-        return [(self.kept[start + match.start()], self.kept[start + match.end() - 1] + 1) for match in found]
+def passage(old: str) -> re.Pattern:
+    """Finds a passage in a source; line ends, comments and the comma of a line break are no matter."""
+    pieces, gap = re.findall(r"\w+|[^\w\s]", old), r"(?:\s|#[^\n]*\n)*"
+    closing = [rf",?{gap}{re.escape(piece)}" if piece in ")]}" else re.escape(piece) for piece in pieces[1:]]
+    return re.compile(gap.join([re.escape(pieces[0]), *closing]))
 
 
 class Room:
@@ -128,20 +100,18 @@ class Room:
     def compiled(self, tree: ast.Module | str) -> CodeType:
         return compile(tree, str(self.path), "exec", flags=FLAGS, dont_inherit=True)
 
-    @cached_property
-    def text(self) -> Text:
-        """The source, and which of its letters are compared."""
-        return Text(self.source)
+    def source_of(self, first: int, last: int) -> str:
+        """Its lines, from 1."""
+        return "".join(self.source.splitlines(keepends=True)[first - 1 : last])
 
-    def replaced(self, definition: Definition, span: tuple[int, int], old: str, new: str) -> CodeType:
-        """The definition's statement with new in the place of the span, which is old without the white space around it."""
-        text = self.text
-        node = self.body[definition.statement]
+    def replaced(self, definition: Definition, old: str, new: str) -> CodeType:
+        """The definition's statement with new in the place of old, without the white space around it."""
         new = new.lstrip() if old[0].isspace() else new
         new = new.rstrip() if old[-1].isspace() else new
-        first = _first(node) - 1
-        start, stop = text.starts[first], text.starts[node.end_lineno]
-        return self.compiled("\n" * first + text.source[start : span[0]] + new + text.source[span[1] : stop])
+        node, own = self.body[definition.statement], self.source_of(definition.first, definition.last)
+        before = self.source_of(_first(node), definition.first - 1)
+        after = self.source_of(definition.last + 1, node.end_lineno)
+        return self.compiled("\n" * (_first(node) - 1) + before + passage(old).sub(lambda _: new, own) + after)
 
 
 ROOM = {name: Room(name) for name in ROOMS}
@@ -177,13 +147,11 @@ def place(mutant: Mutant) -> tuple[Room, Definition]:
 def located(mutant: Mutant) -> tuple[Room, Definition, CodeType]:
     """The place of the mutant's passage, and the statement there with the passage replaced."""
     room, definition = place(mutant)
-    spans = room.text.spans(definition, mutant.old)
-    if len(spans) == 1:
-        return room, definition, room.replaced(definition, spans[0], mutant.old, mutant.new)
+    times = len(passage(mutant.old).findall(room.source_of(definition.first, definition.last)))
+    if times == 1:
+        return room, definition, room.replaced(definition, mutant.old, mutant.new)
     home = f"{definition.name} ({_short(room.path)}:{definition.first})"
-    said = (
-        f"is {len(spans)} times in {home}: write more of it" if spans else f"is not in {home} any more: write it as it is now"
-    )
+    said = f"is {times} times in {home}: write more of it" if times else f"is not in {home} any more: write it as it is now"
     raise Stale(f"{_short(mutant.at)}: the passage {said}, or drop the mutant\n    {mutant.old}")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
+import judged
 from minidrl import sampler
 from minidrl.oracle import TabularDenoiser, policy, token_logp, trajectories
 from minidrl.sampler import ORDERS, RECORDS, TOP_K, Sampler, network_calls, steps_run
@@ -587,7 +587,8 @@ def install(monkeypatch, owner, function: str, *passages: str) -> None:
     source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
     space = copy.copy(vars(inspect.getmodule(owner)) if inspect.isclass(owner) else vars(owner))
     for old, new in zip(passages[::2], passages[1::2], strict=True):
-        source = tiny.replaced(source, old, new)
+        source, times = judged.passage(old).subn(lambda _, new=new: new, source)
+        assert times == 1, f"{times} times in the source: {old}"
     exec("from __future__ import annotations\n" + source, space)
     monkeypatch.setattr(owner, function, space[function])
 

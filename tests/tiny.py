@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -25,15 +24,6 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 TASK = Countdown(num_numbers=2, held_out_share=0.3)
 SAMPLER = sampler.Sampler(order="left_to_right", temperature=1.0, length=4, block_length=4, tokens_per_step=1)
 GROUPS, GENERATIONS, BLOCK = 3, 4, 2
-
-
-def replaced(source: str, old: str, new: str) -> str:
-    """A source with another text in the place of one passage, which stands there once; line ends and comments are no matter."""
-    pieces, gap = re.findall(r"\w+|[^\w\s]", old), r"(?:\s|#[^\n]*\n)*"
-    closing = [rf",?{gap}{re.escape(piece)}" if piece in ")]}" else re.escape(piece) for piece in pieces[1:]]
-    found = re.findall(pattern := gap.join([re.escape(pieces[0]), *closing]), source)
-    assert len(found) == 1, f"{len(found)} times in the source: {old}"
-    return re.sub(pattern, lambda _: new, source)
 
 
 # ------------------------------------------------------------------------------------------------------------- networks

@@ -61,7 +61,7 @@ def law_fresh_masks_inflate_the_ratio(alg: Any) -> None:
 @judges("7.2")
 @rejects(
     "7.2",
-    ("u = ll - ref\n", "u = ref - ll\n"),
+    ("u = ll - ref\n    if", "u = ref - ll\n    if"),
     ("u.square() / 2", "u.square()"),
     (":\n        return u", ":\n        return u.abs()"),
 )

@@ -297,7 +297,7 @@ def at_ratios(alg: Any, method: Any, values: list[float], adv: float) -> Tensor:
 
 @judges("10.1", "8.2", "8.4", "8.5", "8.6", "8.11", "8.14", "8.15")
 @rejects("10.1", ("epsilon_high=0.5", "epsilon_high=0.2"), where="row.diffu-grpo")
-@rejects("8.2", ("> 1 + epsilon_high", "> 1 + epsilon_low"))
+@rejects("8.2", ("above, below = ratio > 1 + epsilon_high", "above, below = ratio > 1 + epsilon_low"))
 @rejects("8.11", ("~inside | (u.exp() > cap)", "~inside"))
 @rejects("8.14", ("* loss, cut, bypass)", "* loss, bypass, cut)"))
 @rejects("10.1", ("epsilon_low=3e-4", "epsilon_low=4e-4"), where="row.mask-aware")
