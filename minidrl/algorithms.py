@@ -544,8 +544,9 @@ def quadrature_plan(
     bernoulli    each position hidden with probability t, weight 1/t: GDPO, by accounts
     rounded      l = round(1 + t (n-1)) positions, weight n/l: the count that a hidden
                  position sees on average
-    floor        l = floor(t n) positions, weight 1/t: the released code; a node with
-                 l = 0 is lost
+    floor        l = floor(t n) positions, weight 1/t: the released code, whose n is L,
+                 padding included (domain "all"), and which draws the masks of the old
+                 value apart (refresh "independent"); a node with l = 0 is lost
 
     The ELBO is a double integral, over times and masks. SDMC is deterministic
     integration (quadrature) over times, and Monte Carlo over masks.
@@ -970,8 +971,9 @@ def entropy_plan(
 
     Without ``shared`` each trajectory has its own K steps. With it the steps are those
     of highest mean entropy in the batch, the same for all responses. ``weight`` of a
-    state: sum = 1; mean = 1/K; token_mean = 1/(K tokens of the step). There is no
-    rescaling by T/K. The rollout must hold the record ``entropy``.
+    state: sum = 1; mean = 1/K; token_mean = 1/(K tokens of the step), K also where a
+    trajectory has fewer such steps. There is no rescaling by T/K. The rollout must hold
+    the record ``entropy``.
 
     Source: entropy-guided step selection, by the abstract and code of EGSPO (arXiv
     2603.12554); the code selects per trajectory and averages.
@@ -2485,8 +2487,9 @@ def control_variate_plan(
         ll = c + 1/K sum_k 1/(n q(l_k)) [n/l_k sum_{i in M_k} logp_i - H(M_k) + E H - c]
 
     ``constants`` are those of unsolved and of solved responses: 20 of H, 30 of q, and 7
-    of c, which is linear, too. They are read with the records ``seen_logp`` and
-    ``solved``. The part without logp is ``Plan.shift``.
+    of c, which is linear in sums over the visited states (``centre_terms``). They are
+    read with the records ``seen_logp`` and ``solved``. The part without logp is
+    ``Plan.shift``.
 
     Source: this project.
     Shapes: a plan of K = num_states states, with a shift (B,).
