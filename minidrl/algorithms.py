@@ -1415,7 +1415,7 @@ def sandwich(
     omega: float,
 ) -> dict[str, Tensor]:
     """(5.3) score = ELBO where adv > 0, omega EUBO + (1 - omega) ELBO elsewhere: what
-    the gradient flows through, (8.1) and (8.4) in the place of ll.
+    the gradient flows through. (8.1), (8.4) and (8.5) take it in the place of ll.
 
     A lower bound is safe to raise and, so the argument goes, an upper bound is what to
     lower for negative samples, those with adv < 0 (but see (5.2)). The EUBO gets ll's
