@@ -84,8 +84,8 @@ Conventions. Losses are minimised. All randomness of an estimator lives in its `
 and comes from an explicit ``torch.Generator`` on the CPU, drawn for the whole global
 batch. Given the plan, an estimator is a pure function, so its expectation is a finite
 sum that a test can write down. What papers disagree on (standard deviation or not,
-length normaliser, side of a clip, form of a KL) is a required keyword. Rewards, anchors
-and references that carry a gradient are refused: there are no stop-gradient flags.
+length normaliser, side of a clip, form of a KL) is a required keyword. Rewards and
+anchors that carry a gradient are refused: there are no stop-gradient flags.
 Numbers such as (2.3) tag the equations; notebooks and tests use the same tags, and
 ``python -m minidrl where 2.3`` finds one. "Accounts" of a paper are descriptions by
 others: they are named as the source where the paper's own text could not be read.
@@ -121,7 +121,8 @@ class Rollout:
     were really drawn: at the sampling temperature, in the state before their step, and
     0 where nothing was revealed. ``records`` holds what else the method asked the
     sampler for: ``entropy`` of the distribution of each token, the ``topk_ids`` and
-    ``topk_logp``, texts completed in ``one_step``; ``sampler.generate`` has them all.
+    ``topk_logp``, texts completed in ``one_step``; ``sampler.generate`` has them all
+    (but ``solved``, the verifier's word, which the loop adds).
     """
 
     prompt: Int[Tensor, "B P"]
@@ -243,9 +244,9 @@ class Plan:
 
     @property
     def replay(self) -> bool:
-        """True = the states are those that the sampler saw, so that its own logp can be
-        the anchor."""
-        return self.step is not None
+        """True = these are the tokens that the sampler drew, in the states in which it
+        drew them, so that its own logp can be the anchor."""
+        return self.step is not None and self.targets is None
 
     @property
     def blocks(self) -> int:
@@ -590,7 +591,7 @@ def _count_at(
         return (t * n).floor(), (1 / t).expand(-1, len(n))
     # A hidden position sees itself hidden, and of the other n - 1 a share t: 1 + t(n-1)
     # on average. Adding 1/2 before the floor rounds that to the nearest count.
-    count = torch.minimum((1 + t * (n - 1) + 0.5).floor(), n)
+    count = (1 + t * (n - 1) + 0.5).floor()
     return count, n / count
 
 
@@ -744,7 +745,7 @@ def complementary_plan(
     pairs, n = num_states // 2, inside.sum(-1)
     # 0..n, ends included: then the complement's size n - l has the law of l.
     u = _uniform((pairs, inside.shape[0]), generator, inside.device)
-    count = (u * (n + 1)).floor().long().clamp(max=n)  # (K/2, B)
+    count = (u * (n + 1)).floor().long()  # (K/2, B)
     noise = _uniform((pairs, *inside.shape), generator, inside.device)
     masked = _random_subset(noise, inside, count)  # (K/2, B, L)
     both = torch.stack([masked, inside & ~masked], 1).flatten(0, 1)  # (K, B, L)
@@ -1284,7 +1285,8 @@ def position_logp(
 # noise adds up as well; the length normaliser exists to keep the exponent small.
 
 LEVELS = ("token", "position", "step", "state", "pair", "sequence")
-# A number for each entry of ll: (K, B, L), (K, B, 1), (1, B, 1), (2, B, 1).
+# A number for each entry of ll, in one of the shapes of (5.1); (2, B, 1) where a
+# sequence has a second ratio, that of its positions (4.4).
 Entries = Float[Tensor, "*s"]
 Advantage = Float[Tensor, "*K B"]
 
@@ -1294,7 +1296,7 @@ def reduce_logp(
     plan: Plan,
     *,
     level: str,
-    normalizer: Float[Tensor, "*K B"] | None,
+    normalizer: Float[Tensor, " B"] | None,
 ) -> Float[Tensor, "K2 B L2"]:
     """(5.1) From token log-probabilities to the log-likelihoods whose ratio the
     objective uses.
@@ -1302,8 +1304,9 @@ def reduce_logp(
     token      ll[k,b,i] = logp[k,b,i]                   a ratio a token     (K, B, L)
     position   ll[b,i]   = sum_k weight[k,b] logp        of all its states   (1, B, L)
     step       ll[k,b]   = sum_i logp[k,b,i]             a denoising step    (K, B, 1)
-    state      ll[k,b]   = the ELBO estimate of state
-                           k alone                       a mask              (K, B, 1)
+    state      ll[k,b]   = K weight[k,b] sum_i logp,
+                           the estimate of state k alone
+                           where weights hold 1/K        a mask              (K, B, 1)
     pair       ll[j,b]   = that of states 2j and
                            2j + 1 alone, see (2.4)       a mask pair       (K/2, B, 1)
     sequence   ll[b]     = sum_k weight[k,b] sum_i logp,
@@ -1314,11 +1317,11 @@ def reduce_logp(
 
     Source: what each paper calls its ratio, e.g. GSPO (arXiv 2507.18071) that of the
     sequence, divided by its length.
-    Shapes: logp (K, B, L) to the shape in the table. ``normalizer`` (B,) or (K, B)
-    divides ll, length normalisation: None for the log-likelihood itself, the length for
-    the geometric mean per token.
+    Shapes: logp (K, B, L) to the shape in the table. ``normalizer`` (B,) divides ll,
+    length normalisation: None for the log-likelihood itself, the length for the
+    geometric mean per token.
     Special cases: a normaliser changes a ratio by the power 1/length, so it is never
-    implied. An unknown level is refused.
+    implied. An unknown level is refused, and pairs of an odd number of states.
     """
     if level not in LEVELS:
         raise _refused("reduction", level, ", ".join(LEVELS))
@@ -1342,6 +1345,8 @@ def reduce_logp(
 def _parts(plan: Plan, level: str) -> int:
     # How many estimates of their own the K states make.
     states = len(plan.scored)
+    if level == "pair" and states % 2:
+        raise _refused("reduction", "pair", f"others: {states} states make no pairs")
     return {"state": states, "pair": states // 2}.get(level, 1)
 
 
@@ -1749,12 +1754,14 @@ def kl_term(
 #     ppo_clip               r, but 0 for s (r - 1) > epsilon   ratio, hard edge
 #     self_normalized_clip   min(r, cap) / sum over the group   N times it: 1 on policy
 #     dppo                   r, but 0 for s (pi - mu) > delta   probability, hard edge
+#                            (form "tv"; others have a divergence for the shift)
 #     drpo                   r (1 - s (pi - mu) / delta)        probability, turns back
 #     truncated_is           clip(r, floor, cap)                never 0
 #     dual_clip              as ppo_clip, and 0 for s < 0, r > bound
 #     spo                    r (1 - s (r - 1) / epsilon)        ratio, turns back
 #
-# confident_clip, regression and tangent have factors of more than r: see there.
+# confident_clip, regression, tangent and dppo_released have factors of more than r:
+# see there.
 
 
 class Surrogate(NamedTuple):
@@ -2338,7 +2345,7 @@ def aggregate(
         "length_weighted": (total * rollout.lengths).sum() / rollout.lengths.sum(),
         # The weights of (8.3) average over a group already: only prompts are left.
         "group_sum": total.sum() / (total.shape[0] / rollout.num_generations),
-        "entry_mean": total.sum() / present.sum().clamp(min=1),
+        "entry_mean": total.sum() / present.expand_as(loss).sum().clamp(min=1),
     }
     if how not in means:
         raise _refused("aggregation", how, ", ".join(AGGREGATIONS))

@@ -98,12 +98,12 @@ class Experience:
     weights had seen that sampled it, if it is the policy of the trained weights; else None.
     """
 
-    problems: Sequence[Problem]
+    problems: Sequence[Problem]  # G
     rollout: Rollout
-    texts: list[str]
-    reward: Tensor
-    solved: Tensor
-    readable: Tensor
+    texts: list[str]  # B
+    reward: Tensor  # (B,)
+    solved: Tensor  # (B,)
+    readable: Tensor  # (B,)
     updates: int | None = None
 
     @property
@@ -132,7 +132,7 @@ def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> di
         "completions/readable": float(experience.readable.double().mean()),
         "entropy": float(rollout.records["entropy"][rollout.keep].mean()),
     }
-    for name in {name: None for row in rows for name in row}:
+    for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
         found[name] = max(values) if name == "ratio_max" else float(np.mean(values))
     return found | run.clock.row()
@@ -162,10 +162,9 @@ def of_update(
 
 
 def _impossible(plan: Plan, order_logp: Tensor) -> float:
-    """Share of states whose recorded positions the present weights could not have chosen: F = 0 in
-    (4.2)."""
+    """Share of states whose recorded positions the present weights could not have chosen: the
+    product of F in (4.2) is 0 in float32."""
     states = order_logp.sum(-1)[plan.valid & plan.scored.any(-1)]
-    # In float64 the logarithm of the smallest number is lower still.
     least = math.log(torch.finfo(torch.float32).tiny) + 0.1
     return float((states <= least).double().mean()) if len(states) else 0.0
 
@@ -178,7 +177,8 @@ def _penalty(
     ref: Tensor | None,
     feature: dict[str, Tensor],
 ) -> dict[str, float]:
-    """The KL that the method penalises: k3 (7.2), whatever its form, or the exact one."""
+    """The KL that the method penalises: k3 (7.2), whatever its form, or the exact one. (``kl.of``
+    per_token divides the penalty by the normaliser, and not this number.)"""
     if method.kl is None:
         return {}
     if method.kl.form == "exact":

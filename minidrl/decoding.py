@@ -1,6 +1,6 @@
 """Decoding at less cost: a cache of keys and values, and steps that reveal all that is sure.
 
-sampler.py calls these functions where ``Sampler.cache`` or ``Sampler.threshold`` asks for them.
+sampler.py calls these functions where ``Sampler.cache``, ``Sampler.threshold`` or a record asks.
 
 cache "exact", for block-causal attention. No token sees a later block, so finished blocks never
     change: their keys and values are kept, and a step computes its own block alone. The same
@@ -29,7 +29,7 @@ from minidrl.algorithms import log_threshold
 if TYPE_CHECKING:
     from minidrl.sampler import Steps, Trace
 
-CHUNK = 2**26  # the most logits that a record makes at a time, 256 MiB in float32
+CHUNK = 2**26  # the most logits that a record makes at a time, 512 MiB in float64
 
 
 # -------------------------------------------------------------------------------------------- cache

@@ -86,8 +86,6 @@ class Denoiser(nn.Module):
         repetitions. Exact up to rounding, gradient included: that of a shared row is the sum over
         the rows that share it.
         """
-        if tokens.is_meta:  # shapes without values
-            return self._encode(tokens, attention_mask)
         if attention_mask is not None and attention_mask.all():
             attention_mask = None  # one table of positions serves all rows
         # What stands under padding tells no rows apart: there -1.

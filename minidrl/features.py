@@ -63,8 +63,9 @@ def state_chunks(plan: Plan, size: int) -> Iterator[States]:
     # forward * M .. forward * M + M - 1, whose flat numbers are k*B + b.
     forward, row = plan.needed.nonzero(as_tuple=True)
     states = forward[:, None] * plan.blocks + torch.arange(plan.blocks, device=row.device)
-    for part in (states * plan.valid.shape[1] + row[:, None]).split(size) if len(row) else ():
-        yield part.flatten()
+    if len(row):  # the split of nothing is one empty part
+        for part in (states * plan.valid.shape[1] + row[:, None]).split(size):
+            yield part.flatten()
 
 
 def features(
@@ -114,15 +115,28 @@ def state_features(
     targets = rollout.response[row] if plan.targets is None else plan.targets.flatten(0, 1)[states]
     # 2. The network, and of its hidden states those at scored positions (R of them). ``most``, how
     #    many there may be, is a number of the plan: all processes split the head alike.
-    h, most = _encode(model, rollout, plan, states), len(states) * int(plan.scored.sum(-1).amax())
+    h = _encode(model, rollout, plan, states)
+    most = len(states) * int(plan.scored.sum(-1).amax())
     rows = {"h": _at(h, scored, plan), "target": targets[scored]}
     if "topk_logp" in names:
         rows["topk_ids"] = alg.record(rollout, "topk_ids")[row][scored]
     if "kl_ref" in names:
         with torch.no_grad():
             rows["their_h"] = _at(_encode(reference, rollout, plan, states), scored, plan)
-    # 3. The vocabulary head, a part of the rows at a time, and what is read off its logits.
-    read = partial(_read, model, reference, names, temperature)
+
+    # 3. The vocabulary head, a part of the rows at a time, and what is read off its logits. The
+    #    choice of positions also compares the confidence of each revealed token (4.2), or its
+    #    logit (4.4).
+    needs = {"order_logp": "confidence", "position_logp": "logit"}
+    wanted = (*names, *(extra for name, extra in needs.items() if name in names))
+
+    def read(*, h: Tensor, target: Tensor, topk_ids=None, their_h=None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            theirs = None if their_h is None else reference.head(their_h)
+        how = {"temperature": temperature, "names": wanted}
+        how |= {"topk_ids": topk_ids, "reference_logits": theirs}
+        return alg.token_features(model.head(h), target, **how)
+
     values = _in_parts(read, rows, head_parts(most, model.vocab_size))
     # 4. The factors of the choice of positions look at the hidden positions that were *not* chosen.
     if "order_logp" in names:
@@ -152,11 +166,8 @@ def _staircase(
     own = alg.block_numbers(rollout).expand(len(by_block), 1, -1)
     hidden = by_block.gather(1, own)[:, 0]
     row = states[:: plan.blocks] % len(rollout.response)
-    prompt, prompt_mask, clean = (
-        rollout.prompt[row],
-        rollout.prompt_mask[row],
-        rollout.response[row],
-    )
+    prompt, prompt_mask = rollout.prompt[row], rollout.prompt_mask[row]
+    clean = rollout.response[row]
     noisy = clean.masked_fill(hidden, model.mask_token_id)
     how = {"block_length": plan.block_length, "clean_stream": "block"}
     return model.encode_staircase(prompt, prompt_mask, clean, noisy, **how)
@@ -183,27 +194,6 @@ def _in_parts(
     columns = (column.tensor_split(max(1, count)) for column in rows.values())
     values = [read(**dict(zip(rows, part, strict=True))) for part in zip(*columns, strict=True)]
     return {name: torch.cat([value[name] for value in values]) for name in values[0]}
-
-
-def _read(
-    model: Network,
-    reference: Network | None,
-    names: tuple,
-    temperature: float,
-    *,
-    h,
-    target,
-    topk_ids=None,
-    their_h=None,
-) -> dict[str, Tensor]:
-    # The reference's logits for the exact KL; and for the choice of positions what it compares:
-    # the confidence of each revealed token (4.2), or its logit (4.4).
-    with torch.no_grad():
-        theirs = None if their_h is None else reference.head(their_h)
-    names = (*names, "confidence") if "order_logp" in names else names
-    names = (*names, "logit") if "position_logp" in names else names
-    extra = {"topk_ids": topk_ids, "reference_logits": theirs}
-    return alg.token_features(model.head(h), target, temperature=temperature, names=names, **extra)
 
 
 def _order_logp(
@@ -255,8 +245,8 @@ def _position_logp(
 
 
 def _candidates(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S L"]:
-    # Where the step might have revealed a token: hidden positions of the current block, if the
-    # order looks at confidences.
+    # Where the step might have revealed the token that it had drawn: the hidden positions of the
+    # current block, in the order that compares these tokens.
     hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :]
     if rollout.sampler.order != "low_confidence":
         return torch.zeros_like(hidden)

@@ -3,9 +3,9 @@
     problems -> rollout -> rewards -> plans -> advantages -> anchors
              -> [ features -> loss -> two-pass backward -> optimiser step ] x num_iterations
 
-What differs from PPO on an autoregressive model: such a model predicts hidden tokens, in any order,
-and the likelihood of an answer cannot be computed. It is estimated from the model's predictions in
-K masked states of the answer, some of its tokens hidden in each. A *plan* says which states; the
+What differs from PPO on an autoregressive model: a diffusion model predicts hidden tokens, in any
+order, and the likelihood of an answer cannot be computed. It is estimated from the predictions in K
+masked states of the answer, some of its tokens hidden in each. A *plan* says which states; the
 estimate, in nats, is called *ll*; a policy ratio is exp(ll - anchor), where the *anchor* is the ll
 of an older policy.
 
@@ -50,7 +50,7 @@ def train(run: Run, first: int = 0) -> Iterator[dict]:
 
 def take_step(run: Run, step: int) -> dict:
     """One rollout and ``num_iterations`` updates of the weights on it; returns the metrics."""
-    run.clock = Clock()
+    run.clock = Clock()  # bookkeeping
 
     # Every prompt is answered N times, and a verifier pays each answer: there is no value network.
     experience = collect(run, step)
@@ -184,7 +184,9 @@ def anchors(run: Run, step: int, drawn: list[Plan], rollout: Rollout) -> list[Te
         return [methods.behaviour_anchor(method, plan, rollout) for plan in drawn]
     if method.anchor == "old" and method.refresh == "independent":
         noise = keyed_generator(run.settings.seed, step, "plan of the old value")
-        return [old(method.plan(rollout, noise))] * len(drawn)
+        found = old(method.plan(rollout, noise))
+        # Of answers that an update does not score, both sides of the ratio are 0.
+        return [found * plan.valid.any(0)[:, None] for plan in drawn]
     if method.anchor == "old" and method.refresh != "fixed":  # all plans, by the first weights
         return [None] + [old(plan) for plan in drawn[1:]]
     return [None] * len(drawn)
@@ -224,10 +226,10 @@ def update(
     run.updates += 1
 
     ll = methods.reduced(method, plan, rollout, done.feature) if done.complete else None
+    row = {"loss": float(done.loss), "grad_norm": norm, "learning_rate": rate}
     old = against(done.feature, done.plan)  # bookkeeping
-    told = (done.plan, rollout, adv, old, ref, done.feature)  # bookkeeping
-    row = {"loss": float(done.loss), "grad_norm": norm, "learning_rate": rate}  # bookkeeping
-    return row | bookkeeping.of_update(method, *told), ll
+    row |= bookkeeping.of_update(method, done.plan, rollout, adv, old, ref, done.feature)
+    return row, ll
 
 
 def skip(run: Run) -> dict:
@@ -260,7 +262,8 @@ def optimizer_step(
 
 
 def learning_rate(settings: Any, update: int, updates: int) -> float:
-    """Of an update, from 0: a linear warm-up, times 1 or a cosine from update 0 down to a tenth."""
+    """Of an update, counted from 0: the rate rises linearly over ``warmup`` updates. ``schedule``
+    cosine also lowers it, from the whole at update 0 to a tenth at the last."""
     warm = min(1.0, (update + 1) / max(1, settings.warmup))
     cosine = 0.55 + 0.45 * math.cos(math.pi * min(1.0, update / max(1, updates)))
     return settings.learning_rate * warm * (cosine if settings.schedule == "cosine" else 1.0)

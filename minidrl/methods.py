@@ -8,12 +8,12 @@ give these words. If a paper needs a function that algorithms.py does not have, 
 function there and one new record here.
 
 A bare name is what its authors' own code computes, quirks included, where there is such code, and
-else the paper's formula. (One number is ours: the delta of ``drpo``, whose published value is never
-reached.) What follows a paper against its code, accounts of a paper, or the code of
+else the paper's formula. What follows a paper against its code, accounts of a paper, or the code of
 somebody else has a name that says so (``gdpo-sequence``, ``egspo-accounts``, ``ppo-verl``). What is
-not as in its ``source`` is in ``differs``. Numbers (clips, temperatures of weights, K) are the
-published ones where they make sense for a model of any size; a run's ``method_options`` replace
-them. ``RENAMED`` has the names that methods had before.
+not as in its ``source`` is in ``differs``, also where a number is ours (``drpo``, ``gdsd``).
+Numbers (clips, temperatures of weights, K) are the published ones where they make sense for a model
+of any size; a run's ``method_options`` replace them. ``RENAMED`` has the names that methods had
+before.
 
 The loop executes a method in this order: rollout (needs), plan, credit, anchor, features, loss,
 update. It reads the fields and knows no method by name.
@@ -593,7 +593,7 @@ def draw(
     return method.plan(rollout, generator, progress=progress, schedule=schedule)
 
 
-def normalizer(method: Method, plan: Plan, rollout: Rollout) -> Float[Tensor, "*K B"]:
+def normalizer(method: Method, rollout: Rollout) -> Float[Tensor, " B"]:
     """What divides the method's ll; ones where nothing does."""
     lengths = {
         "none": torch.ones_like(rollout.lengths),
@@ -612,7 +612,7 @@ def reduced(
     logp = feature["logp"]
     if "order_logp" in method.features:
         logp = logp + feature["order_logp"]
-    scale = normalizer(method, plan, rollout).to(logp.dtype)
+    scale = normalizer(method, rollout).to(logp.dtype)
     parts = [logp, feature["position_logp"]] if "position_logp" in method.features else [logp]
     how = {"level": method.reduction, "normalizer": scale}
     return torch.cat([alg.reduce_logp(part, plan, **how) for part in parts])
@@ -669,7 +669,7 @@ def surrogate(
     """The method's objective on its ll: a loss for each entry."""
     ll = reduced(method, plan, rollout, feature)
     adv = adv.to(ll.dtype)[..., None].expand_as(ll)
-    scale = normalizer(method, plan, rollout).to(ll.dtype)
+    scale = normalizer(method, rollout).to(ll.dtype)
     extra = method.extra(ll, adv, feature, plan, rollout, scale) if method.extra else {}
     return method.objective(ll, anchor, adv, rollout.num_generations, **extra)
 
@@ -696,7 +696,7 @@ def penalty(
     if method.kl.of != "per_token":
         return kl
     # per_token: the form is taken of the whole difference, and then divided.
-    return kl / normalizer(method, plan, rollout).to(kl.dtype)[..., None]
+    return kl / normalizer(method, rollout).to(kl.dtype)[..., None]
 
 
 def method_loss(

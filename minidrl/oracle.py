@@ -1,8 +1,9 @@
 """The judge: exact values for models small enough to enumerate.
 
 Likelihoods, ELBOs, sampler distributions, policy gradients: each is a finite sum written as a plain
-loop over Python tuples. There are no estimators, no batches and no shortcuts, and nothing of the
-package is imported, so that this module and the fast code cannot share a mistake. Autograd flows
+loop over Python tuples, of values that `logits_at` reads. (`encode` and its like only let the fast
+code ask the same table.) Nothing of the package is imported, so that this module and the fast code
+cannot share a mistake. Autograd flows
 from every result to the model's table of logits; `table_gradient` reads it off.
 
 Conventions
@@ -20,7 +21,7 @@ Conventions
 
 What the numbers do and do not say. The ELBO is a lower bound on the likelihood under the sampler
 that reveals one position at a time in uniformly random order. It is no bound for the
-confidence-ordered sampler, whose response distribution is only given by `trajectories`.
+confidence-ordered sampler, of whose responses only `response_distribution` knows the chances.
 """
 
 import itertools
@@ -83,11 +84,10 @@ class TabularDenoiser(torch.nn.Module):
         vocab_size: int,
         generator: torch.Generator,
         scale: float = 1.0,
-        dtype: torch.dtype = torch.float64,
     ) -> "TabularDenoiser":
         """Independent N(0, scale^2) logits for `vocab_size` ordinary tokens, beside the mask."""
         shape = ((vocab_size + 1) ** length, length, vocab_size)
-        return cls(scale * torch.randn(shape, generator=generator, dtype=dtype))
+        return cls(scale * torch.randn(shape, generator=generator, dtype=torch.float64))
 
     @classmethod
     def from_hidden_table(cls, table: Tensor) -> "TabularDenoiser":
@@ -163,6 +163,7 @@ def consistent_denoiser(joint: Tensor) -> TabularDenoiser:
     size, length = joint.shape[0], joint.dim()
     table = torch.zeros((size + 1) ** length, length, size, dtype=torch.float64)
     for state in itertools.product(range(size + 1), repeat=length):
+        # P of every way to fill in the hidden positions of this state.
         evidence = joint.double()[tuple(slice(None) if token == size else token for token in state)]
         hidden = [i for i, token in enumerate(state) if token == size]
         for axis, i in enumerate(hidden):
@@ -269,7 +270,7 @@ def any_order_log_likelihood(
 
         p_AO(y) = mean over orders s of prod_j p(y_s(j) | y_s(1), .., y_s(j-1))
 
-    an exact likelihood by dynamic programming over hidden sets:
+    by dynamic programming over hidden sets, since orders share their states:
 
         P({}) = 1,     P(M) = 1/|M| sum_{i in M} exp(ll_i(M)) P(M without i),     p_AO = P({0..L-1})
 
@@ -282,6 +283,7 @@ def any_order_log_likelihood(
     """
     log_p = {frozenset(): torch.zeros((), dtype=torch.float64)}
     for hidden in all_subsets(model.length)[1:]:
+        # From this set one of its positions is revealed, each with the same chance.
         logp = token_logp(model, response, hidden, temperature)
         routes = torch.stack([logp[i] + log_p[hidden - {i}] for i in logp])
         log_p[hidden] = torch.logsumexp(routes, dim=0) - math.log(len(hidden))
@@ -307,13 +309,16 @@ def policy(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     temperature 0 softmax(logits). With a top_p they are those of the nucleus, the fewest likeliest
     tokens that together have this probability."""
     probs = log_softmax(logits / (temperature or 1.0)).exp()
+    if top_p == 1:
+        return probs
+    # The likeliest tokens, one after the other, until they have the mass; the others get none.
     kept = torch.zeros_like(probs)
     for i, row in enumerate(probs.tolist()):
         mass = 0.0
         for v in sorted(range(len(row)), key=lambda v: -row[v]):
             if mass < top_p:
                 kept[i, v], mass = 1.0, mass + row[v]
-    return probs if top_p == 1 else probs * kept / (probs * kept).sum(-1, keepdim=True)
+    return probs * kept / (probs * kept).sum(-1, keepdim=True)
 
 
 def proposals(
@@ -334,6 +339,7 @@ def proposals(
     if temperature == 0:
         greedy = {i: max(tokens, key=lambda v: (logits[i, v].item(), -v)) for i in positions}
         return [(greedy, one)]
+    # Positions draw independently of each other: the chance of a joint draw is a product.
     probs, draws = policy(logits, temperature, top_p), []
     for drawn in itertools.product(tokens, repeat=len(positions)):
         pairs = dict(zip(positions, drawn, strict=True))
@@ -365,9 +371,8 @@ def at_least(logits: Tensor, proposed: dict[int, int], threshold: float) -> list
     """
     logp = log_softmax(logits.detach()).float()
     floor = torch.tensor(threshold, dtype=torch.float64).log().float()
-    return [i for i in sorted(proposed) if logp[i, proposed[i]] >= floor] or most_confident(
-        logits, proposed, 1
-    )
+    kept = [i for i in sorted(proposed) if logp[i, proposed[i]] >= floor]
+    return kept or most_confident(logits, proposed, 1)
 
 
 def surest(probs: Tensor, hidden: Iterable[int], order: str, n: int) -> list[int]:
@@ -435,10 +440,12 @@ def transition(
     hidden = [i for i in block if state[i] == model.mask_token_id]
     kernel: dict[State, Tensor] = {}
 
+    # Several draws may lead to one next state: their chances add up.
     def add(chosen: Iterable[int], proposed: dict[int, int], prob: Tensor) -> None:
         shown = tuple(proposed[i] if i in chosen else token for i, token in enumerate(state))
         kernel[shown] = kernel[shown] + prob if shown in kernel else prob
 
+    # The positions depend on what was drawn: every hidden position proposes a token first.
     if order == "low_confidence":
         logits = model.logits_at(state)
         for proposed, prob in proposals(model, state, hidden, temperature, top_p):
@@ -447,6 +454,7 @@ def transition(
             else:
                 add(at_least(logits, proposed, threshold), proposed, prob)
         return kernel
+    # In all other orders the positions come first, and tokens are drawn at these alone.
     choices = list(itertools.combinations(hidden, tokens_per_step))
     if order == "left_to_right":
         choices = choices[:1]  # in lexicographic order: the first holds the lowest positions
@@ -500,18 +508,23 @@ def trajectories(
     ):
         if whole % size:
             raise ValueError(f"{key}: got {size}; allowed divisors of {whole}")
-    mask, step_words = model.mask_token_id, (order, temperature, tokens_per_step, threshold, top_p)
-    one = torch.ones((), dtype=torch.float64)
+    mask, one = model.mask_token_id, torch.ones((), dtype=torch.float64)
+    how = (order, temperature, tokens_per_step, threshold, top_p)
+    # All paths begin with everything hidden, and each step makes them one transition longer.
     paths = [((mask,) * model.length, (-1,) * model.length, one)]
     for step in range(model.length // tokens_per_step):
         start = step * tokens_per_step // block_length * block_length
-        block, kernels, longer = range(start, start + block_length), {}, []
+        block = range(start, start + block_length)
+        kernels: dict[State, dict[State, Tensor]] = {}
+        longer = []
         for state, unmask_step, prob in paths:
+            # A path rests where an earlier block holds the end, or (with a threshold) where its
+            # block is finished already.
             if eos_token_id in state[:start] or mask not in state[start : block.stop]:
                 longer.append((state, unmask_step, prob))
                 continue
             if state not in kernels:  # many paths meet in one state
-                kernels[state] = transition(model, state, block, *step_words)
+                kernels[state] = transition(model, state, block, *how)
             for shown, factor in kernels[state].items():
                 own = max(unmask_step) + 1  # the path's own count: blocks differ in length
                 changes = zip(state, shown, unmask_step, strict=True)
@@ -561,9 +574,9 @@ def policy_gradient(
 ) -> Tensor:
     """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
-    For low_confidence, J is discontinuous where two confidences cross, and where one crosses the
-    threshold; between the crossings this is its derivative. Greedy decoding has a constant J and
-    therefore zero gradient.
+    Where positions are chosen by confidence, entropy or margin, J jumps where two of these cross,
+    and where one crosses the threshold; between the crossings this is its derivative. Greedy
+    decoding has a constant J and therefore zero gradient.
 
     Arguments and cost as `trajectories`.
     """
@@ -589,14 +602,15 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
     """
     pairs = list(draws)
     prob, value = (_stacked([pair[i] for pair in pairs]) for i in range(2))
-    if not abs((total := prob.sum().item()) - 1) <= 1e-6:
+    total = prob.sum().item()
+    if not abs(total - 1) <= 1e-6:
         raise ValueError(f"draws: got probabilities that sum to {total}; allowed 1")
     mean = torch.tensordot(prob, value, 1)
     return mean, torch.tensordot(prob, (value - mean) ** 2, 1)
 
 
 def _stacked(numbers: Sequence[float | Tensor]) -> Tensor:
-    """Float64 (n, ...): numbers, past no float32, or tensors of one shape, on their graphs."""
+    """Float64 (n, ...): of numbers, not rounded to float32, or of tensors with their graphs."""
     if not any(isinstance(x, Tensor) for x in numbers):
         return torch.tensor(numbers, dtype=torch.float64)
     return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in numbers])

@@ -166,9 +166,9 @@ def generate(
     rows          the rows to generate, ascending; None: all. The others stay blank. Noise is drawn
                   for all: a row does not depend on which others are generated here, and which by
                   another process.
-    agree         (rows of a call, those without an end) -> the rows that go on: processes that must
-                  work in step add some that have ended, whose further tokens are wiped. Asked once
-                  a block; it changes the cost only.
+    agree         (rows of a call, those that have more to write) -> the rows that go on: processes
+                  that must work in step add some that have ended, whose further tokens are wiped.
+                  Asked once a block, with a threshold after each step; it changes the cost only.
 
     Records:
 

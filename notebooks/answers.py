@@ -502,7 +502,7 @@ answer(
 answer(
     "10", "2", (1 + 3 / 3) / sqrt(1 + 3) / sqrt(1 + 3 / 9),
     "Write both updates in the four orthonormal gradients: what does gspo do to those of the longer response?",
-    (1.0, "That would be so with equal n_b: here the two responses are divided by different numbers."),
+    (1.0, "That would be so with equal lengths: here the two responses are divided by different numbers."),
     (3 / 4, "That is the square of the cosine: divide by the lengths of the two vectors, not by their squares."),
     (4 / sqrt(20), "The sum of three orthonormal vectors has the length sqrt(3), neither 3 nor 1."),
     (0.0, "A has the same sign in both rows: no term of the product is negative."),

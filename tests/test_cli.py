@@ -114,8 +114,8 @@ def test_a_run_that_has_to_stop_exits_with_status_1(folder, capfd):
 
 
 @pytest.mark.parametrize(("raised", "status", "said"), [
-    (KeyboardInterrupt(), 130, "interrupted; the same command with --resume goes on"),
-    (launch.Interrupted("stopped after 3", signal.SIGTERM), 143, "stopped after 3; the same command with --resume goes on"),
+    (KeyboardInterrupt(), 130, "interrupted; with --resume it goes on from a checkpoint"),
+    (launch.Interrupted("stopped after 3", signal.SIGTERM), 143, "stopped after 3; with --resume it goes on from a checkpoint"),
 ])  # fmt: skip
 def test_an_interrupted_run_says_how_to_go_on(raised, status, said, folder, capfd, monkeypatch):
     def stop(*_):

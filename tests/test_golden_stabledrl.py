@@ -47,7 +47,7 @@ def credited(method, plan, rollout, given, out):
 
 def bounds(method, plan, rollout, logp, adv):
     """ELBO, EUBO and score as the row's loss sees them: per token of the response."""
-    scale = methods.normalizer(method, plan, rollout)
+    scale = methods.normalizer(method, rollout)
     ll, wide = methods.reduced(method, plan, rollout, {"logp": logp}), adv[None, :, None]
     upper = alg.eubo(logp, plan, beta=method.extra.keywords["eubo_beta"]) / scale[:, None]
     score = method.extra(ll, wide, {"logp": logp}, plan, rollout, scale)["score"]

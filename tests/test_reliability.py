@@ -242,7 +242,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(number, status, folder, c
     with monkeypatch.context() as patch:
         at_step(patch, 1, lambda: signal.raise_signal(number))
         got, line = train(capfd, "parts")
-    assert got == status and "stopped after 2 of 4 steps; parts/checkpoint-2 is saved; the same command with --resume" in line
+    assert got == status and "stopped after 2 of 4 steps; parts/checkpoint-2 is saved; with --resume it goes on" in line
     assert signal.getsignal(number) is before
     assert train(capfd, "parts", *RESUMED)[0] == 0
     assert_equal_runs(folder / "whole", folder / "parts")
@@ -251,7 +251,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(number, status, folder, c
 def test_the_second_time_it_stops_at_once(folder, capfd, monkeypatch):
     at_step(monkeypatch, 1, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     status, line = train(capfd, "run", "--save_every", "1")
-    assert (status, line) == (130, "minidrl: interrupted; the same command with --resume goes on")
+    assert (status, line) == (130, "minidrl: interrupted; with --resume it goes on from a checkpoint")
     assert [path.name for path in Path("run").glob("checkpoint*")] == ["checkpoint-1"]
 
 
@@ -268,7 +268,7 @@ def test_a_signal_to_a_whole_group_leaves_the_worker_processes_at_work(tmp_path)
         time.sleep(0.01)  # until both workers are there, beside Python's own tracker of shared memory
     os.killpg(run.pid, signal.SIGINT)
     said = run.communicate(timeout=180)[1].splitlines()[-1]
-    assert run.returncode == 130 and "is saved; the same command with --resume goes on" in said
+    assert run.returncode == 130 and "is saved; with --resume it goes on from a checkpoint" in said
     for _ in range(100):
         try:
             os.killpg(run.pid, 0)

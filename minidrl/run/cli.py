@@ -21,7 +21,7 @@ from minidrl.run import lookup
 from minidrl.run.launch import LocalError, RunError, launched_rank, one_line, show_remarks
 
 GOES_ON = {
-    **dict.fromkeys(("train", "pretrain"), "the same command with --resume goes on"),
+    **dict.fromkeys(("train", "pretrain"), "with --resume it goes on from a checkpoint"),
     "evaluate": "with --out the same command goes on",
 }
 SHIPPED = Path(__file__).parents[2] / "tiny_configs/countdown_cpu.yaml"

@@ -145,8 +145,9 @@ class Train:
     """One RL run.
 
     A step is a rollout of num_prompts x num_generations responses and num_iterations updates on it.
-    Three settings make a run off-policy on purpose: ``num_iterations`` above 1 (stale rollouts),
-    ``rollout_dtype`` bfloat16 (a rounded sampler) and ``sampler.top_p`` below 1 (a nucleus).
+    Some settings make a run off-policy on purpose: ``num_iterations`` above 1 (stale rollouts),
+    ``rollout_dtype`` bfloat16 (a rounded sampler), ``sampler.top_p`` below 1 (a nucleus), and a
+    ``sampler.temperature`` at which the method does not score.
     ``compute_dtype`` bfloat16 is for several processes that train all weights in float32: forwards
     and backwards are of bfloat16 copies, made for one layer at a time.
     """
@@ -224,6 +225,8 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     if "task.name" in overrides:
         _leave_out_settings(data, overrides["task.name"])
     for key, value in overrides.items():
+        if value and key in ("data", *(f"task.{name}" for name in DATA_PATHS)):
+            value = str(Path(str(value)).resolve())  # for whoever reads the run's config elsewhere
         # A copy: a later key is written into a section that an earlier one gave.
         _set(data, key, parsed(key, value) if isinstance(value, str) else copy.deepcopy(value))
     return from_dict(kind, data)
@@ -294,6 +297,8 @@ def _leave_out_options(data: dict, name: Any) -> None:
 
 def _leave_out_settings(data: dict, name: Any) -> None:
     settings = data.get("task") or {}
+    if not isinstance(settings, dict):
+        return  # refused below
     own = settings.get("name", DEFAULT)
     if name != own and name in TASKS:
         # How a model is asked stays, in every task that has a choice of it.

@@ -39,7 +39,7 @@ from minidrl.algorithms import Plan, Rollout
 from minidrl.denoiser import Denoiser
 from minidrl.features import Network
 from minidrl.gradient import Alone
-from minidrl.run.launch import launched_processes, launched_rank
+from minidrl.run.launch import LocalError, launched_processes, launched_rank
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -59,7 +59,7 @@ def process_group(device: str):
     agreed_end = True
     try:
         yield
-    except RuntimeError:
+    except (RuntimeError, LocalError):
         # The others may be anywhere: leaving must not wait for them, and torchrun ends them.
         agreed_end = False
         raise

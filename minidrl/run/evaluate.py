@@ -121,7 +121,7 @@ class _Asked:
         """What decides a number beside the weights.
 
         Hashes: of the problems with what their answers are judged by, and of the token ids that the
-        model is given, which cover template, tokenizer, wording and few-shot examples.
+        model is given, which cover template, tokenizer and wording.
         """
         task, s = self.task, self.settings
         ids = [row[real].tolist() for row, real in zip(self.prompt, self.mask, strict=True)]

@@ -40,7 +40,7 @@ OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 PART = ".part"
 # What may differ when a run is continued: how long, how observed, on what machine.
 FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
-FREE_ON_RESUME += ("device", "threads", "workers", "compile", "tensorboard")
+FREE_ON_RESUME += ("stop_after", "device", "threads", "workers", "compile", "tensorboard")
 FREE_ON_RESUME += ("task.max_prompt_length",)  # which all prompts are checked to fit
 
 log = logging.getLogger("minidrl")
@@ -228,7 +228,7 @@ def check(out: Path, resume: bool) -> None:
             got = f"{str(out)!r}, which already holds a run or other files"
             raise ValueError(f"out: got {got}; allowed another --out")
     if (not resume and found) or (not found and SUMMARY in names):
-        allowed = "another --out, or --resume to continue it"
+        allowed = "another --out" + (", or --resume to continue it" if found else "")
         raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
 
 

@@ -1,4 +1,4 @@
-"""What ``minidrl methods`` and ``--help`` print, read off the sources."""
+"""What ``minidrl methods``, ``where`` and ``--help`` print, read off the sources."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DEFAULT = "countdown"
 
 
 class Problem(Protocol):
-    """One question, in the two forms in which it can be asked."""
+    """One question, in the forms in which it can be asked; Countdown's also has ``words``."""
 
     prompt: str  # for a network that was trained on this task: the text before the response
     instruction: str  # for a chat: the user's turn, in words
@@ -63,8 +63,8 @@ class Task(Protocol):
     alone, so that no seed and no order of drawing can mix them.
 
     A task may also have ``at_once``, how many verdicts are worth waiting for together, where they
-    are other processes'; and ``from_files()``, all problems of files that may be asked, each with
-    its ``place`` there.
+    are other processes'; ``from_files()``, all problems of files that may be asked, each with its
+    ``place`` there; and ``check(path, tok)``, what was found in a file.
     A task on which a network is pre-trained from scratch has a third split, "pretrain", and
     ``demonstrations(problems, rng, progress)``, a text to learn from for each problem;
     ``tokenizer()``, one of the task's own alphabet; and ``example()``, an Example.
@@ -72,7 +72,7 @@ class Task(Protocol):
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line: what is asked, how it is judged, where the data are from
-    prompt_format: str  # "plain" or "chat"
+    prompt_format: str  # "plain", "words" or "chat", as far as the task has them
     prompt_length: int  # tokens of the longest prompt
 
     def problems(

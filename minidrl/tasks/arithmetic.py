@@ -18,8 +18,9 @@ _OPERATORS = {
 
 
 def value(text: str) -> Fraction | None:
-    """The value of numbers with + - * / and brackets; None of anything else, and of a division by
-    zero. The terms of a fraction have at most about as many digits as the text."""
+    """The value of numbers with + - * / and brackets, as Python writes numbers; None of anything
+    else, and of a division by zero. The terms of a fraction have at most about as many digits as
+    the text."""
     try:
         return _computed(ast.parse(text, mode="eval").body) if len(text) <= LONGEST else None
     except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
@@ -27,7 +28,7 @@ def value(text: str) -> Fraction | None:
 
 
 def _computed(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and not isinstance(node.value, str):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp):
         return _OPERATORS[type(node.op)](_computed(node.operand))

@@ -162,9 +162,10 @@ def read(
 
 def _check_fields(row: dict, form: str, place: str) -> None:
     for name in (*FORMATS[form][0], "text" if row.get("text") else "prompt"):
-        value, kind = row.get(name), list if name == "test_list" else str
-        if not isinstance(value, kind):
-            got, allowed = rows.brief(value), "a list of texts" if kind is list else "text"
+        value, several = row.get(name), name == "test_list"
+        texts = value if several and isinstance(value, list) and value else [value]
+        if not all(isinstance(text, str) for text in texts) or several != isinstance(value, list):
+            got, allowed = rows.brief(value), "a list of texts" if several else "text"
             raise ValueError(f"{place}: {name}: got {got}; allowed {allowed}")
 
 

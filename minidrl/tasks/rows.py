@@ -1,4 +1,5 @@
-"""Rows of a data set: from a file (.jsonl, .json, .csv, .parquet), or from the Hub at one revision.
+"""Rows of a data set, from a file (.jsonl, .json, .csv, .parquet) or from the Hub at one revision;
+and what tasks have in common whose problems are rows (``Listed``), or may be (``Puzzles``).
 
 Errors are ValueErrors of one line that names file, row (from 1) and field. Data sets of the Hub are
 read by the package ``datasets``, which runs no code of theirs.

@@ -116,7 +116,8 @@ def _call(module: Any, name: str, words: tuple, keywords: dict) -> Any:
 
 
 def answered(run: Callable, *given: Any) -> list:
-    """["value", plain data] or ["error", names of its built-in classes, its text]."""
+    """["value", plain data], ["error", names of its built-in classes, its text], or ["lost", why]
+    for a value that is no plain data."""
     try:
         value = run(*given)
     except BaseException as error:

@@ -236,7 +236,7 @@ def kl_by_hand(model: Any, ref: Any, rollout: Any, plan: Any, k: int, b: int, te
 
 
 @judges("4.1")
-@rejects("4.1", ("else reference.head(their_h)", "else model.head(their_h)"), where="_read")
+@rejects("4.1", ("else reference.head(their_h)", "else model.head(their_h)"), where="state_features")
 def law_exact_kl(alg: Any) -> None:
     """kl_ref is KL(policy || reference) over the vocabulary in value and gradient. The reference is data; at it the KL is 0."""
     drawn, _, new, ref, _ = experience()

@@ -350,7 +350,7 @@ def law_rows_are_what_their_parts_declare(alg: Any, name: str, row: Any) -> None
             theirs = features_of(alg, method, ref, rollout, plan)
             mine, other = (alg.reduced(method, plan, rollout, x) for x in (feature, theirs))
             if method.extra:
-                given = (mine, adv[..., None].expand_as(mine), feature, plan, rollout, alg.normalizer(method, plan, rollout))
+                given = (mine, adv[..., None].expand_as(mine), feature, plan, rollout, alg.normalizer(method, rollout))
                 told.append(torch.cat([double(value).flatten() for value in method.extra(*given).values()]))
             for own in (True, False):
                 anchor, leaf = mine if own else other, {key: value.clone().requires_grad_() for key, value in feature.items()}
