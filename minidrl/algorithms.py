@@ -309,8 +309,8 @@ def declares(
 def _uniform(
     shape: tuple[int, ...], generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    # Drawn on the CPU in float64: the same plan on every device, and ties between ranks
-    # have probability 0.
+    # Drawn on the CPU in float64: the same plan on every device, and next to no ties
+    # between ranks.
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(device)
 
 
@@ -912,7 +912,7 @@ def replay_plan(
     the partly hidden text, an action reveals tokens), by trajectory replay, e.g. d2,
     TraceRL, EGSPO.
     Shapes: a plan of K states, K the last deciding step of the batch plus 1, or
-    num_states; ``valid`` is False where a response has fewer.
+    num_states if that is less; ``valid`` is False where a response has fewer.
     Special cases: where the positions to reveal are known before the draw (random or
     fixed order) the score is exact; in confidence order it is biased, as said above.
     num_states keeps the mean of the sum over steps, at k/m of the cost. What
@@ -1388,9 +1388,11 @@ def eubo(
     Special cases: it is no upper bound. The inequality behind it, the Renyi variational
     bound (from a Renyi divergence), holds up to a constant, and a mean of K states
     inside the logarithm is biased down (Jensen): it may lie below the ELBO of the same
-    states. Gradient: every position that is hidden somewhere has the same total
-    coefficient n/h, whatever its probability. Its states share that in proportion to
-    weight_k p_ik^beta: more goes to those in which the token was likelier.
+    states. n is the sum of weight times hidden tokens: the length of the domain, where
+    weights are those of counts. Gradient: every position that is hidden somewhere has
+    the same total coefficient n/h, whatever its probability. Its states share that in
+    proportion to weight_k p_ik^beta: more goes to those in which the token was
+    likelier.
     """
     seen = plan.scored.any(0)  # (B, L): hidden in one state or more
     # log of weight_k p_ik^beta, with log 0 for the states that show the token. Where
@@ -1732,9 +1734,9 @@ def kl_term(
         raise _refused("kl.form", form, "k1, k2, k3")
     if form == "k1":
         return u
-    # k2: the gradient is u grad ll, the score times log-ratio, which is grad KL. k3
-    # adds exp(-u) - 1, of mean 0 under the policy, and is never negative. expm1 keeps
-    # small u exact.
+    # k2: the gradient is u grad ll, the score times log-ratio, which is grad KL. k3 is
+    # k1 with exp(-u) - 1 added, of mean 0 under the policy, and is never negative.
+    # expm1 keeps small u exact.
     return u.square() / 2 if form == "k2" else torch.expm1(-u) + u
 
 
@@ -1839,7 +1841,8 @@ def ppo_clip(
     Special cases: the gradient is -adv ratio grad ll, and 0 where adv > 0 and ratio > 1
     + epsilon_high, or adv < 0 and ratio < 1 - epsilon_low. The clipping is conditional:
     with adv < 0 a large ratio passes, and its coefficient is unbounded. Equals
-    ``reinforce`` in gradient at ratio 1.
+    ``reinforce`` in gradient at ratio 1. A log-ratio above 88 overflows in float32, and
+    the run stops.
     """
     # ratio adv has the policy gradient of samples from the anchor's policy.
     ratio = log_ratio(ll, anchor).exp()
@@ -2501,10 +2504,10 @@ def control_variate_plan(
     Source: this project.
     Shapes: a plan of K = num_states states, with a shift (B,).
     Special cases: unbiased, whatever H, c and q > 0 are, if they are fixed before the
-    masks are drawn: the mean of 1/(n q) [.] over counts from q is that over uniform
-    counts. Constants that were fitted on other responses cost variance, never bias; how
-    much they save has no guarantee. None means no control variate and uniform counts,
-    which is ``arc_plan``.
+    masks are drawn (q needs constants of 0 or more, some above 0): the mean of 1/(n q)
+    [.] over counts from q is that over uniform counts. Constants that were fitted on
+    other responses cost variance, never bias; how much they save has no guarantee. None
+    means no control variate and uniform counts, which is ``arc_plan``.
     """
     if constants is None:
         return arc_plan(rollout, generator, num_states=num_states, domain=domain)
