@@ -124,6 +124,12 @@ def test_the_name_of_a_model_on_the_hub_is_no_path(path):
     assert load(path).model == str(path.parent / "GSAI-ML/LLaDA-8B-Instruct")
 
 
+def test_a_file_of_a_task_in_an_option_is_relative_to_the_user(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    made = config.load(config.Train, path, {"task.path": "mine.json"})
+    assert made.task.path == str(path.parent / "mine.json")
+
+
 def test_files_of_a_task_are_relative_to_the_config(path):
     path.write_text(yaml.safe_dump(RUN | {"task": {"name": "gsm8k", "train_path": "rows.jsonl", "prompt_format": "chat"}}))
     assert load(path).task.train_path == str(path.parent / "rows.jsonl")

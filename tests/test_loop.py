@@ -274,6 +274,13 @@ def test_groups_of_equal_rewards_are_left_out_where_they_cannot_contribute(name,
     assert (gradients[0] - gradients[1]).norm() < 1e-12 * gradients[1].norm()
 
 
+def test_a_group_that_is_left_out_has_no_old_value_either(monkeypatch):
+    """Else its ratio, of nothing to all of a likelihood, would overflow and the loss be nan."""
+    run = tiny.run_on(monkeypatch, tiny.network(), method="gdpo-sequence", method_options={"refresh": "independent"})
+    _, _, anchor, _ = second_update(run, half_silent(tiny.experience(run)))
+    assert not anchor[:, : tiny.GENERATIONS].any() and anchor[:, tiny.GENERATIONS :].all()
+
+
 def test_a_mean_over_entries_counts_the_groups_of_equal_rewards(monkeypatch):
     """Without them it would divide by fewer, and the others would be pushed more."""
     run = tiny.run_on(monkeypatch, tiny.network(), method="ppo", method_options={"aggregation": "entry_mean"})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from minidrl.run import config
+from minidrl.run.cli import main
 from minidrl.tasks.words import Request, Words
 from research.benches.sentences import row_of
 from research.benches.words import kind
@@ -109,3 +110,8 @@ def test_a_row_is_made_of_a_sentence_that_its_rule_accepts(task):
 def test_a_file_that_is_not_named_is_asked_for():
     with pytest.raises(ValueError, match=r"^task\.path: got '\.', whose ending is another; allowed \.jsonl"):
         Words().held_out(1)
+
+
+def test_a_file_is_checked_on_the_command_line(task, capfd):
+    assert main(["tasks", "words", "--check", task.train_path]) == 0
+    assert "2 rows; all can be asked and judged by words" in capfd.readouterr().out

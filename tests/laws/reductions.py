@@ -47,6 +47,7 @@ def law_reductions(alg: Any) -> None:
         scaled = [[[v / length[b] for v in row] for b, row in enumerate(state)] for state in expected]
         close(alg.reduce_logp(logp, plan, level=level, normalizer=length), scaled, f"{level}, normalised")
     refuses(lambda: alg.reduce_logp(logp, plan, level="word", normalizer=None), "reduction", "'word'", "token")
+    refuses(lambda: alg.reduce_logp(logp, plan, level="pair", normalizer=None), "reduction", "'pair'", "3 states make no pairs")
 
 
 @judges("5.1", "9.1")
