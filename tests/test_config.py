@@ -130,6 +130,14 @@ def test_a_file_of_a_task_in_an_option_is_relative_to_the_user(path, monkeypatch
     assert made.task.path == str(path.parent / "mine.json")
 
 
+def test_a_run_that_kept_the_name_of_a_file_as_it_was_given_goes_on(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    settings = config.load(config.Train, path, {"task.path": "mine.json"})
+    told = config.dumped(settings).replace(settings.task.path, "mine.json")
+    (path.parent / "config.yaml").write_text(told)
+    config.check_unchanged(settings, path.parent)
+
+
 def test_files_of_a_task_are_relative_to_the_config(path):
     path.write_text(yaml.safe_dump(RUN | {"task": {"name": "gsm8k", "train_path": "rows.jsonl", "prompt_format": "chat"}}))
     assert load(path).task.train_path == str(path.parent / "rows.jsonl")

@@ -225,8 +225,7 @@ def load(kind: type, path: str | Path, overrides: dict[str, Any] | None = None) 
     if "task.name" in overrides:
         _leave_out_settings(data, overrides["task.name"])
     for key, value in overrides.items():
-        if value and key in ("data", *(f"task.{name}" for name in DATA_PATHS)):
-            value = str(Path(str(value)).resolve())  # for whoever reads the run's config elsewhere
+        value = _of_user(key, value)
         # A copy: a later key is written into a section that an earlier one gave.
         _set(data, key, parsed(key, value) if isinstance(value, str) else copy.deepcopy(value))
     return from_dict(kind, data)
@@ -403,13 +402,21 @@ def of_run(kind: type, folder: Path) -> Any:
         raise ValueError(f"{path}: {error}") from None
 
 
+def _of_user(key: str, value: Any) -> Any:
+    """A file that an option names, made absolute: a run's config is read elsewhere, too."""
+    of_a_file = key == "data" or key in {f"task.{name}" for name in DATA_PATHS}
+    return str(Path(str(value)).resolve()) if value and of_a_file else value
+
+
 def check_unchanged(settings: Any, folder: Path, free: tuple[str, ...] = ()) -> None:
     """ValueError if a key outside ``free`` differs from those with which the run was started."""
     # A key newer than the run had its default.
     started, now = (_flat(to_dict(s)) for s in (of_run(type(settings), folder), settings))
     for key in started | now:
         is_free = key in free or key.partition(".")[0] in free
-        if not is_free and started.get(key) != now.get(key):
+        # Earlier runs kept such a file as the user had named it.
+        before, after = (_of_user(key, values.get(key)) for values in (started, now))
+        if not is_free and before != after:
             allowed = f"{started.get(key)!r}, with which the run in {folder} was started"
             raise ValueError(f"{key}: got {now.get(key)!r}; allowed {allowed}")
 

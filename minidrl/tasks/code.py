@@ -162,10 +162,13 @@ def read(
 
 def _check_fields(row: dict, form: str, place: str) -> None:
     for name in (*FORMATS[form][0], "text" if row.get("text") else "prompt"):
-        value, several = row.get(name), name == "test_list"
-        texts = value if several and isinstance(value, list) and value else [value]
-        if not all(isinstance(text, str) for text in texts) or several != isinstance(value, list):
-            got, allowed = rows.brief(value), "a list of texts" if several else "text"
+        value, allowed = row.get(name), "text"
+        right = isinstance(value, str)
+        if name == "test_list":
+            allowed = "a list of texts"
+            right = isinstance(value, list) and value and all(isinstance(x, str) for x in value)
+        if not right:
+            got = rows.brief(value)
             raise ValueError(f"{place}: {name}: got {got}; allowed {allowed}")
 
 
