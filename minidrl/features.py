@@ -209,7 +209,7 @@ def _order_logp(
     # have proposed a token less confident than the least confident that was revealed (``limit``;
     # ties go to the earlier position), or than tau, with a threshold (4.5).
     scored = plan.scored.flatten(0, 1)[states]
-    passed = _candidates(rollout, plan, states) & ~scored
+    passed = _passed_over(rollout, plan, states)
     limit, later = alg.confidence_to_beat(confidence, scored, passed)
     tau = rollout.sampler.threshold
     if tau is not None:
@@ -234,7 +234,7 @@ def _position_logp(
     # (4.4) A softmax over positions: the revealed token's logit against the largest logit of each
     # candidate that was passed over.
     scored = plan.scored.flatten(0, 1)[states]
-    passed = _candidates(rollout, plan, states) & ~scored
+    passed = _passed_over(rollout, plan, states)
     most, rows = len(states) * rollout.sampler.block_length, {"h": _at(h, passed, plan)}
 
     def read(*, h: Tensor) -> dict[str, Tensor]:
@@ -244,15 +244,15 @@ def _position_logp(
     return alg.position_logp(own, best, scored, passed)
 
 
-def _candidates(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S L"]:
-    # Where the step might have revealed the token that it had drawn: the hidden positions of the
-    # current block, in the order that compares these tokens.
+def _passed_over(rollout: Rollout, plan: Plan, states: States) -> Bool[Tensor, "S L"]:
+    # Where the step drew a token and did not reveal it: the other hidden positions of the current
+    # block, in the order that compares these tokens.
     hidden = plan.hidden.flatten(0, 1)[states][:, rollout.prompt.shape[1] :]
     if rollout.sampler.order != "low_confidence":
         return torch.zeros_like(hidden)
     block, scored = alg.block_numbers(rollout), plan.scored.flatten(0, 1)[states]
     current = (block * scored).amax(-1, keepdim=True)
-    return hidden & (block == current) & scored.any(-1, keepdim=True)
+    return hidden & (block == current) & scored.any(-1, keepdim=True) & ~scored
 
 
 def _spread(values: Float[Tensor, "R *M"], where: Bool[Tensor, "S L"]) -> Float[Tensor, "S L *M"]:

@@ -213,8 +213,9 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[tuple[Path | None
         lock.release()
 
 
-def check(out: Path, resume: bool) -> None:
-    """ValueError where no run may begin in ``out``, or go on: asked before anything is loaded."""
+def check(out: Path, settings: Any, resume: bool) -> None:
+    """ValueError where no run of these settings may begin in ``out``, or go on: asked before
+    anything is loaded."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
     names = [path.name for path in out.iterdir()] if out.exists() else []
@@ -230,12 +231,14 @@ def check(out: Path, resume: bool) -> None:
     if (not resume and found) or (not found and SUMMARY in names):
         allowed = "another --out" + (", or --resume to continue it" if found else "")
         raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
+    if found:
+        _check_resumed(out, found[-1], settings)
 
 
 def _open(
     out: Path, settings: Any, resume: bool, lock: FileLock
 ) -> tuple[Path | None, dict[str, str]]:
-    check(out, resume)
+    check(out, settings, resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -248,7 +251,6 @@ def _open(
         shutil.rmtree(part)
     found, sums = checkpoint_folders(out), data_sums(settings)
     if found:
-        _check_resumed(out, found[-1], settings, sums)
         return found[-1], sums
     if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
         config.check_unchanged(settings, out)
@@ -256,12 +258,12 @@ def _open(
     return None, sums
 
 
-def _check_resumed(out: Path, checkpoint: Path, settings: Any, sums: dict[str, str]) -> None:
+def _check_resumed(out: Path, checkpoint: Path, settings: Any) -> None:
     """ValueError unless these settings and data may continue the run."""
     config.check_unchanged(settings, checkpoint, free=FREE_ON_RESUME)
     with _whole(checkpoint):
         known = _state(checkpoint).get("data", {})  # an older version says nothing of its data
-    for key, digest in sums.items():
+    for key, digest in data_sums(settings).items():
         if digest != known.get(key, digest):
             section, name = (settings, key) if key == "data" else (settings.task, f"task.{key}")
             got = f"{getattr(section, key)!r}, which has changed since {checkpoint} was written"

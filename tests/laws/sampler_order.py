@@ -280,7 +280,7 @@ def law_threshold_impossible_sets(alg: Any) -> None:
 
 
 @judges("4.2", "4.1")
-@rejects("4.2", ('!= "low_confidence', '== "random'), where="_candidates")
+@rejects("4.2", ('!= "low_confidence', '== "random'), where="_passed_over")
 @rejects("4.2", ("1).clamp(min=1)", "1)"))
 def law_other_orders_have_no_position_factor(alg: Any) -> None:
     """In random and fixed orders order_logp is 0 and reads nothing, whatever the weights, also where nothing is scored."""
@@ -376,7 +376,8 @@ def position_logps(model: Any, rollout: Any, plan: Any, k: int, b: int, block_le
 
 
 @judges("4.4", "4.1")
-@rejects("4.4", ("head(h).max(-1).values", "head(h).mean(-1)"), ("states) & ~scored", "states)"), where="_position_logp")
+@rejects("4.4", ("head(h).max(-1).values", "head(h).mean(-1)"), where="_position_logp")
+@rejects("4.4", ("keepdim=True) & ~scored", "keepdim=True)"), where="_passed_over")
 @rejects(
     "4.4",
     ("logits.gather(", "logits.detach().gather("),

@@ -277,18 +277,18 @@ def law_state_chunks_are_whole_forwards(alg: Any) -> None:
 
 
 @judges("4.2")
-@rejects("4.2", ("scored).amax(-", "scored).amin(-"), where="_candidates")
-def law_candidates(alg: Any) -> None:
-    """Candidates are the hidden positions of the block that a state reads; none where it reads nothing or asks no
-    confidence.
+@rejects("4.2", ("scored).amax(-", "scored).amin(-"), where="_passed_over")
+def law_passed_over(alg: Any) -> None:
+    """Passed over are the other hidden positions of the block that a state reads; none where it reads nothing or asks
+    no confidence.
     """
     for _, _, _, rollout, plan in itertools.islice(staircases(alg), 2):
         states = torch.arange(plan.valid.numel())
-        got = alg._candidates(rollout, plan, states).unflatten(0, plan.valid.shape)
+        got = alg._passed_over(rollout, plan, states).unflatten(0, plan.valid.shape)
         for k, b in itertools.product(range(len(plan.scored)), range(5)):
             own = {i for j in positions(plan.scored[k, b]) for i in range(j // 2 * 2, j // 2 * 2 + 2)}
-            assert positions(got[k, b]) == own & positions(plan.hidden[k, b, 3:]), "candidates"
+            assert positions(got[k, b]) == (own & positions(plan.hidden[k, b, 3:])) - positions(plan.scored[k, b])
         assert (~plan.valid).any() and not got[~plan.valid].any()
         for order in ("random", "left_to_right"):
             other = replace(rollout, sampler=sampler_of(6, 2, order))
-            assert not alg._candidates(other, plan, states).any(), order
+            assert not alg._passed_over(other, plan, states).any(), order
