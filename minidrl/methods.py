@@ -255,7 +255,8 @@ row("reinforce", "main", source="Williams 1992; Dr. GRPO (arXiv 2503.20783)",
 row("ppo", "main", source="PPO (arXiv 1707.06347)",
   title="Clips one ratio for each revealed token.",
   differs="The ratio is that of a token in the state in which it was drawn, which is exact from "
-  "left to right. Advantages are centred in the group; there is no critic.",
+  "left to right. Advantages are centred in the group and not divided by its deviation; there is "
+  "no critic.",
   plan=EVERY_STEP,
   anchor="behaviour", temperature="sampling", reduction="token",
   credit=P(alg.group_mean),
@@ -432,7 +433,8 @@ row("clip-higher", "kin", like="ppo", source="DAPO (arXiv 2503.14476)",
   objective=P(alg.ppo_clip, epsilon_low=0.2, epsilon_high=0.28), aggregation="token_mean")
 row("gspo", "kin", like="ppo", source="GSPO (arXiv 2507.18071)",
   title="Clips one ratio a sequence, the geometric mean of those of its tokens.",
-  differs="The likelihood of the recorded trajectory takes the place of the sequence's.",
+  differs="The likelihood of the recorded trajectory takes the place of the sequence's. Advantages "
+  "are centred in the group and not divided by its deviation.",
   reduction="sequence", normalizer="kept_length",
   objective=P(alg.ppo_clip, epsilon_low=0.0003, epsilon_high=0.0004), aggregation="sequence_mean")
 row("cispo", "kin", like="ppo", source="CISPO (arXiv 2506.13585)",

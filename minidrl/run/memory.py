@@ -131,6 +131,7 @@ def _resident(run: _Run) -> dict[str, int]:
 
 
 def _quantized(network: nn.Module, size: int) -> float:
+    # NF4: half a byte a weight; 64 weights share a scale of one byte, and 256 scales one of four.
     head = network.get_output_embeddings()
     linear = [m for m in network.modules() if isinstance(m, nn.Linear) and m is not head]
     small = sum(module.weight.numel() for module in linear)
