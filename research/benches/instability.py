@@ -34,7 +34,6 @@ from minidrl.run.train import make_optimizer
 LETTERS, LENGTH, PROMPTS, GENERATIONS, REUSE, EVERY = 8, 12, 4, 16, 4, 10
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 SCALES = {"token mean": "kept_length", "sequence": "none"}  # of the log ratio: what divides the ELBO
-EPSILONS = (1, 100, 1000)  # of StableDRL's clip, whose cap is 1 + epsilon; 5, the published one, is the line "stabledrl"
 PROMPT_MASKING = {"": 0.0, ", prompt masking": 0.15}  # of diffu-GRPO: the chance that a prompt token is hidden
 RESULTS = Path(__file__).parents[1] / "results"
 SETTINGS = sampler.Sampler(order="random", temperature=1.0, length=LENGTH, block_length=LENGTH, tokens_per_step=2)
@@ -81,12 +80,9 @@ def rows(scale: str) -> dict[str, methods.Method]:
         "grpo, one plan": replace(centred, refresh="fixed"),
         "stabledrl, shared masks": replace(stable, refresh="paired"),
     }
-    found |= {f"stabledrl, epsilon {x}": methods.with_options(stable, {"objective.cap": 1.0 + x}) for x in EPSILONS}
     two = methods.with_options(table["stabledrl-sequence"], {"normalizer": SCALES[scale]})
-    grpo = methods.with_options(table["grpo"], {"plan.num_states": 2, "normalizer": SCALES[scale]})
     found["stabledrl, two states"] = two
     found["stabledrl, two states, no sandwich"] = replace(two, extra=None)
-    found["grpo, two states"] = replace(grpo, credit=two.credit, refresh="independent")
     own = {"normalizer": SCALES[scale], "plan.block_length": LENGTH, "refresh": "independent"}
     found["spg"] = methods.with_options(table["spg"], own)  # blocks are the sampler's; its code draws masks for each update
     for masked, p in PROMPT_MASKING.items():
