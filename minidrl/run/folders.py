@@ -213,9 +213,9 @@ def opened(out: Path, settings: Any, resume: bool) -> Iterator[tuple[Path | None
         lock.release()
 
 
-def check(out: Path, settings: Any, resume: bool) -> None:
+def check(out: Path, settings: Any, resume: bool) -> dict[str, str]:
     """ValueError where no run of these settings may begin in ``out``, or go on: asked before
-    anything is loaded."""
+    anything is loaded. Returns the sums of the data files."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: got {str(out)!r}, which is a file; allowed a folder")
     names = [path.name for path in out.iterdir()] if out.exists() else []
@@ -231,14 +231,16 @@ def check(out: Path, settings: Any, resume: bool) -> None:
     if (not resume and found) or (not found and SUMMARY in names):
         allowed = "another --out" + (", or --resume to continue it" if found else "")
         raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
+    sums = data_sums(settings)
     if found:
-        _check_resumed(out, found[-1], settings)
+        _check_resumed(out, found[-1], settings, sums)
+    return sums
 
 
 def _open(
     out: Path, settings: Any, resume: bool, lock: FileLock
 ) -> tuple[Path | None, dict[str, str]]:
-    check(out, settings, resume)
+    sums = check(out, settings, resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -249,8 +251,7 @@ def _open(
         raise OSError(f"out: {out} cannot be written to: {error}") from None
     for part in out.glob(f"checkpoint-*{PART}"):  # of a write that was interrupted
         shutil.rmtree(part)
-    found, sums = checkpoint_folders(out), data_sums(settings)
-    if found:
+    if found := checkpoint_folders(out):
         return found[-1], sums
     if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
         config.check_unchanged(settings, out)
@@ -258,12 +259,12 @@ def _open(
     return None, sums
 
 
-def _check_resumed(out: Path, checkpoint: Path, settings: Any) -> None:
+def _check_resumed(out: Path, checkpoint: Path, settings: Any, sums: dict[str, str]) -> None:
     """ValueError unless these settings and data may continue the run."""
     config.check_unchanged(settings, checkpoint, free=FREE_ON_RESUME)
     with _whole(checkpoint):
         known = _state(checkpoint).get("data", {})  # an older version says nothing of its data
-    for key, digest in data_sums(settings).items():
+    for key, digest in sums.items():
         if digest != known.get(key, digest):
             section, name = (settings, key) if key == "data" else (settings.task, f"task.{key}")
             got = f"{getattr(section, key)!r}, which has changed since {checkpoint} was written"

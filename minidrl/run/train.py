@@ -42,9 +42,9 @@ LEAST_READABLE = 0.05  # share of a step's answers, below which a remark is due
 def train(settings: config.Train, out: Path, resume: bool = False) -> dict:
     """A whole RL run into ``out``: metrics.jsonl, checkpoints, curve.png; returns summary.json."""
     together = distributed.collectively
+    together(lambda: held_out(settings.task, settings.evaluate.n, settings.evaluate.skip))
     together(lambda: folders.check(out, settings, resume))
     together(lambda: memory.check(settings))
-    together(lambda: held_out(settings.task, settings.evaluate.n, settings.evaluate.skip))
     run = None
     try:
         run = together(lambda: start(settings))
