@@ -164,6 +164,9 @@ def test_pretrain_train_resume_evaluate(folder, capfd):
     """The whole way, on the folders that the verbs themselves have written."""
     status, out, _ = run(capfd, "pretrain", "base.yaml", "--out", "fresh")
     assert status == 0 and json.loads(out)["held_out"]["n"] == 4
+    status, _, error = run(capfd, "evaluate", "fresh", "--n", "4", "--out", "fresh.json")
+    [found] = json.loads((folder / "fresh.json").read_text())["evaluations"]
+    assert (status, error) == (0, "") and found["protocol"]["length"] == 4  # of base.yaml
     status, out, _ = run(capfd, "train", "run.yaml", "--model", "fresh")
     assert status == 0 and "curve in runs/run/curve.png" in out and (folder / "runs/run/curve.png").stat().st_size > 1000
     assert "allowed above 1" in refused(capfd, "train", "run.yaml", "--model", "fresh", "--resume")

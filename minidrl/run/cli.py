@@ -277,7 +277,9 @@ def evaluate(
         raise ValueError(f"{key}: got {overrides[key]!r}; allowed in its place --temperature")
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
-    settings = config.load(config.Train, config_file or _config_of(model), overrides)
+    path = config_file or _config_of(model)
+    kind = config.Train if "model" in config.read(path) else config.Pretrain
+    settings = config.load(kind, path, overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     held_out(settings.task, n)  # before anything is loaded
     network, tok = checkpoints.load(model, _device(device), checkpoints.dtype_of(dtype))
@@ -290,18 +292,19 @@ def evaluate(
 
 
 def _config_of(model: str) -> Path:
-    """What a model was trained by, or is to be trained by: of its run, else a shipped config."""
+    """What a model was trained by; of a pre-trained one a shipped config of its RL goes before."""
     from minidrl.run import config
 
     folder = Path(model)
-    for path in (folder / "config.yaml", folder.parent / "config.yaml"):
-        if path.is_file() and "model" in config.read(path):
-            return path
+    places = (folder / "config.yaml", folder.parent / "config.yaml")
+    own = next((path for path in places if path.is_file()), None)
+    if own and "model" in config.read(own):
+        return own
     for path in sorted(SHIPPED.parent.glob("*.yaml")):
         base = path.parent / str(config.read(path).get("model", ""))
         if base.resolve() == folder.resolve():
             return path
-    return SHIPPED
+    return own or SHIPPED
 
 
 # ----------------------------------------------------------------------------------------- look-ups
