@@ -218,6 +218,14 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     return other
 
 
+def causal(denoiser: Denoiser) -> Denoiser:
+    """The same network (shared weights) under a causal mask: blocks of one token. Where predictions
+    are shifted, that is the language model from which the checkpoint was converted."""
+    other = copy.copy(denoiser)
+    other.block_length = 1
+    return other
+
+
 def rounded(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
     """A copy in another dtype. Buffers (the frequencies of the positions) keep theirs."""
     other = copy.deepcopy(denoiser)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import tiny
+from minidrl import denoiser
 from minidrl.run import checkpoints, config, memory, pretrain
 from minidrl.run.cli import main
 from minidrl.run.convert import convert
@@ -174,6 +175,36 @@ def test_resumed_fine_tuning_equals_the_uninterrupted_one(converted, tmp_path, m
     settings = finetuning(converted, save_every=2, compute_dtype=dtype)
     pretrained_whole_and_in_parts(settings, tmp_path, monkeypatch)
     assert {value.dtype for value in load_file(tmp_path / "whole/model.safetensors").values()} == {torch.float32}
+
+
+def test_the_next_token_loss_is_that_of_the_causal_model(converted):
+    settings = finetuning(converted, loss="next_token")
+    model, tok = checkpoints.load(converted, dtype=torch.float32)
+    _, rollout = next(pretrain.demonstration_rollouts(settings, tok, [0]))
+    theirs = LlamaForCausalLM.from_pretrained(f"{converted}/../causal")
+    found = []
+    for prompt, mask, response in zip(rollout.prompt, rollout.prompt_mask, rollout.response, strict=True):
+        ids = torch.cat([prompt[mask], response])[None]
+        logits = theirs(ids).logits[0, -len(response) - 1 : -1]
+        logits[:, model.mask_token_id] = -torch.inf  # which no text of ours holds
+        found.append(torch.nn.functional.cross_entropy(logits, response))
+    loss = pretrain.next_token_loss(denoiser.causal(model), rollout)
+    assert loss.item() == pytest.approx(torch.stack(found).mean().item(), rel=1e-5)
+    assert loss.item() != pretrain.next_token_loss(model, rollout).item()  # bidirectional, it sees the answer
+
+
+def test_a_causal_model_is_taught_as_one_judged_as_one_and_fine_tuned_on(converted, tmp_path, monkeypatch):
+    rate = config.Optimizer(learning_rate=1e-2, beta2=0.98)
+    settings = finetuning(converted, loss="next_token", steps=20, optimizer=rate)
+    summary = pretrain.pretrain(settings, tmp_path / "causal")
+    losses = [line["loss"] for line in untimed(tmp_path / "causal") if "loss" in line]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1 and summary["held_out"]["n"] == 4
+    pretrained_whole_and_in_parts(finetuning(converted, loss="next_token"), tmp_path, monkeypatch)
+    pretrain.pretrain(finetuning(str(tmp_path / "causal")), tmp_path / "base")
+    assert untimed(tmp_path / "base")[0]["loss"] < losses[0]
+    convert(f"{converted}/../causal", tmp_path / "in_place")
+    with pytest.raises(ValueError, match="^loss: got 'next_token' for a model that predicts in place"):
+        pretrain.pretrain(finetuning(str(tmp_path / "in_place"), loss="next_token"), tmp_path / "refused")
 
 
 def test_the_loss_in_bfloat16_is_the_loss_but_for_rounding(converted):

@@ -108,10 +108,12 @@ class Pretrain:
 
     It learns from the task's demonstrations, or from the rows of a file. ``compute_dtype`` auto:
     products in bfloat16 where the device has instructions for it; weights, gradients and the
-    optimiser's moments are float32 whatever it is.
+    optimiser's moments are float32 whatever it is. ``loss`` next_token teaches a checkpoint of
+    ``convert --shift`` as the causal model that it was, and judges it as that.
     """
 
     init: str = ""  # a checkpoint to start from, with its tokenizer; "": fresh, of ``network``
+    loss: Literal["elbo", "next_token"] = "elbo"
     data: str = ""  # a file of rows with prompt (or question) and answer; "": demonstrations
     compute_dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     task: SkipValidation[Task] = field(default_factory=_default_task)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -66,7 +67,8 @@ def _pretrain(
 ) -> dict:
     state = {"step": 0, "seconds": 0.0}
     model, tok = _begun(settings)
-    network = denoiser.compiled(model) if settings.compile else model
+    seen = denoiser.causal(model) if settings.loss == "next_token" else model  # as it is trained
+    network = denoiser.compiled(seen) if settings.compile else seen
     optimizer = make_optimizer(model, settings.optimizer, fused=bool(settings.init))
     if checkpoint is not None:
         state |= folders.load_checkpoint(checkpoint, model, optimizer)
@@ -84,7 +86,7 @@ def _pretrain(
 
     def judged() -> dict:
         with precision(settings):
-            scores = evaluate_run(settings, model, tok)
+            scores = evaluate_run(_as_trained(settings), seen, tok)
         if settings.evaluate.every:
             reached = {"step": state["step"], "seconds": time.perf_counter() - started}
             log.write(reached | {f"eval/{key}": value for key, value in scores.items()})
@@ -96,7 +98,10 @@ def _pretrain(
         _, rollout = next(batches)
         lr = loop.learning_rate(settings.optimizer, step, settings.steps)
         with precision(settings):
-            loss = elbo_loss(network, rollout, settings, step)
+            if settings.loss == "next_token":
+                loss = next_token_loss(network, rollout)
+            else:
+                loss = elbo_loss(network, rollout, settings, step)
             loss.backward()
         try:
             norm = loop.optimizer_step(model, optimizer, settings.optimizer, lr)
@@ -127,6 +132,9 @@ def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
     if settings.init:
         model, tok = checkpoints.load(settings.init, settings.device, torch.float32)
         sampler.check_attention(model, settings.sampler)
+        if settings.loss == "next_token" and not model.shift:
+            got = "'next_token' for a model that predicts in place"
+            raise ValueError(f"loss: got {got}; allowed elbo, or a checkpoint of convert --shift")
         said = "bfloat16" if _in_bfloat16(settings) else "float32"
         remarks.warning(f"{settings.init}: weights in float32, products in {said}")
         return model, tok
@@ -135,6 +143,14 @@ def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
     block_length = settings.sampler.block_length if block_causal else None
     sizes = dataclasses.asdict(settings.network)
     return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device), tok
+
+
+def _as_trained(settings: config.Pretrain) -> config.Pretrain:
+    """The settings to judge by: a causal model writes from left to right, a token at a time."""
+    if settings.loss == "elbo":
+        return settings
+    changes = {"attention": "block_causal", "block_length": 1, "tokens_per_step": 1}
+    return dataclasses.replace(settings, sampler=dataclasses.replace(settings.sampler, **changes))
 
 
 def _in_bfloat16(settings: config.Pretrain) -> bool:
@@ -268,3 +284,11 @@ def elbo_loss(model: Network, rollout: Rollout, settings: config.Pretrain, step:
     logp = feat.features(model, rollout, plan, **how)["logp"]
     ll = alg.reduce_logp(logp, plan, level="sequence", normalizer=None)
     return -ll.mean() / rollout.response.shape[1]
+
+
+def next_token_loss(network: Network, rollout: Rollout) -> Tensor:
+    """-log p / L of a batch under ``denoiser.causal``: what -ELBO / L bounds, in one forward."""
+    tokens = torch.cat([rollout.prompt, rollout.response], 1)  # (B, P + L)
+    real = torch.cat([rollout.prompt_mask, torch.ones_like(rollout.keep)], 1)
+    h = network.encode(tokens, real)[:, rollout.prompt.shape[1] :]  # (B, L, D)
+    return F.cross_entropy(network.head(h).flatten(0, 1), rollout.response.flatten())
