@@ -205,6 +205,8 @@ def test_a_causal_model_is_taught_as_one_judged_as_one_and_fine_tuned_on(convert
     convert(f"{converted}/../causal", tmp_path / "in_place")
     with pytest.raises(ValueError, match="^loss: got 'next_token' for a model that predicts in place"):
         pretrain.pretrain(finetuning(str(tmp_path / "in_place"), loss="next_token"), tmp_path / "refused")
+    with pytest.raises(ValueError, match="loss: got 'next_token' for a fresh network; allowed elbo, or init"):
+        finetuning("", loss="next_token")
 
 
 def test_the_loss_in_bfloat16_is_the_loss_but_for_rounding(converted):

@@ -139,6 +139,9 @@ class Pretrain:
         if not self.init and not hasattr(self.task, "tokenizer"):
             got = f"'' with task {self.task.name}, which has no alphabet of its own"
             raise ValueError(f"init: got {got}; allowed a checkpoint")
+        if self.loss == "next_token" and not self.init:
+            got = "'next_token' for a fresh network"
+            raise ValueError(f"loss: got {got}; allowed elbo, or init, a checkpoint")
         _check_device(self.device)
 
 
