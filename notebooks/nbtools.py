@@ -12,10 +12,11 @@ import itertools
 import json
 import math
 import runpy
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import torch
@@ -26,7 +27,6 @@ from matplotlib.patches import Patch, Rectangle
 
 from answers import ANSWERS
 from minidrl.algorithms import Plan
-from research.stats import mean_interval  # noqa: F401 (for the lessons)
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#AA5599", "#666666"
 MOST = 4  # elements of a tensor that a check prints
@@ -270,6 +270,23 @@ def bands(axes: Sequence[Axes], labels: Sequence[str], colors: Sequence[str]) ->
     for tick, color in zip(axes[0].get_yticklabels(), colors, strict=True):
         tick.set_color(color)
     return middles
+
+
+class Interval(NamedTuple):
+    """A mean and the limits of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean and Student's 95 % interval of what the values, taken as independent draws, estimate."""
+    from scipy.stats import t
+
+    mean, n = statistics.fmean(values), len(values)
+    half = t.ppf(0.975, n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(mean, mean - half, mean + half)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
