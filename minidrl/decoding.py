@@ -44,6 +44,8 @@ def prompt_cache(
     if prompt.shape[1]:
         own, place = owner.unique(return_inverse=True)
         model.extend(prompt[own], prompt_mask[own], cache)
+        if model.shift:  # whose last state predicts the first token of the response
+            cache.crop(-1)
         cache.batch_select_indices(place)
     return cache
 
@@ -65,12 +67,12 @@ def block_states(
     The exact, block-level KV cache of block diffusion. ``cache`` holds a past of the rows that does
     not change any more: the prompt, and the finished blocks but the last. That one is computed, and
     stays, with the first step of the block after it. The current block is taken out again, since it
-    goes on changing.
+    goes on changing; and with it the token before, where its state predicts the block's first.
     """
     if tokens.shape[1] == width:  # an empty prompt, and so no past yet
         return model.encode(tokens, attention_mask)
     h = model.extend(tokens[:, cache.get_seq_length() :], attention_mask, cache)[:, -width:]
-    cache.crop(-width)
+    cache.crop(-width - model.shift)
     return h
 
 

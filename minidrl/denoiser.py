@@ -130,11 +130,13 @@ class Denoiser(nn.Module):
         are added: a forward with a KV cache, which ``crop`` undoes.
 
         For block-causal attention over whole blocks, where it is exact: no token sees a later
-        block, so the past never changes.
+        block, so the past never changes. Where predictions are shifted, the first of the W has its
+        own state, as the one before it is not computed.
         """
         now, position = tokens.shape[1], (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         visible = block_causal(self._blocks(position), attention_mask)  # of all T: (N, 1, T, T)
-        return self._body(tokens, visible[:, :, -now:], position[:, -now:], cache)
+        h = self._body(tokens, visible[:, :, -now:], position[:, -now:], cache)
+        return shifted(h, attention_mask[:, -now:]) if self.shift else h
 
     def encode_staircase(
         self,
@@ -153,8 +155,7 @@ class Denoiser(nn.Module):
         of them under clean = ``clean_stream``. Position i of the result predicts token i.
 
         A block-causal model takes its own block length and clean_stream "block"; its prompt stays
-        block-causal, and each of the forwards is then ``encode``. No family whose predictions are
-        shifted has a staircase.
+        block-causal, and each of the forwards is then ``encode``.
         """
         start, length = prompt.shape[1], clean.shape[1]
         visible = staircase_mask(prompt_mask, length, block_length, clean=clean_stream)
@@ -163,7 +164,16 @@ class Denoiser(nn.Module):
             blocks = self._blocks(position[:, :start])
             visible[..., :start, :start] &= block_causal(blocks, prompt_mask)
         tokens = torch.cat([prompt, clean, noisy], 1)  # (N, P + 2 L)
-        return self._body(tokens, visible, position)[:, start + length :]
+        h = self._body(tokens, visible, position)
+        noisy = h[:, start + length :]
+        if not self.shift:
+            return noisy
+        # The state before a token predicts it: within a block a noisy one, and at its beginning the
+        # last that the block sees, which is clean, or the prompt's.
+        place = torch.arange(length, device=h.device)
+        begins = (place % block_length == 0) & ((place > 0) | prompt_mask.any(1, keepdim=True))
+        before = h.roll(1, 1)[:, start : start + length]
+        return torch.where(begins[..., None], before, shifted(noisy, None))
 
     def _body(
         self,

@@ -6,6 +6,7 @@ weights of order 1, so that a key or value that should not be there moves a prob
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,14 +35,17 @@ class Alphabet:
         return self.size
 
 
-def network(block_length: int | None, layers=2, vocab: int = 7) -> denoiser.Denoiser:
+SHIFTED = SimpleNamespace(shift=True)  # all that is asked of a family here
+
+
+def network(block_length: int | None, layers=2, vocab: int = 7, family=None) -> denoiser.Denoiser:
     model = denoiser.build(tiny.SIZES | {"num_hidden_layers": layers}, Alphabet(vocab), 0).eval()
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 2:
                 p.copy_(torch.randn(p.shape, generator=noise) * 1.5 / p.shape[1] ** 0.5)
-    return denoiser.Denoiser(tiny.exact(model.double()).model, block_length=block_length)
+    return denoiser.Denoiser(tiny.exact(model.double()).model, family, block_length)
 
 
 class Spy(torch.nn.Module):
@@ -50,7 +54,7 @@ class Spy(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.shapes = model, []
-        for name in ("mask_token_id", "vocab_size", "block_length", "head"):
+        for name in ("mask_token_id", "vocab_size", "block_length", "shift", "head"):
             setattr(self, name, getattr(model, name))
 
     def encode(self, tokens, attention_mask):
@@ -135,7 +139,9 @@ def tabulated(model, prompt: Tensor, mask: Tensor) -> TabularDenoiser:
 def test_the_same_with_and_without_cache(order, temperature):
     for block_length, tokens_per_step in CUTS:
         settings = settings_of(block_length, tokens_per_step, order, temperature)
-        law_the_cache_changes_nothing(network(block_length, 3), settings, eos_token_id=EOS if temperature else None)
+        for family in (None, SHIFTED):
+            model = network(block_length, 3, family=family)
+            law_the_cache_changes_nothing(model, settings, eos_token_id=EOS if temperature else None)
 
 
 @pytest.mark.parametrize("order, temperature", [("random", 0.7), ("low_confidence", 0.7), ("low_confidence", 0.0)])
@@ -159,14 +165,15 @@ def test_the_cost_changes_nothing(cache):
 def test_prompts_of_other_lengths(lengths):
     """None at all, one that is nothing but padding, and whole blocks."""
     settings = settings_of(2)
-    law_the_cache_changes_nothing(network(2), settings, prompts(lengths))
-    law_scores_replay(network(2), settings, prompts(lengths))
+    for family in (None, SHIFTED):
+        law_the_cache_changes_nothing(network(2, family=family), settings, prompts(lengths))
+        law_scores_replay(network(2, family=family), settings, prompts(lengths))
 
 
-@pytest.mark.parametrize("order, cache", [("random", "exact"), ("low_confidence", "none")])
-def test_the_trajectory_replays_as_a_staircase(order, cache):
+@pytest.mark.parametrize("order, cache, family", [("random", "exact", None), ("low_confidence", "none", SHIFTED)])
+def test_the_trajectory_replays_as_a_staircase(order, cache, family):
     """What the trainer scores, all blocks in one forward, is what the sampler saw."""
-    model = network(4)
+    model = network(4, family=family)
     out = run(model, settings_of(4, 2, order, cache=cache))
     plan = alg.block_replay_plan(out, seeded())
     logp = feat.features(model, out, plan, temperature=0.7)["logp"]
@@ -236,7 +243,7 @@ def test_completions_in_one_step_look_at_later_blocks(temperature, cache):
 
 # -------------------------------------------------------------------------------------------------------------- mutants
 MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
-    "no crop": (decoding, "block_states", "cache.crop(-width)", ""),
+    "no crop": (decoding, "block_states", "cache.crop(-width - model.shift)", ""),
     "the block before": (decoding, "block_states", "cache)[:, -width:]", "cache)[:, :width]"),
     "padding is seen": (sampler, "hidden_states", "trace.attention_mask[rows]", "trace.attention_mask[rows] | True"),
     "a block sees the future": (denoiser, "block_causal", "<= block[:, :, None]", "<= block[:, :, None] + 1"),
@@ -246,6 +253,9 @@ MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
     "the cache keeps the first rows": (decoding, "keep_rows", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
     "positions start again": (denoiser.Denoiser, "extend", "position[:, -now:]", "position[:, :now]"),
     "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, -now:]", "[:, :, :now]"),
+    "no state before a block": (decoding, "block_states", "- model.shift", ""),
+    "no state before the response": (decoding, "prompt_cache", "model.shift", "False"),
+    "no shift with a cache": (denoiser.Denoiser, "extend", "if self.shift", "if False"),
 }
 
 
@@ -253,6 +263,8 @@ def laws() -> None:
     """Rows end at different blocks, prompts are padded, and a block takes two steps."""
     for law in (law_scores_replay, law_the_cache_changes_nothing, law_the_cost_changes_nothing):
         law(network(4), settings_of(4, 2, "left_to_right"))
+        for order in ("left_to_right", "right_to_left"):  # its first token in the first step, and in a later one
+            law(network(4, family=SHIFTED), settings_of(4, 2, order))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

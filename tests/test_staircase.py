@@ -5,6 +5,7 @@ with a mask made by loops. Networks have random weights of order 1 in float64.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ each_depth = pytest.mark.parametrize("layers", [1, 3])
 
 
 # ------------------------------------------------------------------------------------------------------------- the judge
-def network(layers: int, block_length: int | None = None) -> denoiser.Denoiser:
+def network(layers: int, block_length: int | None = None, family=None) -> denoiser.Denoiser:
     """Weights so large that attention is peaked: what a token may not see would move it by order 1."""
     model = tiny.exact(denoiser.build(tiny.SIZES | {"num_hidden_layers": layers}, tokenizer(), 0).eval().double())
     noise = torch.Generator().manual_seed(1)
@@ -30,7 +31,7 @@ def network(layers: int, block_length: int | None = None) -> denoiser.Denoiser:
         for p in model.parameters():
             if p.ndim == 2:
                 p.copy_(torch.randn(p.shape, generator=noise, dtype=p.dtype) * 1.5 / p.shape[1] ** 0.5)
-    return denoiser.Denoiser(model.model, block_length=block_length)
+    return denoiser.Denoiser(model.model, family, block_length)
 
 
 def batch(model, prompt_length: int = P, length: int = L) -> dict[str, Tensor]:
@@ -202,10 +203,11 @@ def test_a_single_block_is_ordinary_denoising_with_a_clean_prompt(layers, stream
     assert gap < 1e-10 if layers == 1 else gap > 1e-3
 
 
+@pytest.mark.parametrize("family", [None, SimpleNamespace(shift=True)])
 @pytest.mark.parametrize("lengths", [(B, 2 * B, 0), (1, 7, 6)])
-def test_a_block_causal_model_is_scored_as_it_encodes(lengths):
+def test_a_block_causal_model_is_scored_as_it_encodes(lengths, family):
     """Each of the forwards is ``encode`` itself, whether the prompt is whole blocks or its first one is shorter."""
-    model = network(2, B)
+    model = network(2, B, family)
     data = padded(batch(model, prompt_length=2 * B), lengths)
     got = staircase(model, data)
     for k in range(L // B):
