@@ -617,8 +617,9 @@ def finish(trace: Trace, eos_token_id: Ends, num_generations: int) -> Rollout:
         records[name] = value.to(trace.dtype) if value.is_floating_point() else value
     prompt, prompt_mask = (x[:, : -settings.length] for x in (trace.tokens, trace.attention_mask))
     keep, logp = keep_mask(response, eos_token_id), logp.to(trace.dtype)
-    made = (response, keep, step, logp, num_generations, settings, records)
-    return Rollout(prompt, prompt_mask, *made)
+    return Rollout(
+        prompt, prompt_mask, response, keep, step, logp, num_generations, settings, records
+    )
 
 
 # ------------------------------------------------------------------------------------------- replay

@@ -24,6 +24,7 @@ from minidrl import denoiser
 from minidrl.run import checkpoints, config, memory, pretrain
 from minidrl.run.cli import main
 from minidrl.run.convert import convert
+from minidrl.sampler import Sampler, generate
 from minidrl.tasks.countdown import Countdown
 from minidrl.tasks.mathematics import Gsm8k
 from test_train import pretrained_whole_and_in_parts, untimed
@@ -80,6 +81,31 @@ def test_weights_stay_and_attention_sees_both_sides(tmp_path, kind, shift):
         first = [after.head(after.encode(x, None))[0, 1] for x in (ids, changed)]
         assert not torch.equal(*first) and torch.equal(*[before(x).logits[0, 1] for x in (ids, changed)])
     assert torch.isfinite(theirs).all()
+
+
+@pytest.mark.parametrize("cache", ["none", "exact"])
+def test_in_blocks_of_one_token_it_is_the_causal_model(tmp_path, cache):
+    """With ``block_size`` 1 in its config.json it writes greedily what transformers' generate writes."""
+    folder, before = causal(tmp_path / "causal", tie=False, initializer_range=1.0)
+    convert(str(folder), tmp_path / "a2d", shift=True)
+    words = json.loads((tmp_path / "a2d/config.json").read_text())
+    (tmp_path / "a2d/config.json").write_text(json.dumps(words | {"block_size": 1}))
+    after, tok = checkpoints.load(tmp_path / "a2d")
+    ids = torch.tensor([tok("12+34=46").input_ids, tok("98-76=22").input_ids])
+    real = torch.ones_like(ids, dtype=torch.bool)
+    one = Sampler(
+        order="left_to_right",
+        temperature=0.0,
+        length=6,
+        block_length=1,
+        tokens_per_step=1,
+        attention="block_causal",
+        cache=cache,
+    )
+    written = generate(after, ids, real, one, eos_token_id=None, generator=torch.Generator()).response
+    rules = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": -1, "suppress_tokens": [tok.mask_token_id]}
+    theirs = before.generate(ids, attention_mask=real, **rules)[:, ids.shape[1] :]
+    assert torch.equal(written, theirs) and len(set(written.flatten().tolist())) > 6
 
 
 def test_the_command_tells_what_it_made_and_under_which_licence(tmp_path, capsys):
