@@ -40,8 +40,8 @@ test: $(STAMP)
 	$(NBVAL) notebooks/01_*.ipynb notebooks/03_*.ipynb
 
 lessons: $(STAMP)
-	$(NBVAL) notebooks/00a_*.ipynb notebooks/10_*.ipynb notebooks/00b_*.ipynb notebooks/0[4-69]_*.ipynb \
-		notebooks/00_*.ipynb notebooks/08_*.ipynb notebooks/1[12]_*.ipynb notebooks/07_*.ipynb notebooks/0[1-3]_*.ipynb
+	$(NBVAL) notebooks/00b_*.ipynb notebooks/00a_*.ipynb notebooks/00_*.ipynb notebooks/09_*.ipynb notebooks/10_*.ipynb \
+		notebooks/0[4-68]_*.ipynb notebooks/1[12]_*.ipynb notebooks/0[1-37]_*.ipynb
 
 slow: $(STAMP)
 	$(TESTS) -m slow tests
