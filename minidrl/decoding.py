@@ -44,8 +44,7 @@ def prompt_cache(
     if prompt.shape[1]:
         own, place = owner.unique(return_inverse=True)
         model.extend(prompt[own], prompt_mask[own], cache)
-        if model.shift:  # whose last state predicts the first token of the response
-            cache.crop(-1)
+        take_out(cache, int(model.shift))  # whose last state predicts the response's first token
         cache.batch_select_indices(place)
     return cache
 
@@ -72,8 +71,16 @@ def block_states(
     if tokens.shape[1] == width:  # an empty prompt, and so no past yet
         return model.encode(tokens, attention_mask)
     h = model.extend(tokens[:, cache.get_seq_length() :], attention_mask, cache)[:, -width:]
-    cache.crop(-width - model.shift)
+    take_out(cache, width + model.shift)
     return h
+
+
+def take_out(cache: DynamicCache, tokens: int) -> None:
+    """The last tokens leave the cache; one that is empty then takes rows of any number."""
+    if tokens:
+        cache.crop(-tokens)
+    if cache.get_seq_length() == 0:
+        cache.layers.clear()
 
 
 # ---------------------------------------------------------------------------------------- threshold

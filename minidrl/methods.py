@@ -690,6 +690,7 @@ def penalty(
     # The exact KL of each scored position is a feature: it is summed over states as logp is.
     if method.kl.form == "exact":
         blank = dict.fromkeys(method.features, torch.zeros_like(feature["kl_ref"]))
+        plan = dataclasses.replace(plan, shift=None)  # a control variate is one of log p
         return reduced(method, plan, rollout, blank | {"logp": feature["kl_ref"]})
     # Else k1, k2 or k3 of a difference of two ll, both with the normaliser or both without.
     target = anchor if method.kl.target == "old" else ref
@@ -790,8 +791,12 @@ def numbers(method: Method) -> list[str]:
 def choices(method: Method) -> dict[str, tuple[str, ...]]:
     """The options that are a choice by name, each with the words that this method may use."""
     found = {k: CHOICES[k] for k in ("aggregation", "refresh", "normalizer", "reduction")}
+    if "progress" not in method.plan.keywords:
+        found["refresh"] = tuple(word for word in found["refresh"] if word != "scheduled")
     if method.step_value == "none":
         found["credit"] = tuple(COMPONENTS["credit"])
+    else:  # an advantage for each state has no place at a level without states
+        del found["reduction"]
     if method.step_value in ("greedy", "sampled"):
         found["step_value"] = ("greedy", "sampled")
     if method.on_record:

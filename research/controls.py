@@ -18,7 +18,7 @@ from minidrl import loop
 from minidrl.bookkeeping import Clock, of_step
 from minidrl.denoiser import Denoiser
 from minidrl.keyed import keyed_generator
-from minidrl.run import checkpoints, config
+from minidrl.run import checkpoints, config, folders
 from minidrl.run.evaluate import evaluate
 from minidrl.run.train import start
 from research.ledger import SELF_TRAINING
@@ -84,6 +84,8 @@ def imitation(settings: config.Train, out: Path, renew: int = 0) -> tuple[Denois
 
     metrics.jsonl and, at the end, checkpoint-N, as of a run of RL. One that was interrupted begins anew.
     """
+    if (out / folders.CONFIG).exists():
+        raise ValueError(f"out: got {str(out)!r}, which holds a run; allowed another --out")
     s, began = settings.evaluate, time.perf_counter()
     run, steps = steps_of(settings, imitates=True, renew=renew)
     out.mkdir(parents=True, exist_ok=True)

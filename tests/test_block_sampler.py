@@ -161,13 +161,13 @@ def test_the_cost_changes_nothing(cache):
     law_the_cost_changes_nothing(network(2), settings_of(2, 1, cache=cache))
 
 
-@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4, 8, 0)])
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3), (4, 8, 0), (1, 1)])
 def test_prompts_of_other_lengths(lengths):
-    """None at all, one that is nothing but padding, and whole blocks."""
-    settings = settings_of(2)
-    for family in (None, SHIFTED):
-        law_the_cache_changes_nothing(network(2, family=family), settings, prompts(lengths))
-        law_scores_replay(network(2, family=family), settings, prompts(lengths))
+    """None at all, one that is nothing but padding, whole blocks, and a single token."""
+    for family, size in ((None, 2), (SHIFTED, 2), (SHIFTED, 1)):
+        model, settings = network(size, family=family), settings_of(size)
+        law_the_cache_changes_nothing(model, settings, prompts(lengths))
+        law_scores_replay(model, settings, prompts(lengths))
 
 
 @pytest.mark.parametrize("order, cache, family", [("random", "exact", None), ("low_confidence", "none", SHIFTED)])
@@ -243,7 +243,7 @@ def test_completions_in_one_step_look_at_later_blocks(temperature, cache):
 
 # -------------------------------------------------------------------------------------------------------------- mutants
 MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
-    "no crop": (decoding, "block_states", "cache.crop(-width - model.shift)", ""),
+    "no crop": (decoding, "block_states", "take_out(cache, width + model.shift)", ""),
     "the block before": (decoding, "block_states", "cache)[:, -width:]", "cache)[:, :width]"),
     "padding is seen": (sampler, "hidden_states", "trace.attention_mask[rows]", "trace.attention_mask[rows] | True"),
     "a block sees the future": (denoiser, "block_causal", "<= block[:, :, None]", "<= block[:, :, None] + 1"),
@@ -253,8 +253,8 @@ MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
     "the cache keeps the first rows": (decoding, "keep_rows", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
     "positions start again": (denoiser.Denoiser, "extend", "position[:, -now:]", "position[:, :now]"),
     "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, -now:]", "[:, :, :now]"),
-    "no state before a block": (decoding, "block_states", "- model.shift", ""),
-    "no state before the response": (decoding, "prompt_cache", "model.shift", "False"),
+    "no state before a block": (decoding, "block_states", "+ model.shift", ""),
+    "no state before the response": (decoding, "prompt_cache", "int(model.shift)", "0"),
     "no shift with a cache": (denoiser.Denoiser, "extend", "if self.shift", "if False"),
 }
 

@@ -170,6 +170,10 @@ def test_a_run_from_a_llada_checkpoint_to_an_evaluated_adapter(llada, tmp_path, 
     capsys.readouterr()
     assert main(["evaluate", str(checkpoint), *words]) == 0
     assert capsys.readouterr().out.endswith(" on 2 held-out problems\n")
+    how = json.loads((checkpoint / "adapter_config.json").read_text())
+    (checkpoint / "adapter_config.json").write_text(json.dumps(how | {"init_lora_weights": "pissa"}))
+    assert main(["evaluate", str(checkpoint), *words]) == 2
+    assert "adapters that began as 'pissa', which changed the base" in capsys.readouterr().err
     (checkpoint / "adapter_config.json").write_text("{}")
     assert main(["evaluate", str(checkpoint), *words]) == 2
     error = capsys.readouterr().err

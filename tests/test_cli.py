@@ -76,11 +76,14 @@ MISTAKES = {
     # settings (tests/test_config.py has many)
     "train run.yaml --stepz=5": "stepz: unknown key (did you mean steps?); allowed model,",
     "train run.yaml --compute_dtype bfloat16 --dtype float32": "compute_dtype: got 'bfloat16' with one process",
+    "pretrain base.yaml --init base": "network: got sizes; allowed none beside init, which has its own",
+    "pretrain base.yaml --stop_after 2": "stop_after: got 2; allowed up to 1, that of steps",
     "train run.yaml --task.prompt_format chat": "task.prompt_format: got 'chat'; allowed plain, the tokenizer of ",
     # methods and their options
     "train run.yaml --method pppo": "method: got 'pppo'; allowed reinforce,",
     "train run.yaml --method egspo --method_options.plan.num_states 5": "plan.num_states: got 5; allowed up to the 4 steps",
     "train run.yaml --method grpo --num_generations 1": "credit.ddof: got 1; allowed 0 up to num_generations - 1",
+    "train run.yaml --method ppo --method_options.refresh scheduled": "got 'scheduled'; allowed fixed, paired, independent\n",
     "train run.yaml --sampler.attention block_causal": "attention: got 'block_causal' for a bidirectional model; allowed bi",
 }
 
@@ -172,6 +175,8 @@ def test_pretrain_train_resume_evaluate(folder, capfd):
     assert "allowed above 1" in refused(capfd, "train", "run.yaml", "--model", "fresh", "--resume")
     line = refused(capfd, "train", "run.yaml", "--model", "fresh", "--resume", "--steps", "2", "--seed", "1")
     assert "seed: got 1; allowed 0, with which the run in runs/run" in line
+    line = refused(capfd, "train", "run.yaml", "--model", "fresh", "--resume", "--steps", "2", "--evaluate.n", "5")
+    assert "evaluate.n: got 5; allowed 4, with which the run" in line, "before and after are of one test"
     status, _, _ = run(capfd, "train", "run.yaml", "--model", "fresh", "--resume", "--steps", "2")
     assert status == 0 and json.loads((folder / "runs/run/summary.json").read_text())["steps"] == 2
     words = ["evaluate", "runs/run/checkpoint-2", "--n", "4"]

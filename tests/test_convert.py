@@ -22,11 +22,13 @@ from transformers import (
 import tiny
 from minidrl import denoiser
 from minidrl.run import checkpoints, config, memory, pretrain
+from minidrl.run import evaluate as evaluator
 from minidrl.run.cli import main
 from minidrl.run.convert import convert
 from minidrl.sampler import Sampler, generate
 from minidrl.tasks.countdown import Countdown
 from minidrl.tasks.mathematics import Gsm8k
+from minidrl.tasks.text import end_ids
 from test_train import pretrained_whole_and_in_parts, untimed
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -81,6 +83,22 @@ def test_weights_stay_and_attention_sees_both_sides(tmp_path, kind, shift):
         first = [after.head(after.encode(x, None))[0, 1] for x in (ids, changed)]
         assert not torch.equal(*first) and torch.equal(*[before(x).logits[0, 1] for x in (ids, changed)])
     assert torch.isfinite(theirs).all()
+
+
+def test_a_head_of_its_own_stays_whatever_config_json_says_and_so_do_several_ends(tmp_path):
+    folder, before = causal(tmp_path / "causal", tie=False)
+    words = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(words | {"tie_word_embeddings": True}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    convert(str(folder), tmp_path / "a2d")
+    after, tok = checkpoints.load(tmp_path / "a2d")
+    assert torch.equal(after.model.lm_head.weight, before.lm_head.weight) and end_ids(tok) == [2, 0]
+
+
+def test_what_is_bidirectional_already_is_refused(tmp_path, capsys):
+    own = tiny.checkpoint(tmp_path / "own")
+    assert main(["convert", str(own), "--out", str(tmp_path / "a2d")]) == 2
+    assert "bidirectional already; allowed a causal model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cache", ["none", "exact"])
@@ -225,6 +243,11 @@ def test_a_causal_model_is_taught_as_one_judged_as_one_and_fine_tuned_on(convert
     summary = pretrain.pretrain(settings, tmp_path / "causal")
     losses = [line["loss"] for line in untimed(tmp_path / "causal") if "loss" in line]
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1 and summary["held_out"]["n"] == 4
+    assert main(["evaluate", str(tmp_path / "causal"), "--n", "4", "--out", str(tmp_path / "asked.json")]) == 0
+    model, tok = checkpoints.load(tmp_path / "causal")
+    rule, task = pretrain.as_causal(settings.sampler), settings.task
+    texts = [row["text"] for row in evaluator.record(denoiser.causal(model), tok, task, rule, n=4)["rows"]]
+    assert texts == [row["text"] for row in json.loads((tmp_path / "asked.json").read_text())["evaluations"][0]["rows"]]
     pretrained_whole_and_in_parts(finetuning(converted, loss="next_token"), tmp_path, monkeypatch)
     pretrain.pretrain(finetuning(str(tmp_path / "causal")), tmp_path / "base")
     assert untimed(tmp_path / "base")[0]["loss"] < losses[0]

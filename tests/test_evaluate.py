@@ -13,7 +13,7 @@ import tiny
 from minidrl import denoiser, sampler
 from minidrl.run import checkpoints, cli, folders
 from minidrl.run import evaluate as evaluator
-from minidrl.tasks.countdown import tokenizer
+from minidrl.tasks.countdown import Countdown, tokenizer
 
 HOW = {"n": 9, "samples": 2, "seed": 3}
 
@@ -180,6 +180,16 @@ def test_a_shipped_base_is_asked_by_the_first_config_that_trains_it(base):
     assert cli._config_of(str(folder)).name == f"{base}_cpu.yaml"
 
 
+def test_a_shipped_config_that_asks_other_problems_goes_behind_the_models_own(tmp_path, monkeypatch):
+    words = {"sampler": {"order": "random", "temperature": 1.0, "length": 12, "block_length": 12, "tokens_per_step": 1}}
+    (tmp_path / "shipped.yaml").write_text(json.dumps(words | {"model": "base", "task": {"num_numbers": 2}}))
+    monkeypatch.setattr(cli, "SHIPPED", tmp_path / "other.yaml")
+    (tmp_path / "base").mkdir()
+    for numbers, name in ((2, "shipped.yaml"), (3, "config.yaml")):
+        (tmp_path / "base/config.yaml").write_text(json.dumps(words | {"task": {"num_numbers": numbers}}))
+        assert cli._config_of(str(tmp_path / "base")).name == name
+
+
 # ---------------------------------------------------------------------------------------- mathematics, from a file of one's own
 ROWS = [{"question": "How many are " + " and ".join(["1"] * i) + "?", "answer": f"One by one.\n#### {i}"} for i in range(1, 6)]
 
@@ -196,6 +206,14 @@ def own(folder) -> Path:
     checkpoints.save(net, tok, folder / "chat")
     (folder / "own.json").write_text(json.dumps(ROWS))
     return folder
+
+
+def test_the_rule_by_which_answers_are_read_is_in_the_protocol(own):
+    net, tok = checkpoints.load(own / "chat")
+    tasks = [Countdown(prompt_format="chat", protocol=rule, max_prompt_length=300) for rule in ("ours", "d1")]
+    assert evaluator.differing(*(evaluator._Asked(net, tok, task, tiny.SAMPLER, 4).protocol() for task in tasks)) == [
+        "protocol"
+    ]
 
 
 def test_a_file_of_ones_own_is_checked_and_asked_in_any_batch(own, capfd):

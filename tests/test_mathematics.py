@@ -161,8 +161,8 @@ DIFFERENT = {
     "(2,\\infty)": ["2,\\infty"],
     "\\frac{2^{2005}+1}{3 \\cdot 2^{2006}}": ["\\frac{1}{2^{2006}}"],
     "east": ["seat"],
-    "5": ["5 hundred"],
-    "2": ["2\\pi"],
+    "5": ["5 hundred", "5 trillion dollars"],
+    "2": ["2\\pi", "2 dozen eggs", "2 squared", "2 thirds"],
 }
 
 

@@ -32,6 +32,7 @@ def task(tmp_path):
     [
         (" The old man shut the door before the rain came.", True),
         ("The Old man's dog, near a door, likes rain.", True),
+        ("Don't open the old door in the rain.", True),
         ("The old man shut the door.", False),  # a word is missing
         ("The older man shut the door before the rain.", False),  # another word
         ("The old man shut the old door before the rain.", False),  # a word twice

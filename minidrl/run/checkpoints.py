@@ -348,6 +348,9 @@ def _load_adapters(
     if kind != "LORA" or (Path(base) / ADAPTER_CONFIG).is_file():
         allowed = "LORA for a plain base"
         raise _refused(folder, f", adapters of type {kind} for {base!r}; allowed {allowed}")
+    if (first := config.init_lora_weights) not in (True, False, "gaussian"):
+        got = f", adapters that began as {first!r}, which changed the base"
+        raise _refused(folder, f"{got}; allowed those that left it as it was")
     denoiser, tokenizer = load(base, device, dtype)
     with reading(folder):
         config.inference_mode, config.init_lora_weights = False, True  # what is drawn is read over

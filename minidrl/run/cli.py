@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from minidrl.run import lookup
-from minidrl.run.launch import LocalError, RunError, launched_rank, one_line, show_remarks
+from minidrl.run.launch import LocalError, RunError, launched_rank, log, one_line, show_remarks
 
 GOES_ON = {
     **dict.fromkeys(("train", "pretrain"), "with --resume it goes on from a checkpoint"),
@@ -263,8 +263,10 @@ def evaluate(
 
     Any --task.key and --sampler.key can be given.
     """
+    from minidrl import denoiser
     from minidrl.run import checkpoints, config
     from minidrl.run import evaluate as evaluator
+    from minidrl.run.pretrain import as_causal
     from minidrl.tasks import held_out
 
     overrides = _overrides(context, "task.", "sampler.")
@@ -281,9 +283,12 @@ def evaluate(
     kind = config.Train if "model" in config.read(path) else config.Pretrain
     settings = config.load(kind, path, overrides)
     decoding = dataclasses.replace(settings.sampler, temperature=temperature)
-    held_out(settings.task, n)  # before anything is loaded
+    skip = settings.evaluate.skip
+    held_out(settings.task, n, skip)  # before anything is loaded
     network, tok = checkpoints.load(model, _device(device), checkpoints.dtype_of(dtype))
-    how = {"n": n, "samples": samples, "seed": seed, "name": model, "out": out}
+    if kind is config.Pretrain and settings.loss == "next_token":
+        network, decoding = denoiser.causal(network), as_causal(decoding)
+    how = {"n": n, "skip": skip, "samples": samples, "seed": seed, "name": model, "out": out}
     asked = (network, tok, settings.task, decoding)
     found = evaluator.record(*asked, micro_batch=batch, **how)
     if out is not None:
@@ -292,8 +297,13 @@ def evaluate(
 
 
 def _config_of(model: str) -> Path:
-    """What a model was trained by; of a pre-trained one a shipped config of its RL goes before."""
+    """What a model was trained by; of a pre-trained one a shipped config of its RL goes before, if
+    it asks the same problems."""
     from minidrl.run import config
+    from minidrl.tasks import held_out
+
+    def asked(kind: Any, path: Path) -> list[Any]:
+        return held_out(config.load(kind, path).task, 16)
 
     folder = Path(model)
     places = (folder / "config.yaml", folder.parent / "config.yaml")
@@ -302,8 +312,12 @@ def _config_of(model: str) -> Path:
         return own
     for path in sorted(SHIPPED.parent.glob("*.yaml")):
         base = path.parent / str(config.read(path).get("model", ""))
-        if base.resolve() == folder.resolve():
+        if base.resolve() != folder.resolve():
+            continue
+        if own is None or asked(config.Train, path) == asked(config.Pretrain, own):
             return path
+    if own is None:
+        log.warning(f"{model} names no task; asked as {SHIPPED} says, or give --config")
     return own or SHIPPED
 
 

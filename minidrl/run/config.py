@@ -142,6 +142,11 @@ class Pretrain:
         if self.loss == "next_token" and not self.init:
             got = "'next_token' for a fresh network"
             raise ValueError(f"loss: got {got}; allowed elbo, or init, a checkpoint")
+        if self.init and self.network != Network():
+            raise ValueError("network: got sizes; allowed none beside init, which has its own")
+        if self.stop_after > self.steps:
+            allowed = f"up to {self.steps}, that of steps"
+            raise ValueError(f"stop_after: got {self.stop_after}; allowed {allowed}")
         _check_device(self.device)
 
 

@@ -114,7 +114,10 @@ def _check_folder(source: str) -> tuple[Path, str]:
     if not (folder / "config.json").is_file():
         allowed = "a folder with config.json, a name on the Hub, a .gguf file or a known package"
         raise ValueError(f"source: got {source!r}; allowed {allowed}")
-    _check_architecture(checkpoints.read_json(folder / "config.json").get("model_type"), source)
+    words = checkpoints.read_json(folder / "config.json")
+    _check_architecture(words.get("model_type"), source)
+    if words.get("is_causal") is False:
+        raise ValueError(f"source: got {source!r}, bidirectional already; allowed a causal model")
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     told = re.search(r"\A---\n.*?^license: *(\S+)", text, re.DOTALL | re.MULTILINE)
@@ -164,8 +167,11 @@ def _write(model: Any, tok: Any, shift: bool, folder: Path) -> None:
     config |= {"mask_token_id": tok.mask_token_id, "eos_token_id": tok.eos_token_id}
     config |= {"dtype": str(model.dtype).removeprefix("torch."), "shift": shift}
     weights = model.state_dict()
-    if config["tie_word_embeddings"]:
-        weights.pop("lm_head.weight", None)
+    for name in checkpoints.not_stored(model):
+        weights.pop(name, None)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    if isinstance(ends := model.generation_config.eos_token_id, list):  # each ends an answer
+        text = json.dumps({"eos_token_id": ends})
+        (folder / "generation_config.json").write_text(text + "\n", encoding="utf-8")
     tok.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

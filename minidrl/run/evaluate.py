@@ -142,6 +142,12 @@ class _Asked:
             "cache": s.cache,
             **{key: getattr(s, key) for key in keys},
             **({"top_p": s.top_p} if s.top_p < 1 else {}),
+            **{  # by which rule, where it is not the usual one
+                rule.name: getattr(task, rule.name)
+                for rule in dataclasses.fields(task)
+                if rule.name in ("protocol", "seconds", "megabytes")
+                and getattr(task, rule.name) != rule.default
+            },
         }
 
 

@@ -39,7 +39,7 @@ CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 PART = ".part"
 # What may differ when a run is continued: how long, how observed, on what machine.
-FREE_ON_RESUME = ("steps", "save_every", "evaluate", "micro_batch", "gradient_checkpointing")
+FREE_ON_RESUME = ("steps", "save_every", "evaluate.every", "micro_batch", "gradient_checkpointing")
 FREE_ON_RESUME += ("stop_after", "device", "threads", "workers", "compile", "tensorboard")
 FREE_ON_RESUME += ("task.max_prompt_length",)  # which all prompts are checked to fit
 
@@ -270,10 +270,11 @@ def _check_resumed(out: Path, checkpoint: Path, settings: Any, sums: dict[str, s
             got = f"{getattr(section, key)!r}, which has changed since {checkpoint} was written"
             allowed = f"the file as it was, or another --out, for a new run from {checkpoint}"
             raise ValueError(f"{name}: got {got}; allowed {allowed}")
-    step = step_of(checkpoint)
-    if step > settings.steps or (step == settings.steps and read_summary(out)):
+    step, key = step_of(checkpoint), "stop_after" if getattr(settings, "stop_after", 0) else "steps"
+    last = getattr(settings, key)
+    if step > last or (step == last and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
-        raise ValueError(f"steps: got {settings.steps}; allowed {allowed}")
+        raise ValueError(f"{key}: got {last}; allowed {allowed}")
 
 
 def data_sums(settings: Any) -> dict[str, str]:

@@ -86,7 +86,9 @@ def _pretrain(
 
     def judged() -> dict:
         with precision(settings):
-            scores = evaluate_run(_as_trained(settings), seen, tok)
+            causal = settings.loss == "next_token"
+            rule = as_causal(settings.sampler) if causal else settings.sampler
+            scores = evaluate_run(dataclasses.replace(settings, sampler=rule), seen, tok)
         if settings.evaluate.every:
             reached = {"step": state["step"], "seconds": time.perf_counter() - started}
             log.write(reached | {f"eval/{key}": value for key, value in scores.items()})
@@ -145,12 +147,10 @@ def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
     return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device), tok
 
 
-def _as_trained(settings: config.Pretrain) -> config.Pretrain:
-    """The settings to judge by: a causal model writes from left to right, a token at a time."""
-    if settings.loss == "elbo":
-        return settings
+def as_causal(rule: sampler.Sampler) -> sampler.Sampler:
+    """The sampler of ``denoiser.causal``: from left to right, a token at a time."""
     changes = {"attention": "block_causal", "block_length": 1, "tokens_per_step": 1}
-    return dataclasses.replace(settings, sampler=dataclasses.replace(settings.sampler, **changes))
+    return dataclasses.replace(rule, **changes)
 
 
 def _in_bfloat16(settings: config.Pretrain) -> bool:

@@ -32,8 +32,9 @@ LONGEST = 400  # characters of an answer; a longer one is refused unread
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 _BASED = re.compile(r"(\d[0-9A-Fa-f]*)(?:_\{?(\d+)\}?)?", re.ASCII)
 _NO_UNIT = (
-    r"(?!\s*(?:or|and|to|is|not|if|pi|plus|minus|times|over|divided|sqrt|sin|cos|tan|log|hundred|"
-    r"thousand|[mb]illion)\b)"
+    r"(?!\s*(?:or|and|to|is|not|if|pi|plus|minus|times|multiplied|over|divided|mod|sqrt|sin|cos|tan|"
+    r"log|squared|cubed|factorial|dozens?|hundred|thousand|(?:m|b|tr)illion|half|halves|thirds?|"
+    r"quarters?|(?:ten|hundred|thousand)ths?)\b)"
 )
 _UNIT = re.compile(  # of a number: a word, in text or not, and what it is counted by
     rf"(\d)(?:\s*\\text\{{{_NO_UNIT}[a-zA-Z /.]+\}}(?:\^\{{?[23]\}}?)?"

@@ -32,7 +32,7 @@ ROWS = [tuple(range(first, first + 4)) for first in (0, 4, 8, 12)]
 COLUMNS = [tuple(range(first, 16, 4)) for first in range(4)]
 BOXES = [(first, first + 1, first + 4, first + 5) for first in (0, 2)]  # of a band
 FEWEST = 4  # clues; with fewer, some completion of every puzzle is in a class that is not held out
-MAX_ANSWER = 64  # characters of an answer in a chat, blanks included; a longer one is refused
+MAX_ANSWER = 128  # characters of an answer in a chat, blanks included; a longer one is refused
 
 
 # -------------------------------------------------------------------------- grids and their classes

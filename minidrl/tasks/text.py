@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from minidrl.sampler import is_end, keep_mask
 from minidrl.tasks import Problem
 
+log = logging.getLogger("minidrl")
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 OPENING, CLOSING = "<answer>", "</answer>"
 END_OF_TURN = re.compile(r"<\|(?:eot_id|im_end|endoftext|end_of_text|EOT)\|>")
@@ -183,8 +186,15 @@ def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
     A masked diffusion model learns where a text ends from its padding.
     """
     found = tok(texts, add_special_tokens=False).input_ids
+    if max(map(len, found), default=0) > length:
+        _say_cut(length)
     ids = [row[:length] + [tok.eos_token_id] * (length - len(row)) for row in found]
     return torch.tensor(ids)
+
+
+@functools.cache
+def _say_cut(length: int) -> None:
+    log.warning(f"some answers are longer than sampler.length {length}: taught without their end")
 
 
 def end_ids(tok: Any) -> list[int]:
@@ -196,8 +206,9 @@ def decode(tok: Any, responses: Tensor) -> list[str]:
     """The text of each response (B, L), up to its first end.
 
     Other special tokens are part of the text: without its [PAD], ``5*[PAD]8`` would be read as
-    ``5*8``, which the model has not said.
+    ``5*8``, which the model has not said. An id that no token has is written as the mask.
     """
+    responses = responses.masked_fill(responses >= len(tok), tok.mask_token_id)
     said = keep_mask(responses, end_ids(tok)) & ~is_end(responses, end_ids(tok))
     lengths = said.sum(1).tolist()
     rows = [row[:length] for row, length in zip(responses.tolist(), lengths, strict=True)]

@@ -24,7 +24,7 @@ from pydantic import PositiveInt
 from minidrl.tasks import Verdict, rows
 from minidrl.tasks.text import check_setting
 
-SENTENCE = re.compile(r"[A-Z][A-Za-z]*(?:,? [A-Za-z]+(?:'[a-z]+)?)*\.")
+SENTENCE = re.compile(r"[A-Z][A-Za-z]*(?:'[a-z]+)?(?:,? [A-Za-z]+(?:'[a-z]+)?)*\.")
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
 
