@@ -204,11 +204,12 @@ CHAT = {
     f"<answer>{ANSWER}": True,
     f"<answer>{ANSWER}</answer><answer>{ANSWER}</answer>": True,
     "<answer>2314|4123|3241|1432</answer>": True,
+    "<answer>| 2 | 3 | 1 | 4 |\n| 4 | 1 | 2 | 3 |\n| 3 | 2 | 4 | 1 |\n| 1 | 4 | 3 | 2 |</answer>": True,
     f"<answer>```\n{ANSWER}\n```</answer>": True,
     f"<answer>\\boxed{{{ANSWER}}}</answer>": True,
     f"<answer>{ANSWER}</answer><answer>{ANSWER[::-1]}</answer>": False,
     "<answer>2314\u00a0412332411432</answer>": False,
-    f"<answer>{ANSWER[:15]}{' ' * 60}{ANSWER[15]}</answer>": False,
+    f"<answer>{ANSWER[:15]}{' ' * 120}{ANSWER[15]}</answer>": False,
     "": False,
 }
 
