@@ -245,8 +245,9 @@ def test_a_causal_model_is_taught_as_one_judged_as_one_and_fine_tuned_on(convert
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1 and summary["held_out"]["n"] == 4
     assert main(["evaluate", str(tmp_path / "causal"), "--n", "4", "--out", str(tmp_path / "asked.json")]) == 0
     model, tok = checkpoints.load(tmp_path / "causal")
-    rule, task = pretrain.as_causal(settings.sampler), settings.task
-    texts = [row["text"] for row in evaluator.record(denoiser.causal(model), tok, task, rule, n=4)["rows"]]
+    seen, rule = pretrain.as_taught(settings, model)
+    assert seen.block_length == rule.block_length == 1
+    texts = [row["text"] for row in evaluator.record(seen, tok, settings.task, rule, n=4)["rows"]]
     assert texts == [row["text"] for row in json.loads((tmp_path / "asked.json").read_text())["evaluations"][0]["rows"]]
     pretrained_whole_and_in_parts(finetuning(converted, loss="next_token"), tmp_path, monkeypatch)
     pretrain.pretrain(finetuning(str(tmp_path / "causal")), tmp_path / "base")

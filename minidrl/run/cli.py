@@ -263,10 +263,9 @@ def evaluate(
 
     Any --task.key and --sampler.key can be given.
     """
-    from minidrl import denoiser
     from minidrl.run import checkpoints, config
     from minidrl.run import evaluate as evaluator
-    from minidrl.run.pretrain import as_causal
+    from minidrl.run.pretrain import as_taught
     from minidrl.tasks import held_out
 
     overrides = _overrides(context, "task.", "sampler.")
@@ -282,12 +281,13 @@ def evaluate(
     path = config_file or _config_of(model)
     kind = config.Train if "model" in config.read(path) else config.Pretrain
     settings = config.load(kind, path, overrides)
-    decoding = dataclasses.replace(settings.sampler, temperature=temperature)
     skip = settings.evaluate.skip
     held_out(settings.task, n, skip)  # before anything is loaded
     network, tok = checkpoints.load(model, _device(device), checkpoints.dtype_of(dtype))
-    if kind is config.Pretrain and settings.loss == "next_token":
-        network, decoding = denoiser.causal(network), as_causal(decoding)
+    rule = settings.sampler
+    if kind is config.Pretrain:
+        network, rule = as_taught(settings, network)
+    decoding = dataclasses.replace(rule, temperature=temperature)
     how = {"n": n, "skip": skip, "samples": samples, "seed": seed, "name": model, "out": out}
     asked = (network, tok, settings.task, decoding)
     found = evaluator.record(*asked, micro_batch=batch, **how)

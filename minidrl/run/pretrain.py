@@ -67,7 +67,7 @@ def _pretrain(
 ) -> dict:
     state = {"step": 0, "seconds": 0.0}
     model, tok = _begun(settings)
-    seen = denoiser.causal(model) if settings.loss == "next_token" else model  # as it is trained
+    seen, rule = as_taught(settings, model)
     network = denoiser.compiled(seen) if settings.compile else seen
     optimizer = make_optimizer(model, settings.optimizer, fused=bool(settings.init))
     if checkpoint is not None:
@@ -86,8 +86,6 @@ def _pretrain(
 
     def judged() -> dict:
         with precision(settings):
-            causal = settings.loss == "next_token"
-            rule = as_causal(settings.sampler) if causal else settings.sampler
             scores = evaluate_run(dataclasses.replace(settings, sampler=rule), seen, tok)
         if settings.evaluate.every:
             reached = {"step": state["step"], "seconds": time.perf_counter() - started}
@@ -147,10 +145,15 @@ def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
     return denoiser.build(sizes, tok, settings.seed, block_length).to(settings.device), tok
 
 
-def as_causal(rule: sampler.Sampler) -> sampler.Sampler:
-    """The sampler of ``denoiser.causal``: from left to right, a token at a time."""
+def as_taught(
+    settings: config.Pretrain, model: denoiser.Denoiser
+) -> tuple[denoiser.Denoiser, sampler.Sampler]:
+    """The network as its loss sees it, and the sampler that asks it so: a causal one writes from
+    left to right, a token at a time."""
+    if settings.loss == "elbo":
+        return model, settings.sampler
     changes = {"attention": "block_causal", "block_length": 1, "tokens_per_step": 1}
-    return dataclasses.replace(rule, **changes)
+    return denoiser.causal(model), dataclasses.replace(settings.sampler, **changes)
 
 
 def _in_bfloat16(settings: config.Pretrain) -> bool:
