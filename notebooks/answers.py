@@ -270,7 +270,7 @@ answer(
 
 # ------------------------------------------------------------------------------------------------- 05: GDPO
 
-# Q nodes are exact up to degree 2Q - 1 (50.5), g has degree L - 1 = 11: Q >= L/2 (50.6).
+# Q nodes are exact up to degree 2Q - 1 (2.5), g has degree L - 1 = 11 (50.3): Q >= L/2.
 answer(
     "05", "1", 12 / 2,
     "g is a polynomial: of which degree for 12 tokens, and up to which degree are Q nodes exact?",
