@@ -119,15 +119,13 @@ def resumed(folder: Path, method: str) -> dict:
     return run_into(out, settings_of(folder, method), resume=True)
 
 
-def in_bfloat16(folder: Path) -> dict:
-    """Two processes whose arithmetic is bfloat16: weights stay float32, and a resumed run is the uninterrupted one."""
-    if distributed.num_processes() == 1:
-        return {}
-    settings = settings_of(folder, "stabledrl-sequence", dtype="float32", compute_dtype="bfloat16")
-    found = run_into(folder / "half", settings)
+def again_by_two(folder: Path, name: str, **changes) -> dict:
+    """A run of two processes, and its second step again, from the checkpoint that they left."""
+    settings = settings_of(folder, "stabledrl-sequence", **changes)
+    found = run_into(folder / name, settings)
     left = shutil.ignore_patterns("checkpoint-2", "summary.json", "curve.png")
-    distributed.on_main(lambda: shutil.copytree(folder / "half", folder / "half-resumed", ignore=left) and None)
-    return {"whole": found, "resumed": run_into(folder / "half-resumed", settings, resume=True)}
+    distributed.on_main(lambda: shutil.copytree(folder / name, folder / f"{name}-resumed", ignore=left) and None)
+    return {"whole": found, "resumed": run_into(folder / f"{name}-resumed", settings, resume=True)}
 
 
 def refused(folder: Path, **changes) -> dict:
@@ -144,7 +142,9 @@ BEFORE = {f"run {method}": (whole_run, {"method": method}) for method in RUNS}
 SCENARIOS = {f"given {case}": (given_rollouts, {"case": case}) for case in CASES}
 SCENARIOS |= {f"rollouts {o} {a}": (rollouts, {"order": o, "attention": a}) for o, a in SAMPLERS}
 SCENARIOS |= {f"resumed {method}": (resumed, {"method": method}) for method in RUNS}
-PAIRED = {"bfloat16": (in_bfloat16, {})} | {said: (refused, changes) for said, changes in REFUSED.items()}
+AGAIN = {"half": {"dtype": "float32", "compute_dtype": "bfloat16"}, "adapted": {"dtype": "bfloat16", **ADAPTERS}}
+PAIRED = {name: (again_by_two, {"name": name, **changes}) for name, changes in AGAIN.items()}
+PAIRED |= {said: (refused, changes) for said, changes in REFUSED.items()}
 
 
 def work(rank: int, port: int, folder: Path) -> None:
@@ -244,11 +244,13 @@ def test_a_run_of_two_processes_is_continued_by_one(method, results, folder, tmp
 
 
 @pytest.mark.slow
-def test_a_run_in_bfloat16_keeps_float32_weights_and_resumes_to_the_bit(results, folder):
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_run_in_bfloat16_or_of_adapters_keeps_float32_weights_and_resumes_to_the_bit(name, results, folder):
     for found in results[1]:
-        assert found["bfloat16"]["whole"] == found["bfloat16"]["resumed"]
-    whole, again = (load_file(folder / name / "checkpoint-2/model.safetensors") for name in ("half", "half-resumed"))
-    assert all(value.dtype == torch.float32 and torch.equal(value, again[name]) for name, value in whole.items())
+        assert found[name]["whole"] == found[name]["resumed"]
+    (path,) = (folder / name / "checkpoint-2").glob("*model.safetensors")
+    whole, again = load_file(path), load_file(folder / f"{name}-resumed/checkpoint-2" / path.name)
+    assert all(value.dtype == torch.float32 and torch.equal(value, again[key]) for key, value in whole.items())
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from transformers.utils import logging as their_log
 
 from minidrl.denoiser import Denoiser
 from minidrl.run.adapters import has_adapters, inject_adapters, peft
+from minidrl.run.distributed import sharded_like
 from minidrl.run.families import FAMILIES, OWN, PUBLISHED, Family, own_name, stored_name
 from minidrl.run.launch import one_line
 
@@ -371,7 +372,7 @@ def read_adapters(denoiser: Denoiser, folder: Path) -> None:
         raise _refused(folder, f", whose adapters do not fit the network: {got}")
     with torch.no_grad():
         for name, value in weights.items():
-            own[name].copy_(value)
+            own[name].copy_(sharded_like(value, own[name]))
 
 
 def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -289,30 +289,6 @@ def unsharded_copy(denoiser: Denoiser) -> Denoiser:
     return with_parameters(denoiser.plain, values | trained)
 
 
-def empty_copy(denoiser: Denoiser) -> Denoiser:
-    """The network itself; of a sharded one a plain copy on the CPU, its trained weights unread."""
-    if num_processes() == 1:
-        return denoiser
-    values = dict(denoiser.plain.named_parameters())
-    for name, p in values.items():
-        if p.requires_grad:
-            values[name] = torch.empty_like(p, device="cpu")
-    return with_parameters(denoiser.plain, values)
-
-
-@torch.no_grad()
-def load_weights(denoiser: Denoiser, stored: Denoiser) -> None:
-    """The weights of a plain network into ``denoiser``: all; of a sharded one the trained ones."""
-    if num_processes() == 1:
-        if stored is not denoiser:
-            denoiser.load_state_dict(stored.state_dict())
-        return
-    values = dict(stored.named_parameters())
-    for name, p in denoiser.named_parameters():
-        if p.requires_grad:
-            p.copy_(sharded_like(values[name], p))
-
-
 def sharded_like(value: Tensor, present: Tensor) -> Tensor:
     """``value``, sharded as ``present`` is; as it is where that is not sharded."""
     if not isinstance(present, DTensor) or value.shape != present.shape:

@@ -145,12 +145,14 @@ def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) ->
     """Put a checkpoint's weights and optimiser state back, to the bit; returns its counters."""
     with _whole(path):
         if has_adapters(model):
-            stored = distributed.empty_copy(model)
-            checkpoints.read_adapters(stored, path)
+            checkpoints.read_adapters(model, path)
         else:
             # On the CPU: beside the network a GPU may be full.
             stored, _ = checkpoints.load(path, dtype=model.model.dtype)
-        distributed.load_weights(model, stored)
+            weights = dict(stored.named_parameters())
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(distributed.sharded_like(weights[name], p))
         load_optimizer(path / OPTIMIZER, model, optimizer)
         return _state(path)
 
