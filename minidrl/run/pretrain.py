@@ -184,12 +184,16 @@ class Demonstrations:
 
     def __getitem__(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
         settings, task = self.settings, self.settings.task
-        source = Written(settings.data) if settings.data else task
         rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
-        problems = source.problems(settings.batch_size, rng, "pretrain")
+        if settings.data:  # its rows, each drawn anew
+            found = _exchanges(settings.data)
+            problems = [found[i] for i in rng.integers(len(found), size=settings.batch_size)]
+            texts = [exchange.answer for exchange in problems]
+        else:
+            problems = task.problems(settings.batch_size, rng, "pretrain")
+            texts = task.demonstrations(problems, rng, step / settings.steps)
         where = (task.prompt_length, "cpu", task.prompt_format)
         prompt, prompt_mask = encode_prompts(self.tok, problems, *where)
-        texts = source.demonstrations(problems, rng, step / settings.steps)
         response = encode_responses(self.tok, texts, settings.sampler.length)
         return problems, prompt, prompt_mask, response
 
@@ -207,29 +211,9 @@ class Exchange(NamedTuple):
     words = key = instruction
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """The rows of a file, in the place of a task's problems and demonstrations.
-
-    A row has ``prompt`` or, as GSM8K's, ``question``; and ``answer``.
-    """
-
-    path: str
-
-    def problems(self, count: int, rng: np.random.Generator, split: str) -> list[Exchange]:
-        """``count`` random rows, each drawn anew."""
-        found = _exchanges(self.path)
-        return [found[i] for i in rng.integers(len(found), size=count)]
-
-    def demonstrations(
-        self, problems: list[Exchange], rng: np.random.Generator, progress: float
-    ) -> list[str]:
-        """The answers."""
-        return [problem.answer for problem in problems]
-
-
 @functools.cache
 def _exchanges(path: str) -> list[Exchange]:
+    """The rows of a file: each has ``prompt`` or, as GSM8K's, ``question``; and ``answer``."""
     found = rows.of_file("data", path)
     asked = "prompt" if "prompt" in found[0] else "question"
     return [Exchange(*row.values()) for row in rows.texts(found, (asked, "answer"), path)]
