@@ -169,6 +169,12 @@ def test_a_config_that_ships_is_valid_and_survives_being_written_down(path):
     assert config.from_dict(kind, yaml.safe_load(config.dumped(settings))) == settings
 
 
+def test_keys_of_older_runs_are_read_over(path, caplog):
+    (path.parent / "config.yaml").write_text(config.dumped(load(path)) + "filter_groups: false\ntensorboard: true\n")
+    assert config.of_run(config.Train, path.parent) == load(path)
+    assert "tensorboard: no key any more" in caplog.text
+
+
 def test_a_changed_run_is_noticed(path):
     settings = load(path)
     (path.parent / "config.yaml").write_text(config.dumped(settings))

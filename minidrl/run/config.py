@@ -187,7 +187,6 @@ class Train:
     threads: NonNegativeInt = 0  # 0: torch's choice
     matmul_precision: Precision = "highest"  # high: TensorFloat-32
     compile: bool = False
-    tensorboard: bool = False
 
     def __post_init__(self):
         _check_device(self.device)
@@ -346,6 +345,8 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
         data = {key: value for key, value in data.items() if key != "names"}
         if data.get("filter_groups") is False:  # a key of older runs, which hardly any had set
             del data["filter_groups"]
+        if data.pop("tensorboard", False):  # and another
+            _remark("tensorboard: no key any more; metrics.jsonl has all its numbers")
     if kind in (Train, Pretrain) and "task" in data:
         task = data["task"]
         if not isinstance(task, dict):

@@ -148,7 +148,6 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
                 save(run, out, state)
             raise
         save(run, out, state)
-    rows.close()
     distributed.on_main(lambda: report.write_curve(out))
     summary = {
         "method": run.method.name,
