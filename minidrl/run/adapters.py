@@ -24,7 +24,7 @@ def add_adapters(
     passes of the gradient must see one network. ``target_modules`` are names of linear layers;
     ``base`` is written down for whoever opens the saved adapters. Source: arXiv 2106.09685.
     """
-    refuse_targets(denoiser.model, target_modules)
+    targeted(denoiser.model, target_modules)  # or refused
     config = peft().LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -47,14 +47,17 @@ def inject_adapters(denoiser: Denoiser, config: Any, seed: int) -> None:
             p.data = p.data.float()
 
 
-def refuse_targets(model: nn.Module, target_modules: list[str]) -> None:
-    """ValueError for a target that names no linear layer; peft minds only if none of them does."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+def targeted(model: nn.Module, target_modules: list[str]) -> list[nn.Linear]:
+    """The layers that get adapters. ValueError for a target that names no linear layer; peft minds
+    only if none of them does."""
+    linear = {f".{name}": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
+        if not any(name.endswith(f".{target}") for name in linear):
             allowed = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
             got = f"{target!r}, which matches no module"
             raise ValueError(f"lora.target_modules: got {got}; allowed {allowed}")
+    ends = tuple(f".{target}" for target in target_modules)
+    return [layer for name, layer in linear.items() if name.endswith(ends)]
 
 
 def has_adapters(denoiser: nn.Module) -> bool:

@@ -109,11 +109,8 @@ def _count(network: nn.Module) -> int:
 
 def adapter_count(network: nn.Module, lora: config.Lora) -> int:
     """Parameters of the adapters; ValueError for a target that matches no module."""
-    adapters.refuse_targets(network, lora.target_modules)
-    ends = tuple(f".{target}" for target in lora.target_modules)
-    named = [(f".{name}", m) for name, m in network.named_modules() if isinstance(m, nn.Linear)]
-    sizes = [m.in_features + m.out_features for name, m in named if name.endswith(ends)]
-    return lora.rank * sum(sizes)
+    layers = adapters.targeted(network, lora.target_modules)
+    return lora.rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
 def _resident(run: _Run) -> dict[str, int]:
@@ -247,11 +244,8 @@ def check(settings: config.Train) -> None:
     """ValueError for a run whose predicted peak is beyond the memory of its device."""
     processes = distributed.num_processes()
     asked = peak(predicted_memory(settings, processes))
-    room, name = _room(settings.device)
-    room //= processes if name == "this machine" else 1
-    if asked > room:
-        got = f"{asked / 1e9:.1f} GB predicted at the peak (python -m minidrl memory has the parts)"
-        raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
+    what = "predicted at the peak (python -m minidrl memory has the parts)"
+    _check_room(asked, what, settings.device, processes)
 
 
 def check_weights(model: str, size: int, device: str) -> None:
@@ -259,17 +253,17 @@ def check_weights(model: str, size: int, device: str) -> None:
     shape, family, _ = checkpoints.describe(model)
     with torch.device("meta"):
         asked = size * _count(family.network(shape))
-    room, name = _room(device)
-    if asked > room:
-        got = f"{asked / 1e9:.1f} GB for weights, gradients and moments of {model}"
-        raise ValueError(f"memory: got {got}; allowed the {room / 1e9:.1f} GB of {name}")
+    _check_room(asked, f"for weights, gradients and moments of {model}", device)
 
 
-def _room(device: str) -> tuple[int, str]:
-    """Bytes of the device, and its name."""
+def _check_room(asked: int, what: str, device: str, processes: int = 1) -> None:
+    """ValueError for more bytes than a GPU has, or one of the processes on this machine."""
+    room, name = main_memory() // processes, "this machine"
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(device).total_memory, device
-    return main_memory(), "this machine"
+        room, name = torch.cuda.get_device_properties(device).total_memory, device
+    if asked > room:
+        got, allowed = f"{asked / 1e9:.1f} GB {what}", f"the {room / 1e9:.1f} GB of {name}"
+        raise ValueError(f"memory: got {got}; allowed {allowed}")
 
 
 def main_memory() -> int:
