@@ -134,7 +134,7 @@ def test_what_is_there_is_not_overwritten_and_what_is_not_there_is_not_resumed(f
     assert train(capfd, "run.yaml/run")[1].startswith("minidrl: out: run.yaml/run cannot be written to: ")
     monkeypatch.setattr(checkpoints, "load", None)  # it is refused before anything is loaded
     allowed = "allowed another --out, or --resume to continue it"
-    assert train(capfd, "run") == (2, f"minidrl: out: got 'run', which already holds a run; {allowed}")
+    assert train(capfd, "run") == (2, f"minidrl: out: got 'run', which already holds a run or other files; {allowed}")
     status, line = train(capfd, "run", *RESUMED, "--steps", "9", "--seed", "7")
     assert status == 2 and line.startswith("minidrl: seed: got 7; allowed 0, with which the run in run/checkpoint-")
     said = "minidrl: resume: got 'nothing', which holds no checkpoint; allowed the folder of a run"

@@ -117,12 +117,13 @@ def _sync(*paths: Path) -> None:
 
 # -------------------------------------------------------------------------------------- checkpoints
 def save_checkpoint(
-    path: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict
-) -> None:
+    out: Path, model: Any, tok: Any, optimizer: torch.optim.Optimizer, state: dict
+) -> Path:
     """All that a run goes on from: network, tokenizer, optimiser, counters, settings and log.
 
-    One that is there already is of the same step of the same run, and stays.
+    One that is there already is of the same step of the same run, and stays. Returns its folder.
     """
+    path = out / f"checkpoint-{state['step']}"
     gathered = get_optimizer_state_dict(model, optimizer, options=distributed.WHOLE)
     slots = gathered.get("state", {}).items()  # nothing but in process 0
     tensors = {f"{name}/{key}": value for name, slot in slots for key, value in slot.items()}
@@ -136,9 +137,10 @@ def save_checkpoint(
             save_file(tensors, part / OPTIMIZER)
             (part / STATE).write_text(json.dumps(state), encoding="utf-8")
             for name in (CONFIG, METRICS):
-                shutil.copyfile(path.parent / name, part / name)
+                shutil.copyfile(out / name, part / name)
 
     distributed.on_main(save)
+    return path
 
 
 def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict:
@@ -223,16 +225,15 @@ def check(out: Path, settings: Any, resume: bool) -> dict[str, str]:
     names = [path.name for path in out.iterdir()] if out.exists() else []
     names = [name for name in names if name != ".lock" and not name.endswith(PART)]
     found = checkpoint_folders(out)
-    if CONFIG not in names and not found:  # no run: nothing is touched
-        if resume:
-            got = f"{str(out)!r}, which holds no checkpoint"
-            raise ValueError(f"resume: got {got}; allowed the folder of a run")
-        if names:
-            got = f"{str(out)!r}, which already holds a run or other files"
-            raise ValueError(f"out: got {got}; allowed another --out")
-    if (not resume and found) or (not found and SUMMARY in names):
+    begun = CONFIG in names or found
+    if resume and not begun:
+        got = f"{str(out)!r}, which holds no checkpoint"
+        raise ValueError(f"resume: got {got}; allowed the folder of a run")
+    ended = SUMMARY in names and not found  # without a checkpoint there is nothing to go on from
+    if (found and not resume) or (names and not begun) or ended:
+        got = f"{str(out)!r}, which already holds a run or other files"
         allowed = "another --out" + (", or --resume to continue it" if found else "")
-        raise ValueError(f"out: got {str(out)!r}, which already holds a run; allowed {allowed}")
+        raise ValueError(f"out: got {got}; allowed {allowed}")
     sums = data_sums(settings)
     if found:
         _check_resumed(out, found[-1], settings, sums)

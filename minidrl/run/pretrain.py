@@ -80,9 +80,7 @@ def _pretrain(
 
     def save() -> Path:
         facts = {"seconds": time.perf_counter() - started, "data": sums}
-        folder = out / f"checkpoint-{state['step']}"
-        folders.save_checkpoint(folder, model, tok, optimizer, state | facts)
-        return folder
+        return folders.save_checkpoint(out, model, tok, optimizer, state | facts)
 
     def judged() -> dict:
         with precision(settings):

@@ -80,7 +80,7 @@ def _steps(
     warned = False
     with tqdm(**words, **quiet) as bar:
         steps = loop.train(run, first)
-        saves = partial(save, run, out, state)
+        saves = partial(folders.save_checkpoint, out, run.model, run.tok, run.optimizer, state)
         for step in until_asked(asked, bar, range(first, s.steps), saves):
             try:
                 row = next(steps)
@@ -140,14 +140,15 @@ def _evaluate(run: loop.Run, rows: MetricsLog, step: int, seconds: float) -> flo
 
 def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
     s = run.settings
+    saves = partial(folders.save_checkpoint, out, run.model, run.tok, run.optimizer, state)
     if state["solved_after"] is None:  # else the checkpoint is there already
         try:
             state["solved_after"] = _evaluate(run, rows, s.steps, state["seconds"])
         except Exception:  # the steps are kept, whatever the evaluation meets
             if run.processes.num_processes() == 1:  # of several, others may still be at it
-                save(run, out, state)
+                saves()
             raise
-        save(run, out, state)
+        saves()
     distributed.on_main(lambda: report.write_curve(out))
     summary = {
         "method": run.method.name,
@@ -160,13 +161,6 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
         "temperature": s.evaluate.temperature,
     }
     return distributed.on_main(lambda: folders.write_summary(out, summary))
-
-
-def save(run: loop.Run, out: Path, state: dict) -> Path:
-    """A checkpoint: weights, optimiser, counters."""
-    folder = out / f"checkpoint-{state['step']}"
-    folders.save_checkpoint(folder, run.model, run.tok, run.optimizer, state)
-    return folder
 
 
 # ------------------------------------------------------------------------- what a run is built from
