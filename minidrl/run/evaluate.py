@@ -52,7 +52,8 @@ def evaluate(model: Any, tok: Any, task: Task, settings: Sampler, *, n: int, **h
     problems to leave out; seed; micro_batch; samples: with k > 1 also pass@k, the share of problems
     solved by at least one of k samples.
     """
-    return _shares(_Asked(model, tok, task, settings, n, **how).responses(), n)
+    asked = _Asked(model, tok, task, settings, n, **how)
+    return _shares(asked.responses(range(n * asked.samples)), n)
 
 
 def evaluate_run(settings: Any, model: Any, tok: Any, **how: int) -> dict:
@@ -85,9 +86,8 @@ class _Asked:
         check_positions(network, self.prompt.shape[1], self.settings.length)
 
     @torch.no_grad()
-    def responses(self, chosen: Sequence[int] | None = None) -> list[Row]:
-        """A row for each response, or for the ``chosen`` ones of n x samples."""
-        some = {} if chosen is None else {"rows": torch.tensor(chosen, device=self.prompt.device)}
+    def responses(self, chosen: Sequence[int]) -> list[Row]:
+        """A row for each of the ``chosen`` responses, of n x samples."""
         rollout = distributed.processes().generate(
             self.model,
             self.prompt,
@@ -97,9 +97,8 @@ class _Asked:
             num_generations=self.samples,
             generator=keyed_generator(self.seed, 0, "evaluate"),
             micro_batch=self.micro_batch,
-            **some,
+            rows=torch.tensor(chosen, device=self.prompt.device),
         )
-        chosen = range(self.n * self.samples) if chosen is None else chosen
         texts = decode(self.tok, rollout.response[list(chosen)])
         steps = sampler.steps_run(rollout.unmask_step)
         found = verdicts(self.task, [self.problems[i // self.samples] for i in chosen], texts)
