@@ -92,7 +92,6 @@ def test_pretraining_has_settings_of_its_own(path):
         ("task.name", "code", "task.name: got 'code', which has no demonstrations"),
         ("network.num_attention_heads", 0, "network.num_attention_heads: got 0; allowed"),
         ("model", "base", "model: unknown key"),
-        ("hit_share", 0.5, "hit_share: no key any more; allowed in its place task.hit_share"),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
             config.load(config.Pretrain, path, {key: value})

@@ -46,8 +46,6 @@ Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_named``
 DATA_PATHS = ("path", "train_path", "held_out_path", "exclude")  # of a task: files of problems
-# Keys of older configs, and what took their places.
-SUCCESSORS = {key: f"task.{key}" for key in ("hit_share", "late_hit_share")}
 
 # ----------------------------------------------------------------------------------------- sections
 
@@ -98,10 +96,6 @@ class Lora:
     target_modules: Names = field(default_factory=lambda: list(LINEAR))  # their layers
 
 
-def _default_task() -> Task:
-    return task_class(DEFAULT)()
-
-
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Pretrain:
     """Supervised training: of a fresh network, or fine-tuning of a checkpoint.
@@ -116,7 +110,7 @@ class Pretrain:
     loss: Literal["elbo", "next_token"] = "elbo"
     data: str = ""  # a file of rows with prompt (or question) and answer; "": demonstrations
     compute_dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    task: SkipValidation[Task] = field(default_factory=_default_task)
+    task: SkipValidation[Task] = field(default_factory=task_class(DEFAULT))
     network: Network = field(default_factory=Network)
     optimizer: Optimizer = field(default_factory=Optimizer)
     sampler: Sampler
@@ -168,7 +162,7 @@ class Train:
     quantize: bool = False  # the base's linear layers in 4 bits, below adapters only (QLoRA)
     lora: Lora = field(default_factory=Lora)
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass
-    task: SkipValidation[Task] = field(default_factory=_default_task)
+    task: SkipValidation[Task] = field(default_factory=task_class(DEFAULT))
     sampler: Sampler
     optimizer: Optimizer = field(default_factory=Optimizer)
     evaluate: Evaluation = field(default_factory=Evaluation)
@@ -370,8 +364,6 @@ def in_one_line(error: ValidationError, kind: type, where: str = "") -> str:
     *parents, name = map(str, found["loc"] or ("",))
     key = where + ".".join(map(str, found["loc"]))
     if found["type"] == "unexpected_keyword_argument":
-        if key in SUCCESSORS:
-            return f"{key}: no key any more; allowed in its place {SUCCESSORS[key]}"
         for parent in parents:
             kind = typing.get_type_hints(kind)[parent]
         known = [f.name for f in dataclasses.fields(kind)]
