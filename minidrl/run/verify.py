@@ -48,11 +48,7 @@ QUESTIONS = {
 }
 
 
-class Failed(Exception):
-    """A check that ran, and whose number is wrong."""
-
-
-FAULTS = (Failed, ValueError, OSError, RuntimeError, FloatingPointError)
+FAULTS = (ValueError, OSError, RuntimeError, FloatingPointError)
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,7 @@ def _answer(model: Denoiser, tok: Any, question: Example) -> str:
     made = sampler.generate(model, batch.input_ids, batch.attention_mask.bool(), greedy, **words)
     reply = decode(tok, made.response)[0]
     if not re.search(rf"(?<!\w){re.escape(question.answer)}(?!\w)", reply):
-        raise Failed(f"{question.prompt!r} -> {reply!r}, which lacks {question.answer!r}")
+        raise ValueError(f"{question.prompt!r} -> {reply!r}, which lacks {question.answer!r}")
     return f"{question.prompt!r} -> {reply!r}, with {question.answer!r}"
 
 
@@ -194,7 +190,7 @@ def _reload(model: Denoiser, tok: Any) -> str:
             count, size = count + len(names), size + path.stat().st_size
         if changed or left:
             named = ", ".join([*changed, *sorted(left)][:3])
-            raise Failed(f"{len(changed)} came back different, {len(left)} not at all: {named}")
+            raise ValueError(f"{len(changed)} came back different, {len(left)} not at all: {named}")
         return f"{count} tensors, {size / 1e9:.3f} GB written, equal to the bit"
 
 
@@ -226,7 +222,7 @@ def _step(settings: config.Train) -> str:
     stuck = [name for name in same if ".lora_B." in name]
     norm = f"gradient norm {row['grad_norm']:.3g}"
     if stuck or not row["grad_norm"] > 0:
-        raise Failed(f"{norm}; {len(stuck)} adapters did not move: {', '.join(stuck[:2])}")
+        raise ValueError(f"{norm}; {len(stuck)} adapters did not move: {', '.join(stuck[:2])}")
     moved = f"{settings.num_iterations} updates: {norm}, {len(before) // 2} adapters moved"
     took = f"{time.perf_counter() - started:.1f} s with loading"
     return f"{settings.method}, {moved}, {took}; memory {memory.compared(settings)}"
