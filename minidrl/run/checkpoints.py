@@ -375,14 +375,17 @@ def read_adapters(denoiser: Denoiser, folder: Path) -> None:
             own[name].copy_(sharded_like(value, own[name]))
 
 
-def _save_adapters(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_adapters(
+    denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: dict[str, Any]
+) -> None:
     # ``peft.PeftModel.from_pretrained(base, folder)`` opens it, base being ``denoiser.model``
     # without adapters.
     (config,) = denoiser.model.peft_config.values()
     config.save_pretrained(folder)
-    weights = peft().get_peft_model_state_dict(denoiser.model, save_embedding_layers=False)
-    weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
-    save_file(weights, folder / ADAPTER_WEIGHTS)
+    how = {"state_dict": weights, "save_embedding_layers": False}
+    found = peft().get_peft_model_state_dict(denoiser.model, **how)
+    found = {_PREFIX + name: value.contiguous() for name, value in found.items()}
+    save_file(found, folder / ADAPTER_WEIGHTS)
     if not denoiser.files:
         _save_tokenizer(tokenizer, folder)
     # The base's configuration stays away: with it, this would seem to be a base.
@@ -411,24 +414,30 @@ def merged(source: Path) -> tuple[Denoiser, PreTrainedTokenizerBase]:
 
 
 # ------------------------------------------------------------------------------------------- saving
-def save(denoiser: Denoiser, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+def save(
+    denoiser: Denoiser,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    weights: dict[str, Any] | None = None,
+) -> None:
     """Network (safetensors) and tokenizer, in the format that they came in.
 
     minidrl's own format is transformers'. A checkpoint of another family goes back under its own
     weight names, in its own dtype or the one it was loaded with, with its config.json and its
     tokenizer files byte for byte; ``tokenizer`` is then not asked. Code files were never read and
     are not written: beside a copy of them, the released code loads the folder. Of a network with
-    adapters only these are written, in peft's format, with the name of their base.
+    adapters only these are written, in peft's format, with the name of their base. ``weights``:
+    those of a network that is cut up; None: its own.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    weights = denoiser.model.state_dict() if weights is None else weights
     if has_adapters(denoiser):
-        _save_adapters(denoiser, tokenizer, folder)
+        _save_adapters(denoiser, tokenizer, folder, weights)
     elif not denoiser.files:
-        denoiser.model.save_pretrained(folder)
+        denoiser.model.save_pretrained(folder, state_dict=weights)
         _save_tokenizer(tokenizer, folder)
     else:
-        weights = denoiser.model.state_dict()
         for name in not_stored(denoiser.model):
             del weights[name]
         weights = {stored_name(name, denoiser.family): value for name, value in weights.items()}

@@ -18,7 +18,6 @@ last are filled up with forwards that another process does as well, and these co
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import os
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -253,8 +252,6 @@ def _shard(denoiser: Denoiser, policy: MixedPrecisionPolicy) -> None:
     if network.config.tie_word_embeddings:
         got = f"tied embeddings with {num_processes()} processes"
         raise ValueError(f"model: got {got}; allowed one process")
-    empty = {name: p.to("meta") for name, p in denoiser.named_parameters()}
-    plain = with_parameters(denoiser, empty)
     mesh = init_device_mesh(denoiser.device.type, (num_processes(),))
     for module in (*network.model.layers, network.model, network.get_output_embeddings()):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
@@ -262,14 +259,6 @@ def _shard(denoiser: Denoiser, policy: MixedPrecisionPolicy) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the default is a mean over the processes
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no reduction that divides
-    denoiser.__dict__["plain"] = plain  # the same network before it was cut up, without weights
-
-
-def with_parameters(denoiser: Denoiser, values: dict[str, Tensor]) -> Denoiser:
-    """A copy of a network with these parameters; of its own only the buffers are copied."""
-    own = denoiser.named_parameters()
-    new = {id(p): nn.Parameter(values[name], p.requires_grad) for name, p in own}
-    return copy.deepcopy(denoiser, new)
 
 
 def full_tensor(value: Tensor) -> Tensor:
@@ -277,16 +266,14 @@ def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def unsharded_copy(denoiser: Denoiser) -> Denoiser:
-    """A plain copy of a sharded network, for ``checkpoints.save``.
+def whole_weights(denoiser: Denoiser) -> dict[str, Tensor] | None:
+    """What is trained of a sharded network, for ``checkpoints.save``; None for any other network.
 
-    All that is trained is in process 0, and nothing elsewhere.
+    All of it is in process 0, and nothing elsewhere.
     """
     if num_processes() == 1:
-        return denoiser
-    values = dict(denoiser.plain.named_parameters())
-    trained = get_model_state_dict(denoiser, options=WHOLE)
-    return with_parameters(denoiser.plain, values | trained)
+        return None
+    return get_model_state_dict(denoiser.model, options=WHOLE)
 
 
 def sharded_like(value: Tensor, present: Tensor) -> Tensor:

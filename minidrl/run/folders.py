@@ -127,13 +127,13 @@ def save_checkpoint(
     gathered = get_optimizer_state_dict(model, optimizer, options=distributed.WHOLE)
     slots = gathered.get("state", {}).items()  # nothing but in process 0
     tensors = {f"{name}/{key}": value for name, slot in slots for key, value in slot.items()}
-    model = distributed.unsharded_copy(model)
+    weights = distributed.whole_weights(model)
 
     def save() -> None:
         if path.exists():
             return
         with folder(path) as part:
-            checkpoints.save(model, tok, part)
+            checkpoints.save(model, tok, part, weights)
             save_file(tensors, part / OPTIMIZER)
             (part / STATE).write_text(json.dumps(state), encoding="utf-8")
             for name in (CONFIG, METRICS):
