@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import tiny
 from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
-from minidrl.run import config, distributed, train
+from minidrl.run import checkpoints, config, distributed, train
 from minidrl.tasks.countdown import Countdown
 
 WORLD, PATIENCE = 2, 300
@@ -94,9 +94,9 @@ def rollouts(folder: Path, order: str, attention: str) -> dict:
         return {"rollout": fields, "next": torch.rand(3, generator=noise)}
 
 
-def settings_of(folder: Path, method: str, **changes) -> config.Train:
+def settings_of(folder: Path, method: str, base: str = "base", **changes) -> config.Train:
     words = {"num_prompts": 4, "micro_batch": 3, "save_every": 1, "evaluate": config.Evaluation(n=5), "threads": 1}
-    return tiny.settings(folder / "base", **{"method": method, **words, **changes})
+    return tiny.settings(folder / base, **{"method": method, **words, **changes})
 
 
 def run_into(out: Path, settings: config.Train, resume: bool = False) -> dict:
@@ -143,6 +143,7 @@ SCENARIOS = {f"given {case}": (given_rollouts, {"case": case}) for case in CASES
 SCENARIOS |= {f"rollouts {o} {a}": (rollouts, {"order": o, "attention": a}) for o, a in SAMPLERS}
 SCENARIOS |= {f"resumed {method}": (resumed, {"method": method}) for method in RUNS}
 AGAIN = {"half": {"dtype": "float32", "compute_dtype": "bfloat16"}, "adapted": {"dtype": "bfloat16", **ADAPTERS}}
+AGAIN |= {"published": {"base": "llada"}}
 PAIRED = {name: (again_by_two, {"name": name, **changes}) for name, changes in AGAIN.items()}
 PAIRED |= {said: (refused, changes) for said, changes in REFUSED.items()}
 
@@ -165,6 +166,8 @@ def work(rank: int, port: int, folder: Path) -> None:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("distributed")
     tiny.checkpoint(folder / "base")
+    (folder / "llada").mkdir()
+    checkpoints.save_as_llada(*checkpoints.load(folder / "base"), folder / "llada")
     return folder
 
 
@@ -245,7 +248,7 @@ def test_a_run_of_two_processes_is_continued_by_one(method, results, folder, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AGAIN)
-def test_a_run_in_bfloat16_or_of_adapters_keeps_float32_weights_and_resumes_to_the_bit(name, results, folder):
+def test_other_arithmetic_adapters_or_names_keep_float32_weights_and_resume_to_the_bit(name, results, folder):
     for found in results[1]:
         assert found[name]["whole"] == found[name]["resumed"]
     (path,) = (folder / name / "checkpoint-2").glob("*model.safetensors")

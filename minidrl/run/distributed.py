@@ -273,7 +273,10 @@ def whole_weights(denoiser: Denoiser) -> dict[str, Tensor] | None:
     """
     if num_processes() == 1:
         return None
-    return get_model_state_dict(denoiser.model, options=WHOLE)
+    found = get_model_state_dict(denoiser.model, options=WHOLE)
+    # On a CPU a tensor of uneven shares is a view of a larger one, which safetensors refuses.
+    views = {key for key, x in found.items() if x.nbytes < x.untyped_storage().nbytes()}
+    return found | {key: found[key].clone() for key in views}
 
 
 def sharded_like(value: Tensor, present: Tensor) -> Tensor:
