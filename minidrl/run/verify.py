@@ -81,7 +81,8 @@ def verify(source: str, device: str = "cpu", dtype: str = "stored") -> Iterator[
     yield Check("load", "ok", f"{_size(model)}, {time.perf_counter() - started:.1f} s")
     task = _task_of(tok)
     question = task.example() if task else QUESTIONS["chat" if tok.chat_template else "words"]
-    settings = _settings(source, device, dtype, model, tok, task, question)
+    how = {"model": str(source), "dtype": dtype, "device": device}
+    settings = _settings(model, tok, task, question.length, **how)
     yield _checked("loss", lambda: _loss(model, tok, question))
     yield _checked("answer", lambda: _answer(model, tok, question))
     yield _checked("reload", lambda: _reload(model, tok))
@@ -98,18 +99,12 @@ def _checked(name: str, call: Callable[[], str]) -> Check:
 
 # ----------------------------------------------------------------------------------------- settings
 def _settings(
-    source: str,
-    device: str,
-    dtype: str,
-    model: Denoiser,
-    tok: Any,
-    task: Task | None,
-    question: Example,
+    network: Denoiser, tok: Any, task: Task | None, length: int, **how: str
 ) -> config.Train:
     """A small RL step with adapters; method, rate, order and temperature as published for GDPO."""
-    blocks = _blocks(model, question.length)
+    blocks = _blocks(network, length)
     words = {"order": "low_confidence", "temperature": 0.9, **blocks}
-    layers = model.model.model.layers.named_modules()
+    layers = network.model.model.layers.named_modules()
     linear = sorted({name.split(".")[-1] for name, x in layers if isinstance(x, torch.nn.Linear)})
     task = task or task_class(DEFAULT)()
     if tok.chat_template is not None:
@@ -117,9 +112,7 @@ def _settings(
         width = longest.shape[1] + 16  # other problems may be longer
         task = dataclasses.replace(task, prompt_format="chat", max_prompt_length=width)
     return config.Train(
-        model=str(source),
-        dtype=dtype,
-        device=device,
+        **how,
         lora=config.Lora(rank=8, alpha=16.0, target_modules=linear),
         gradient_checkpointing=True,
         sampler=sampler.Sampler(tokens_per_step=2 - blocks["block_length"] % 2, **words),
