@@ -184,6 +184,17 @@ def test_resumed_pretraining_equals_the_uninterrupted_one(tmp_path, monkeypatch)
     pretrained_whole_and_in_parts(settings, tmp_path, monkeypatch)
 
 
+def test_a_longer_run_that_was_stopped_at_its_end_is_not_taken_for_the_shorter_one_that_finished(tmp_path, monkeypatch):
+    settings = pretraining(steps=2, save_every=1)
+    pretrain.pretrain(settings, tmp_path)
+    longer = dataclasses.replace(settings, steps=3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pretrain.folders, "into", lambda _: stop())
+        pretrain.pretrain(longer, tmp_path, resume=True)
+    assert pretrain.pretrain(longer, tmp_path, resume=True)["steps"] == 3
+    assert_same_tensors(tmp_path / "model.safetensors", tmp_path / "checkpoint-3/model.safetensors")
+
+
 def test_pretraining_meets_its_own_problems_and_rl_meets_others(base, tmp_path):
     task = dataclasses.replace(tiny.TASK, pretrain_share=0.3)
     settings = pretraining(task=task, steps=4, stop_after=3)

@@ -255,6 +255,7 @@ def _open(
     for part in out.glob(f"checkpoint-*{PART}"):  # of a write that was interrupted
         shutil.rmtree(part)
     if found := checkpoint_folders(out):
+        (out / SUMMARY).unlink(missing_ok=True)  # it goes on, and has not finished
         return found[-1], sums
     if (out / METRICS).is_file() and (out / METRICS).stat().st_size:
         config.check_unchanged(settings, out)
