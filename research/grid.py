@@ -47,7 +47,7 @@ OF_A_CELL = {"seed": "seeds", "optimizer.learning_rate": "rates", "num_iteration
 MEANS = {"training": "solved", "reward": "reward", "grad_norm": "grad_norm", "ratio_std": "ratio_std"}
 MEANS |= {"clip_fraction": "clip_fraction", "entropy": "entropy"}
 # What changes no number of a run beyond rounding.
-FREE = ("threads", "device", "save_every", "micro_batch", "compile", "one_pass", "model")
+FREE = ("threads", "device", "save_every", "micro_batch", "compile", "tensorboard", "one_pass", "model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,7 @@ def test_pretraining_has_settings_of_its_own(path):
         ("task.name", "code", "task.name: got 'code', which has no demonstrations"),
         ("network.num_attention_heads", 0, "network.num_attention_heads: got 0; allowed"),
         ("model", "base", "model: unknown key"),
+        ("hit_share", 0.5, "hit_share: no key any more; allowed in its place task.hit_share"),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
             config.load(config.Pretrain, path, {key: value})
@@ -166,12 +167,6 @@ def test_a_config_that_ships_is_valid_and_survives_being_written_down(path):
     assert (settings.steps, settings.seed) == (text["steps"], text["seed"])
     assert kind is config.Pretrain or settings.method in METHODS
     assert config.from_dict(kind, yaml.safe_load(config.dumped(settings))) == settings
-
-
-def test_keys_of_older_runs_are_read_over(path, caplog):
-    (path.parent / "config.yaml").write_text(config.dumped(load(path)) + "filter_groups: false\ntensorboard: true\n")
-    assert config.of_run(config.Train, path.parent) == load(path)
-    assert "tensorboard: no key any more" in caplog.text
 
 
 def test_a_changed_run_is_noticed(path):

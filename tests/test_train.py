@@ -130,6 +130,14 @@ def test_a_run_in_which_nothing_could_be_learned_can_be_resumed(base, tmp_path, 
     assert_same_tensors(base / "model.safetensors", tmp_path / "run/checkpoint-2/model.safetensors")
 
 
+def test_tensorboard_has_the_numbers_of_the_log(base, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train.train(tiny.settings(base, tensorboard=True), tmp_path / "run")
+    found = events.EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    rewards = [(event.step, event.value) for event in found.Scalars("reward")]
+    assert rewards == [(row["step"], pytest.approx(row["reward"])) for row in updates(tmp_path / "run")]
+
+
 def test_a_number_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(base, tmp_path, monkeypatch):
     backward = loop.backward
 

@@ -46,6 +46,8 @@ Names = Annotated[list[str], Field(min_length=1)]
 LINEAR = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 NAMES = 2  # in a run's config.yaml: what a bare name of a method means, see ``_named``
 DATA_PATHS = ("path", "train_path", "held_out_path", "exclude")  # of a task: files of problems
+# Keys of older configs, and what took their places.
+SUCCESSORS = {key: f"task.{key}" for key in ("hit_share", "late_hit_share")}
 
 # ----------------------------------------------------------------------------------------- sections
 
@@ -181,6 +183,7 @@ class Train:
     threads: NonNegativeInt = 0  # 0: torch's choice
     matmul_precision: Precision = "highest"  # high: TensorFloat-32
     compile: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self):
         _check_device(self.device)
@@ -339,8 +342,6 @@ def from_dict(kind: type, data: dict, where: str = "") -> Any:
         data = {key: value for key, value in data.items() if key != "names"}
         if data.get("filter_groups") is False:  # a key of older runs, which hardly any had set
             del data["filter_groups"]
-        if data.pop("tensorboard", False):  # and another
-            _remark("tensorboard: no key any more; metrics.jsonl has all its numbers")
     if kind in (Train, Pretrain) and "task" in data:
         task = data["task"]
         if not isinstance(task, dict):
@@ -364,6 +365,8 @@ def in_one_line(error: ValidationError, kind: type, where: str = "") -> str:
     *parents, name = map(str, found["loc"] or ("",))
     key = where + ".".join(map(str, found["loc"]))
     if found["type"] == "unexpected_keyword_argument":
+        if key in SUCCESSORS:
+            return f"{key}: no key any more; allowed in its place {SUCCESSORS[key]}"
         for parent in parents:
             kind = typing.get_type_hints(kind)[parent]
         known = [f.name for f in dataclasses.fields(kind)]

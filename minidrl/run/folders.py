@@ -40,7 +40,7 @@ OPTIMIZER, STATE = "optimizer.safetensors", "state.json"
 PART = ".part"
 # What may differ when a run is continued: how long, how observed, on what machine.
 FREE_ON_RESUME = ("steps", "save_every", "evaluate.every", "micro_batch", "gradient_checkpointing")
-FREE_ON_RESUME += ("stop_after", "device", "threads", "workers", "compile")
+FREE_ON_RESUME += ("stop_after", "device", "threads", "workers", "compile", "tensorboard")
 FREE_ON_RESUME += ("task.max_prompt_length",)  # which all prompts are checked to fit
 
 log = logging.getLogger("minidrl")
@@ -307,22 +307,38 @@ def read_metrics(run: str | Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """metrics.jsonl.
+    """metrics.jsonl, and TensorBoard's event files where they are asked for.
 
     With it a run begins: its settings are written. A resumed run begins with the lines that its
     checkpoint holds; later ones are written again.
     """
 
     def __init__(self, out: Path, settings: Any, checkpoint: Path | None):
-        self.path = out / METRICS
+        self.path, self.writer = out / METRICS, None
+        distributed.on_main(lambda: self._begin(out, settings, checkpoint))
 
-        def begin() -> None:
-            write(out / CONFIG, config.dumped(settings))
-            write(self.path, (checkpoint / METRICS).read_bytes() if checkpoint else "")
-
-        distributed.on_main(begin)
+    def _begin(self, out: Path, settings: Any, checkpoint: Path | None) -> None:
+        if tensorboard := getattr(settings, "tensorboard", False):
+            from torch.utils.tensorboard import SummaryWriter
+        write(out / CONFIG, config.dumped(settings))
+        write(self.path, (checkpoint / METRICS).read_bytes() if checkpoint else "")
+        if tensorboard:
+            step = step_of(checkpoint) if checkpoint else 0
+            self.writer = SummaryWriter(out / "tensorboard", purge_step=step + 1)
 
     def write(self, row: dict) -> None:
         """One line; floats with seven digits."""
+        distributed.on_main(lambda: self._write(row))
+
+    def _write(self, row: dict) -> None:
         short = {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in row.items()}
-        distributed.on_main(lambda: append(self.path, json.dumps(short)))
+        append(self.path, json.dumps(short))
+        if self.writer is not None:
+            for key, value in row.items():
+                if isinstance(value, float):
+                    self.writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """End the event file."""
+        if self.writer is not None:
+            self.writer.close()

@@ -149,6 +149,7 @@ def _finish(run: loop.Run, rows: MetricsLog, out: Path, state: dict) -> dict:
                 saves()
             raise
         saves()
+    rows.close()
     distributed.on_main(lambda: report.write_curve(out))
     summary = {
         "method": run.method.name,
