@@ -178,8 +178,8 @@ BAD = [
     ([MBPP, 5], "{path} row 2: got int; allowed an object"),
     ([MBPP, MBPP | {"code": 5}], "{path} row 2: code: got 5; allowed text"),
     ([MBPP | {"test_list": "assert f()"}], "{path} row 1: test_list: got 'assert f()'; allowed a list of texts"),
-    ([MBPP | {"text": None}], "{path} row 1: prompt: got None; allowed text"),
-    ([HUMANEVAL], "{path} row 1: code: got None; allowed text"),
+    ([MBPP | {"text": None}], "{path} row 1: prompt: missing; the row has task_id, text, code, "),
+    ([HUMANEVAL], "{path} row 1: code: missing; the row has task_id, prompt, "),
 ]
 
 

@@ -192,9 +192,9 @@ def test_a_wrong_file_is_one_line_with_its_row(kind, name, wrong, tmp_path):
 
 def test_a_row_of_math_whose_answer_stands_in_the_box_of_its_solution_is_read(tmp_path):
     row = {"problem": "1/2+1?", "solution": "So $\\boxed{1}$, no: $\\boxed{\\frac{3}{2}}$."}
-    assert [q.gold for q in Math500().questions_of([row, row | {"answer": "4"}], "x")] == ["\\frac{3}{2}", "4"]
+    assert [q.gold for q in Math500().placed([row, row | {"answer": "4"}], "x")] == ["\\frac{3}{2}", "4"]
     with pytest.raises(ValueError, match="^x row 1: answer: got ''; allowed text that is not blank$"):
-        Math500().questions_of([{"problem": "?", "solution": "none"}], "x")
+        Math500().placed([{"problem": "?", "solution": "none"}], "x")
 
 
 # ------------------------------------------------------------------------------------------------------------ the real files

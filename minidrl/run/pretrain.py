@@ -214,7 +214,7 @@ def _exchanges(path: str) -> list[Exchange]:
     """The rows of a file: each has ``prompt`` or, as GSM8K's, ``question``; and ``answer``."""
     found = rows.of_file("data", path)
     asked = "prompt" if "prompt" in found[0] else "question"
-    return [Exchange(*row.values()) for row in rows.texts(found, (asked, "answer"), path)]
+    return rows.made(found, path, lambda row: Exchange(*rows.texts(row, asked, "answer")))
 
 
 def demonstration_rollouts(

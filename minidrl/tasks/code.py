@@ -101,7 +101,9 @@ def _used(tree: ast.AST) -> set[str]:
 
 
 def _mbpp(row: dict, show_tests: bool) -> Exercise:
-    functions, tests = _functions(row["code"]), row["test_list"]
+    functions, tests = _functions(row["code"]), row.get("test_list")
+    if not isinstance(tests, list) or not tests or not all(isinstance(x, str) for x in tests):
+        raise ValueError(f"test_list: got {rows.brief(tests)}; allowed a list of texts")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
     used = set().union(*(_used(_tree(text, "test")) for text in [*tests, setup]))
     classes = {n.name for n in _tree(row["code"], "solution").body if isinstance(n, ast.ClassDef)}
@@ -126,9 +128,9 @@ def _humaneval(row: dict, show_tests: bool) -> Exercise:
     return Exercise(prompt, (name,), (f"check({name})",), setup, prompt, solution, shown)
 
 
-# format -> (fields that a row must have, how it is read)
+# format -> (fields of text that a row must have, how it is read)
 FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, bool], Exercise]]] = {
-    "mbpp": (("code", "test_list"), _mbpp),
+    "mbpp": (("code",), _mbpp),
     "humaneval": (("prompt", "entry_point", "canonical_solution", "test"), _humaneval),
 }
 
@@ -141,35 +143,27 @@ def read(
 
     Raises ValueError in one line that names file, row and field; ``key`` is what names the file.
     """
+    fields, exercise_of = FORMATS[form]
+
+    def fit(row: rows.Row) -> Exercise | str:
+        rows.texts(row, *fields, "text" if row.get("text") else "prompt")
+        try:
+            return exercise_of(row, show_tests)
+        except _Unfit as why:
+            return str(why)
+
     fitting: dict[int, Exercise] = {}
     left: dict[int, str] = {}
     keys: set[str] = set()
-    for number, row in enumerate(rows.of_file(key, path), 1):
-        place = f"{path} row {number}"
-        _check_fields(row, form, place)
-        try:
-            made = dataclasses.replace(FORMATS[form][1](row, show_tests), place=place)
-        except _Unfit as why:
-            left[number] = str(why)
-            continue
-        if made.key in keys:
+    for number, found in enumerate(rows.made(rows.of_file(key, path), path, fit), 1):
+        if isinstance(found, str):
+            left[number] = found
+        elif found.key in keys:
             left[number] = "the question is there already"
         else:
-            fitting[number] = made
-        keys.add(made.key)
+            fitting[number] = dataclasses.replace(found, place=f"{path} row {number}")
+            keys.add(found.key)
     return fitting, left
-
-
-def _check_fields(row: dict, form: str, place: str) -> None:
-    for name in (*FORMATS[form][0], "text" if row.get("text") else "prompt"):
-        value, allowed = row.get(name), "text"
-        right = isinstance(value, str)
-        if name == "test_list":
-            allowed = "a list of texts"
-            right = isinstance(value, list) and value and all(isinstance(x, str) for x in value)
-        if not right:
-            got = rows.brief(value)
-            raise ValueError(f"{place}: {name}: got {got}; allowed {allowed}")
 
 
 # ---------------------------------------------------------------------------------------- the task

@@ -168,7 +168,7 @@ class Countdown(rows.Puzzles):
     def _excluded_keys(self) -> set[str]:
         return {puzzle.key for puzzle in self.excluded}
 
-    def puzzle_of(self, row: rows.Row) -> Puzzle:
+    def problem_of(self, row: rows.Row) -> Puzzle:
         try:
             numbers = tuple(int(number) for number in str(row["input"]).split(","))
             target = int(str(row["output"]))

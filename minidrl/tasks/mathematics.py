@@ -79,7 +79,7 @@ class Mathematics(rows.Listed):
     wording            ours, or d1 and d1-eval: the published prompts (``tasks.d1``)
     protocol           ours, or d1, the published reading of an answer, whatever is asked
 
-    Each task has ``questions_of``, rows as questions; ``shape``, the reward d1; and ``published``,
+    Each task has ``question_of``, a row as a question; ``shape``, the reward d1; and ``published``,
     the answer and whether it is the known one, by d1's evaluation.
     """
 
@@ -114,7 +114,7 @@ class Mathematics(rows.Listed):
     def splits_of_files(self) -> dict[str, list[Question]]:
         """The questions of each split, each once, in the words of the prompt."""
         equality.needs(self.name)
-        found = [(question, split) for split in SPLITS for question in self._read(split)]
+        found = [(question, split) for split in SPLITS for question in self._of_split(split)]
         kept: dict[str, tuple[Question, str]] = {}
         for question, split in found:
             kept.setdefault(question.key, (question, split))
@@ -123,22 +123,17 @@ class Mathematics(rows.Listed):
             logging.getLogger("minidrl").warning(f"task {self.name}: {said}")
         return {split: [q for q, of in kept.values() if of == split] for split in SPLITS}
 
-    def _read(self, split: str) -> list[Question]:
-        where = self.train_path if split == "train" else self.path
-        if where:
-            found = rows.of_file("task.train_path" if split == "train" else "task.path", where)
-        elif self.path or split not in self.splits:
+    def _of_split(self, split: str) -> list[Question]:
+        key = "train_path" if split == "train" else "path"
+        if path := getattr(self, key):
+            return self.read(f"task.{key}", path)
+        if self.path or split not in self.splits:
             return []
-        else:
-            source = (self.repo, self.subset, self.revision, self.splits[split])
-            found, where = rows.of_hub(*source), f"{self.repo} {source[-1]}"
-        return self._placed(found, where)
+        source = (self.repo, self.subset, self.revision, self.splits[split])
+        return self.placed(rows.of_hub(*source), f"{self.repo} {source[-1]}")
 
-    def _placed(self, read: list[rows.Row], where: str) -> list[Question]:
-        return [
-            dataclasses.replace(self._asked(question), place=f"{where} row {number}")
-            for number, question in enumerate(self.questions_of(read, where), 1)
-        ]
+    def problem_of(self, row: rows.Row) -> Question:
+        return self._asked(self.question_of(row))
 
     def _asked(self, question: Question) -> Question:
         if self.wording != "ours":
@@ -168,14 +163,9 @@ class Mathematics(rows.Listed):
         return Verdict(paid, solved, {"well_formed": bool(answer)}, found)
 
     def check(self, path: str, tok: Any = None) -> str:
-        """What was found in a file whose rows can all be asked and judged; ``tok`` counts tokens.
-
-        Raises ValueError, one line with file, row and field, for the first row that cannot.
-        """
         equality.needs(self.name)
-        found = self._placed(rows.of_file("check", path), path)
-        said = rows.checked(self, path, found, tok, f"{len(found)} rows; all")
-        for question in tqdm(found, desc="answers", disable=None):
+        said = super().check(path, tok)
+        for question in tqdm(self.read("check", path), desc="answers", disable=None):
             if not equality.parses(question.gold):
                 got, allowed = brief(question.gold), "an answer that math-verify can read"
                 raise ValueError(f"{question.place}: answer: got {got}; allowed {allowed}")
@@ -199,19 +189,15 @@ class Gsm8k(Mathematics):
     revision: str = "740312add88f781978c0658806c59bc2815b9866"
     max_prompt_length: PositiveInt = 512
 
-    def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
-        """Rows as questions; ValueError for one without a number after its one ``####``."""
-        found = []
-        for number, row in enumerate(rows.texts(read, ("question", "answer"), where), 1):
-            solution, mark, gold = row["answer"].rpartition("####")
-            gold = gold.strip()
-            if not mark or "####" in solution or not _NUMBER.fullmatch(gold):
-                allowed = "a solution that ends with one #### and a number"
-                got = brief(row["answer"][-50:])
-                raise ValueError(f"{where} row {number}: answer: got {got}; allowed {allowed}")
-            worked = _CALCULATOR.sub("", solution).strip()
-            found.append(Question(row["question"].strip(), gold.replace(",", ""), worked))
-        return found
+    def question_of(self, row: rows.Row) -> Question:
+        text, answer = rows.texts(row, "question", "answer")
+        solution, mark, gold = answer.rpartition("####")
+        gold = gold.strip()
+        if not mark or "####" in solution or not _NUMBER.fullmatch(gold):
+            allowed = "a solution that ends with one #### and a number"
+            raise ValueError(f"answer: got {brief(answer[-50:])}; allowed {allowed}")
+        worked = _CALCULATOR.sub("", solution).strip()
+        return Question(text.strip(), gold.replace(",", ""), worked)
 
     def shape(self, response: str, answer: str, solved: bool) -> float:
         """2 for the right answer, 0.5 for one of digits alone, 0.5 and 0.5 for tags in the right
@@ -240,15 +226,11 @@ class Math500(Mathematics):
     revision: str = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
     max_prompt_length: PositiveInt = 1024
 
-    def questions_of(self, read: Sequence[rows.Row], where: str) -> list[Question]:
-        """Rows as questions; without an answer the last box of the solution has it."""
-        whole = [
-            row if row.get("answer") else row | {"answer": last_box(str(row.get("solution", "")))}
-            for row in read
-        ]
-        fields = ("problem", "answer", "solution")
-        found = rows.texts(whole, fields, where)
-        return [Question(*(row[key].strip() for key in fields)) for row in found]
+    def question_of(self, row: rows.Row) -> Question:
+        """Without an answer the last box of the solution has it."""
+        if not row.get("answer"):
+            row = row | {"answer": last_box(str(row.get("solution", "")))}
+        return Question(*map(str.strip, rows.texts(row, "problem", "answer", "solution")))
 
     def shape(self, response: str, answer: str, solved: bool) -> float:
         """As that code means it: 2 for the right answer, and for the form 1 with answer tags and a

@@ -11,7 +11,7 @@ import csv
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,16 +90,26 @@ def of_hub(repo: str, subset: str, revision: str, split: str) -> list[Row]:
         raise ValueError(f"task.repo: got {got} ({brief(error)}); allowed {allowed}") from None
 
 
-def texts(rows: list[Row], fields: tuple[str, ...], where: str) -> list[dict[str, str]]:
-    """Of each row the fields that are named, which must be text that is not blank."""
-    for number, row in enumerate(rows, 1):
-        for name in fields:
-            place = f"{where} row {number}: {name}"
-            if name not in row:
-                raise ValueError(f"{place}: missing; the row has {', '.join(row) or 'no field'}")
-            if not isinstance(row[name], str) or not row[name].strip():
-                raise ValueError(f"{place}: got {brief(row[name])}; allowed text that is not blank")
-    return [{name: row[name] for name in fields} for row in rows]
+def made(read: list[Row], where: str, of: Callable[[Row], Any]) -> list[Any]:
+    """What ``of`` makes of each row; its ValueErrors, which name a field, are told with the row."""
+    found = []
+    for number, row in enumerate(read, 1):
+        try:
+            found.append(of(row))
+        except ValueError as error:
+            raise ValueError(f"{where} row {number}: {error}") from None
+    return found
+
+
+def texts(row: Row, *names: str) -> list[str]:
+    """The fields of a row that are named, which must be text that is not blank."""
+    for name in names:
+        if name not in row:
+            fields = ", ".join(map(str, row)) or "no field"
+            raise ValueError(f"{name}: missing; the row has {fields}")
+        if not isinstance(row[name], str) or not row[name].strip():
+            raise ValueError(f"{name}: got {brief(row[name])}; allowed text that is not blank")
+    return [row[name] for name in names]
 
 
 def checked(task: Task, path: str, problems: Sequence[Problem], tok: Any, rows: str) -> str:
@@ -129,7 +139,28 @@ def brief(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
 
 
-class Listed:
+class OfRows:
+    """A task whose problems are, or may be, rows: it has ``problem_of``, that of a row, with a
+    ValueError for one that cannot be asked and judged."""
+
+    def read(self, key: str, path: str) -> list[Any]:
+        """The problems of a file; ``key``: what names it."""
+        return self.placed(of_file(key, path), path)
+
+    def placed(self, read: list[Row], where: str) -> list[Any]:
+        found = enumerate(made(read, where, self.problem_of), 1)
+        return [dataclasses.replace(row, place=f"{where} row {number}") for number, row in found]
+
+    def check(self, path: str, tok: Any = None) -> str:
+        """What was found in a file whose rows can all be asked and judged; ``tok`` counts tokens.
+
+        Raises ValueError, one line with file, row and field, for the first row that cannot.
+        """
+        found = self.read("check", path)
+        return checked(self, path, found, tok, f"{len(found)} rows; all")
+
+
+class Listed(OfRows):
     """A task whose problems are those of files or of the Hub: it has ``splits_of_files``, the
     problems of "train" and "held_out"; ``source`` is the setting that names those to train on."""
 
@@ -153,7 +184,7 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Puzzles:
+class Puzzles(OfRows):
     """A task of generated puzzles that can also be asked those of a file.
 
     reward             what an answer is paid: see ``judge``
@@ -163,8 +194,8 @@ class Puzzles:
     path               a file whose puzzles are the held-out ones
     exclude            a file whose puzzles are not trained on; those of ``path`` never are
 
-    A task has ``drawn``, random puzzles of a split; ``puzzle_of``, that of a row, with a ValueError
-    for one that cannot be solved; and ``longest_plain``, the characters of its longest prompt.
+    A task has ``drawn``, random puzzles of a split, and ``longest_plain``, the characters of its
+    longest prompt.
     """
 
     reward: str = "strict"
@@ -191,17 +222,6 @@ class Puzzles:
     def from_files(self) -> list[Any]:
         return self.of_path
 
-    def read(self, key: str, path: str) -> list[Any]:
-        """The puzzles of a file; ``key``: what names it."""
-        found = []
-        for number, row in enumerate(of_file(key, path), 1):
-            try:
-                puzzle = self.puzzle_of(row)
-                found.append(dataclasses.replace(puzzle, place=f"{path} row {number}"))
-            except ValueError as error:
-                raise ValueError(f"{path} row {number}: {error}") from None
-        return found
-
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Any]:
         if split == "held_out" and self.path:
             return [self.of_path[i] for i in rng.integers(len(self.of_path), size=count)]
@@ -222,8 +242,3 @@ class Puzzles:
     def prompt_length(self) -> int:
         """Tokens of the longest prompt; in the plain format a character is one."""
         return self.longest_plain if self.prompt_format == "plain" else self.max_prompt_length
-
-    def check(self, path: str, tok: Any = None) -> str:
-        """What was found in a file whose puzzles can all be asked and solved."""
-        found = self.read("check", path)
-        return checked(self, path, found, tok, f"{len(found)} rows; all")

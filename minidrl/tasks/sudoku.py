@@ -173,7 +173,7 @@ class Sudoku(rows.Puzzles):
         known = [[p.solution] if p.solution else completions(p.clues) for p in self.excluded]
         return frozenset(itertools.chain.from_iterable(known))
 
-    def puzzle_of(self, row: rows.Row) -> Puzzle:
+    def problem_of(self, row: rows.Row) -> Puzzle:
         clues, solution = str(row.get("Puzzle")), str(row.get("Solution") or "")
         clues = clues.replace("0", EMPTY)
         found = completions(clues) if re.fullmatch("[1-4.]{16}", clues) else frozenset()

@@ -81,15 +81,17 @@ class Words(rows.Listed):
     @cached_property
     def splits_of_files(self) -> dict[str, list[Request]]:
         """The requests of each split; what is held out is not trained on."""
-        held_out = {request.key: request for request in _read("task.path", self.path)}
-        train = _read("task.train_path", self.train_path) if self.train_path else []
+        held_out = {request.key: request for request in self.read("task.path", self.path)}
+        train = self.read("task.train_path", self.train_path) if self.train_path else []
         kept = {request.key: request for request in train if request.key not in held_out}
         return {"held_out": [*held_out.values()], "train": [*kept.values()]}
 
-    def check(self, path: str, tok: Any = None) -> str:
-        """What was found in a file whose rows can all be asked."""
-        found = _read("check", path)
-        return rows.checked(self, path, found, tok, f"{len(found)} rows; all")
+    def problem_of(self, row: rows.Row) -> Request:
+        wanted = row.get("words")
+        if not isinstance(wanted, list) or not wanted or not all(map(_is_word, wanted)):
+            allowed = "a list of one or more words in small letters"
+            raise ValueError(f"words: got {rows.brief(wanted)}; allowed {allowed}")
+        return Request(tuple(wanted), str(row.get("answer", "")))
 
     def demonstrations(
         self, problems: Sequence[Request], rng: np.random.Generator, progress: float
@@ -111,20 +113,6 @@ class Words(rows.Listed):
         solved = sentence and plain and share == 1
         reward = share * (sentence and plain) if self.reward == "share" else float(solved)
         return Verdict(reward, solved, {"words": share, "sentence": float(sentence)}, sentence)
-
-
-def _read(key: str, path: str) -> list[Request]:
-    """The requests of a file; ``key``: what names it."""
-    numbered = enumerate(rows.of_file(key, path), 1)
-    return [_request(row, f"{path} row {number}") for number, row in numbered]
-
-
-def _request(row: rows.Row, place: str) -> Request:
-    wanted = row.get("words")
-    if not isinstance(wanted, list) or not wanted or not all(_is_word(word) for word in wanted):
-        allowed = "a list of one or more words in small letters"
-        raise ValueError(f"{place}: words: got {rows.brief(wanted)}; allowed {allowed}")
-    return Request(tuple(wanted), str(row.get("answer", "")), place)
 
 
 def _is_word(value: Any) -> bool:
