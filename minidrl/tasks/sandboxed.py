@@ -98,21 +98,19 @@ def receive(stream: BinaryIO) -> Any:
 # ------------------------------------------------------------------------------------ the candidate
 def candidate(requests: BinaryIO, answers: BinaryIO) -> None:
     """Says that it is there, takes a program, answers calls until nobody asks."""
-    send(answers, "ready")
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    send(answers, answered(_load, module, receive(requests)))
+
+    def load(program: str) -> None:
+        exec(compile(program, "solution.py", "exec"), vars(module))
+
+    def call(name: str, words: Any, keywords: Any) -> Any:
+        return getattr(module, name)(*unpacked(words), **unpacked(keywords))
+
+    send(answers, "ready")
+    send(answers, answered(load, receive(requests)))
     while True:
-        name, words, keywords = receive(requests)
-        send(answers, answered(_call, module, name, unpacked(words), unpacked(keywords)))
-
-
-def _load(module: Any, program: str) -> None:
-    exec(compile(program, "solution.py", "exec"), vars(module))
-
-
-def _call(module: Any, name: str, words: tuple, keywords: dict) -> Any:
-    return getattr(module, name)(*words, **keywords)
+        send(answers, answered(call, *receive(requests)))
 
 
 def answered(run: Callable, *given: Any) -> list:
@@ -208,9 +206,7 @@ def limit(seconds: int, megabytes: int) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for kind, most in limits.items():
-        _, hard = resource.getrlimit(kind)
-        low = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (low, low))
+        resource.setrlimit(kind, (most, most))
 
 
 def _main(role: str, seconds: str, megabytes: str, *pipes: str) -> None:
