@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from minidrl.tasks.sudoku import Puzzle as Grid
 from minidrl.tasks.sudoku import Sudoku, completions
 from minidrl.tasks.text import final_answer, last_box
 
-needs_mathverify = pytest.mark.skipif(not equality.installed(), reason='needs pip install -e ".[math]"')
+needs_mathverify = pytest.mark.skipif(find_spec("math_verify") is None, reason='needs pip install -e ".[math]"')
 FOLDER = os.environ.get("MINIDRL_REAL_TEXT", "")
 needs_files = pytest.mark.skipif(not FOLDER, reason="MINIDRL_REAL_TEXT does not name the folder of real answers")
 

@@ -229,7 +229,7 @@ class Code(rows.Listed):
         return len(os.sched_getaffinity(0))
 
     def judge(self, problem: Exercise, response: str) -> Verdict:
-        """Solved: every test passes. SandboxError where no sandbox starts: that is no verdict."""
+        """Solved: every test passes. OSError where no sandbox starts: that is no verdict."""
         program = answer(response)
         marks = {"answered": program != "", "tests": 0.0}
         if not program:

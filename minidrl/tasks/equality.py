@@ -93,16 +93,11 @@ def plain(text: str) -> str:
     return text
 
 
-def installed() -> bool:
-    """Whether math-verify is."""
-    return importlib.util.find_spec("math_verify") is not None
-
-
 def needs(task: str) -> None:
     """ValueError unless math-verify is installed, and its process can be limited."""
     if sys.platform == "darwin":
         raise ValueError(f"task {task} needs Linux, as macOS limits no process's memory")
-    if not installed():
+    if importlib.util.find_spec("math_verify") is None:
         raise ValueError(f"task {task} needs math-verify: pip install 'minidrl[math]'")
 
 

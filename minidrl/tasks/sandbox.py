@@ -74,10 +74,6 @@ class Record(NamedTuple):
     reason: str
 
 
-class SandboxError(OSError):
-    """The sandbox itself failed: that is no verdict."""
-
-
 def run(
     program: str,
     names: tuple[str, ...],
@@ -90,7 +86,7 @@ def run(
 
     ``tests``: Python code each; a test passes if it raises nothing. ``setup`` runs before them.
     ``seconds`` are of CPU time, of the program and of the tests each; on the clock all may take
-    ``CLOCK`` times as many and ``START``. Raises SandboxError where no sandbox starts.
+    ``CLOCK`` times as many and ``START``. Raises OSError where no sandbox starts: no verdict.
     """
     job = {"program": program, "names": names, "setup": setup, "tests": tests}
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as complaints:
@@ -100,7 +96,7 @@ def run(
         if not said:
             complaints.seek(0)
             lines = complaints.read(1000).decode(errors="replace").splitlines() or ["nothing"]
-            raise SandboxError(f"task code: {NEEDS}; it said: {lines[0]}")
+            raise OSError(f"task code: {NEEDS}; it said: {lines[0]}")
     verdicts = said[1:]
     passed = sum(right for _, right, _ in verdicts)
     reasons = [why for _, right, why in verdicts if not right]

@@ -17,6 +17,7 @@ from minidrl.sampler import is_end, keep_mask
 from minidrl.tasks import Problem
 
 log = logging.getLogger("minidrl")
+_warn_once = functools.cache(log.warning)
 PAD, MASK, EOS = "[PAD]", "[MASK]", "[EOS]"
 OPENING, CLOSING = "<answer>", "</answer>"
 END_OF_TURN = re.compile(r"<\|(?:eot_id|im_end|endoftext|end_of_text|EOT)\|>")
@@ -187,14 +188,9 @@ def encode_responses(tok: Any, texts: list[str], length: int) -> Tensor:
     """
     found = tok(texts, add_special_tokens=False).input_ids
     if max(map(len, found), default=0) > length:
-        _say_cut(length)
+        _warn_once(f"answers longer than sampler.length {length} are taught without their end")
     ids = [row[:length] + [tok.eos_token_id] * (length - len(row)) for row in found]
     return torch.tensor(ids)
-
-
-@functools.cache
-def _say_cut(length: int) -> None:
-    log.warning(f"some answers are longer than sampler.length {length}: taught without their end")
 
 
 def end_ids(tok: Any) -> list[int]:
