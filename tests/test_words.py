@@ -70,6 +70,14 @@ def test_what_is_held_out_is_not_trained_on(task):
     assert task.judge(drawn[0], drawn[0].answer).solved
 
 
+@pytest.mark.parametrize("row", [{"words": ["boat"]}, {"words": ["boat"], "answer": None}])
+def test_a_row_without_an_answer_teaches_nothing(row, task):
+    """null was taught as the word None once."""
+    (request,) = task.placed([row], "rows")
+    with pytest.raises(ValueError, match="^task.train_path: got .*; allowed a file with an answer in each row; rows row 1"):
+        task.demonstrations([request], None, 0.0)
+
+
 def test_a_row_without_words_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"words": "rain"}')

@@ -91,7 +91,7 @@ class Words(rows.Listed):
         if not isinstance(wanted, list) or not wanted or not all(map(_is_word, wanted)):
             allowed = "a list of one or more words in small letters"
             raise ValueError(f"words: got {rows.brief(wanted)}; allowed {allowed}")
-        return Request(tuple(wanted), str(row.get("answer", "")))
+        return Request(tuple(wanted), str(row.get("answer") or ""))
 
     def demonstrations(
         self, problems: Sequence[Request], rng: np.random.Generator, progress: float
