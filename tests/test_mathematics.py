@@ -339,7 +339,7 @@ def test_training_questions_that_are_held_out_are_removed_and_counted(tmp_path, 
     task = Gsm8k(path=test, train_path=train)
     assert {q.text for q in task.problems(50, np.random.default_rng(0))} == {GSM8K[1]["question"]}
     assert [q.text for q in task.held_out(2)] == [GSM8K[0]["question"], GSM8K[2]["question"]]
-    assert caplog.messages == ["task gsm8k: removed 4 questions that are held out or stand there twice"]
+    assert caplog.messages == ["task gsm8k: removed 4 problems that are held out or stand there twice"]
     with pytest.raises(ValueError, match="^task.train_path: got .*; allowed a file with problems to train$"):
         Gsm8k(path=test, train_path=test).problems(1, np.random.default_rng(0))
 

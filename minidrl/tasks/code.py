@@ -186,6 +186,8 @@ class Code(rows.Listed):
         "sandbox (bubblewrap)"
     )
 
+    source: ClassVar[str] = "path"
+
     path: str = ""
     format: Literal["mbpp", "humaneval"] = "mbpp"
     held_out_path: str = ""

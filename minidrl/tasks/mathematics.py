@@ -16,11 +16,9 @@ case and its blanks, is removed.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -38,7 +36,6 @@ from minidrl.tasks.text import (
     turn,
 )
 
-SPLITS = ("held_out", "train")  # in this order: what is held out is not trained on
 _CALCULATOR = re.compile("<<[^<>]*>>")
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 # The published patterns, with . for a new line as well, as they were meant.
@@ -83,7 +80,6 @@ class Mathematics(rows.Listed):
     the answer and whether it is the known one, by d1's evaluation.
     """
 
-    source: ClassVar[str] = "train_path"
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
     what: ClassVar[str]  # what is asked for
 
@@ -110,25 +106,10 @@ class Mathematics(rows.Listed):
         """The worked solutions, each with its answer between tags."""
         return [f"{q.solution}\n{OPENING}{q.gold}{CLOSING}" for q in problems]
 
-    @cached_property
-    def splits_of_files(self) -> dict[str, list[Question]]:
-        """The questions of each split, each once, in the words of the prompt."""
+    def of_split(self, split: str) -> list[Question]:
         equality.needs(self.name)
-        found = [(question, split) for split in SPLITS for question in self._of_split(split)]
-        kept: dict[str, tuple[Question, str]] = {}
-        for question, split in found:
-            kept.setdefault(question.key, (question, split))
-        if removed := len(found) - len(kept):
-            said = f"removed {removed} questions that are held out or stand there twice"
-            logging.getLogger("minidrl").warning(f"task {self.name}: {said}")
-        return {split: [q for q, of in kept.values() if of == split] for split in SPLITS}
-
-    def _of_split(self, split: str) -> list[Question]:
-        key = "train_path" if split == "train" else "path"
-        if path := getattr(self, key):
-            return self.read(f"task.{key}", path)
-        if self.path or split not in self.splits:
-            return []
+        if self.path or (split == "train" and self.train_path) or split not in self.splits:
+            return super().of_split(split)
         source = (self.repo, self.subset, self.revision, self.splits[split])
         return self.placed(rows.of_hub(*source), f"{self.repo} {source[-1]}")
 

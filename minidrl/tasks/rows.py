@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import io
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from minidrl.tasks.text import check_lengths, check_setting
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 MAX_REPEATS = 20_000  # repeated puzzles in a row after which no new one is expected
 SHOWN = 60  # characters of a value in a message
+SPLITS = ("held_out", "train")  # in this order: what is held out is not trained on
 
 Row = dict[str, Any]
 Wording = Literal["ours", "d1", "d1-eval"]  # the words in which is asked: ours, or d1's
@@ -161,10 +163,27 @@ class OfRows:
 
 
 class Listed(OfRows):
-    """A task whose problems are those of files or of the Hub: it has ``splits_of_files``, the
-    problems of "train" and "held_out"; ``source`` is the setting that names those to train on."""
+    """A task whose problems are those of the files ``path``, held out, and ``train_path``. With
+    other sources it has its own ``of_split`` or splits; ``source`` names those to train on."""
 
-    source: ClassVar[str] = "path"
+    source: ClassVar[str] = "train_path"
+
+    def of_split(self, split: str) -> list[Any]:
+        if split == "train":
+            return self.read("task.train_path", self.train_path) if self.train_path else []
+        return self.read("task.path", self.path)
+
+    @cached_property
+    def splits_of_files(self) -> dict[str, list[Any]]:
+        """The problems of each split, each once; what is held out is not trained on."""
+        found = [(problem, split) for split in SPLITS for problem in self.of_split(split)]
+        kept: dict[str, tuple[Any, str]] = {}
+        for problem, split in found:
+            kept.setdefault(problem.key, (problem, split))
+        if removed := len(found) - len(kept):
+            said = f"removed {removed} problems that are held out or stand there twice"
+            logging.getLogger("minidrl").warning(f"task {self.name}: {said}")
+        return {split: [p for p, of in kept.values() if of == split] for split in SPLITS}
 
     def problems(self, count: int, rng: np.random.Generator, split: str = "train") -> list[Any]:
         """Any split but "held_out" is that for training. ValueError for an empty one."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -70,21 +69,12 @@ class Words(rows.Listed):
     about: ClassVar[str] = (
         "write a sentence with three given words; rows of your own or of a model's, judged by rule"
     )
-    source: ClassVar[str] = "train_path"
 
     path: str = ""
     train_path: str = ""
     reward: Literal["strict", "share"] = "strict"
     prompt_format: Literal["words", "chat"] = "words"
     max_prompt_length: PositiveInt = 16
-
-    @cached_property
-    def splits_of_files(self) -> dict[str, list[Request]]:
-        """The requests of each split; what is held out is not trained on."""
-        held_out = {request.key: request for request in self.read("task.path", self.path)}
-        train = self.read("task.train_path", self.train_path) if self.train_path else []
-        kept = {request.key: request for request in train if request.key not in held_out}
-        return {"held_out": [*held_out.values()], "train": [*kept.values()]}
 
     def problem_of(self, row: rows.Row) -> Request:
         wanted = row.get("words")
