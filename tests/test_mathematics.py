@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -181,6 +182,17 @@ def test_endless_work_ends_and_the_next_answer_is_judged():
     assert equality.equal("18", "36/2") and equality._judge.pid != first
     limits = Path(f"/proc/{equality._judge.pid}/limits").read_text()
     assert re.search(f"Max address space +{equality.BYTES} ", limits) and re.search("Max file size +0 ", limits)
+
+
+def test_after_an_interrupt_the_next_answer_gets_its_own_verdict():
+    """It got that of the question before, and so did every answer from then on."""
+    assert equality.equal("18", "36/2")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # as Ctrl-C
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        equality._ask("x", "(" * 12 + "1+" * 2000 + "1" + ")" * 12)
+    signal.signal(signal.SIGALRM, before)
+    assert [equality.equal("18", answer) for answer in ("36/2", "35/2", "36/2")] == [True, False, True]
 
 
 @pytest.mark.slow

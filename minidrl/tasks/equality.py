@@ -118,15 +118,17 @@ def _ask(gold: str, answer: str) -> dict[str, bool]:
     """``equal``, and ``gold``: can the known answer be read. All False where a limit was met."""
     global _judge
     _judge = _judge or _started()
+    told = b""
     try:
         _judge.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
         _judge.stdin.flush()
-        if told := _judge.stdout.readline():
-            return json.loads(told)
+        told = _judge.stdout.readline()
     except BrokenPipeError:
         pass
-    _stop()
-    return {"equal": False, "gold": False}
+    finally:
+        if not told:  # interrupted, too: the next question would be told the answer to this one
+            _stop()
+    return json.loads(told) if told else {"equal": False, "gold": False}
 
 
 def _started() -> subprocess.Popen:
