@@ -296,9 +296,7 @@ def test_the_reward_of_d1_on_math500():
 @pytest.mark.parametrize("kind", [Gsm8k, Math500])
 def test_reasoning_tags_are_asked_for_where_they_are_paid_for(kind):
     """In the instruction of a question, after its text."""
-    asked = {
-        reward: kind(reward=reward)._asked(mathematics.Question("1+1?", "2")).instruction for reward in ("d1", "correctness")
-    }
+    asked = {reward: kind(reward=reward).asked("1+1?", "2", "").instruction for reward in ("d1", "correctness")}
     assert {reward: "<reasoning>" in text for reward, text in asked.items()} == {"d1": True, "correctness": False}
     assert all(text.startswith("1+1?\n\n") and "<answer>" in text for text in asked.values())
 

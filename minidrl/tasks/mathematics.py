@@ -15,7 +15,6 @@ case and its blanks, is removed.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,8 +75,8 @@ class Mathematics(rows.Listed):
     wording            ours, or d1 and d1-eval: the published prompts (``tasks.d1``)
     protocol           ours, or d1, the published reading of an answer, whatever is asked
 
-    Each task has ``question_of``, a row as a question; ``shape``, the reward d1; and ``published``,
-    the answer and whether it is the known one, by d1's evaluation.
+    Each task has ``shape``, the reward d1, and ``published``, the answer and whether it is the
+    known one, by d1's evaluation.
     """
 
     splits: ClassVar[dict[str, str]]  # ours -> the data set's on the Hub
@@ -113,21 +112,20 @@ class Mathematics(rows.Listed):
         source = (self.repo, self.subset, self.revision, self.splits[split])
         return self.placed(rows.of_hub(*source), f"{self.repo} {source[-1]}")
 
-    def problem_of(self, row: rows.Row) -> Question:
-        return self._asked(self.question_of(row))
-
-    def _asked(self, question: Question) -> Question:
+    def asked(self, text: str, gold: str, solution: str) -> Question:
+        """A question in the words of the settings."""
+        opening = d1.OPENINGS[self.wording]
         if self.wording != "ours":
-            words = d1.BEFORE[self.name, self.wording] + question.text
-            opening = d1.OPENINGS[self.wording]
-            return dataclasses.replace(question, instruction=words, opening=opening)
-        request = f"Think step by step; then write {self.what} between <answer> and </answer>."
-        if self.reward == "d1":
-            request = (
-                "Write your reasoning between <reasoning> and </reasoning>, then "
+            words = d1.BEFORE[self.name, self.wording] + text
+        elif self.reward == "d1":
+            words = (
+                f"{text}\n\nWrite your reasoning between <reasoning> and </reasoning>, then "
                 f"{self.what} between <answer> and </answer>, each tag on a line of its own."
             )
-        return dataclasses.replace(question, instruction=f"{question.text}\n\n{request}")
+        else:
+            request = f"Think step by step; then write {self.what} between <answer> and </answer>."
+            words = f"{text}\n\n{request}"
+        return Question(text, gold, solution, words, opening)
 
     # ---------------------------------------------------------------------------------- the verdict
     def judge(self, problem: Question, response: str) -> Verdict:
@@ -170,7 +168,7 @@ class Gsm8k(Mathematics):
     revision: str = "740312add88f781978c0658806c59bc2815b9866"
     max_prompt_length: PositiveInt = 512
 
-    def question_of(self, row: rows.Row) -> Question:
+    def problem_of(self, row: rows.Row) -> Question:
         text, answer = rows.texts(row, "question", "answer")
         solution, mark, gold = answer.rpartition("####")
         gold = gold.strip()
@@ -178,7 +176,7 @@ class Gsm8k(Mathematics):
             allowed = "a solution that ends with one #### and a number"
             raise ValueError(f"answer: got {brief(answer[-50:])}; allowed {allowed}")
         worked = _CALCULATOR.sub("", solution).strip()
-        return Question(text.strip(), gold.replace(",", ""), worked)
+        return self.asked(text.strip(), gold.replace(",", ""), worked)
 
     def shape(self, response: str, answer: str, solved: bool) -> float:
         """2 for the right answer, 0.5 for one of digits alone, 0.5 and 0.5 for tags in the right
@@ -207,11 +205,11 @@ class Math500(Mathematics):
     revision: str = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
     max_prompt_length: PositiveInt = 1024
 
-    def question_of(self, row: rows.Row) -> Question:
+    def problem_of(self, row: rows.Row) -> Question:
         """Without an answer the last box of the solution has it."""
         if not row.get("answer"):
             row = row | {"answer": last_box(str(row.get("solution", "")))}
-        return Question(*map(str.strip, rows.texts(row, "problem", "answer", "solution")))
+        return self.asked(*map(str.strip, rows.texts(row, "problem", "answer", "solution")))
 
     def shape(self, response: str, answer: str, solved: bool) -> float:
         """As that code means it: 2 for the right answer, and for the form 1 with answer tags and a
