@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from minidrl.algorithms import log_threshold
 
 if TYPE_CHECKING:
-    from minidrl.sampler import Steps, Trace
+    from minidrl.sampler import Trace
 
 CHUNK = 2**26  # the most logits that a record makes at a time, 512 MiB in float64
 
@@ -47,11 +47,6 @@ def prompt_cache(
         take_out(cache, int(model.shift))  # whose last state predicts the response's first token
         cache.batch_select_indices(place)
     return cache
-
-
-def keep_rows(cache: DynamicCache, rows: Int[Tensor, " R"], left: Int[Tensor, " S"]) -> None:
-    """The cache of ``rows``, which ascend, becomes that of those ``left``."""
-    cache.batch_select_indices(torch.searchsorted(rows, left))
 
 
 def block_states(
@@ -121,14 +116,6 @@ def add_seen(trace: Trace, vocab_size: int) -> None:
         got = f"'seen_logp' of {rows} responses, {numbers:,} numbers"
         raise ValueError(f"records: got {got}; allowed up to {CHUNK:,} of them")
     trace.records["seen_logp"] = trace.logp.new_zeros(shape)
-
-
-def record_seen(
-    model: Any, trace: Trace, own: Steps, rows: Int[Tensor, " R"], rest: Float[Tensor, "R M D"]
-) -> None:
-    """log p of every token in the state before a step; ``rest``: from the block to the end."""
-    seen = trace.records["seen_logp"]
-    seen[rows, own, -rest.shape[1] :] = model.head(rest).log_softmax(-1).to(seen)
 
 
 def seen_of(

@@ -35,7 +35,6 @@ from minidrl import decoding
 from minidrl.algorithms import Rollout
 from minidrl.features import Network
 
-ATTENTIONS = ("bidirectional", "block_causal")
 ORDERS = ("random", "low_confidence", "left_to_right", "right_to_left", "entropy", "margin")
 COMPLETIONS = ("one_step", "one_step_sampled", "one_step_proposed")
 OF_REST = (*COMPLETIONS, "seen_logp")  # records that look at every hidden position
@@ -46,7 +45,6 @@ TOP_K = 20  # what inference servers return at most: no method should need more
 
 Rows = Int[Tensor, " R"]  # numbers of rows of the batch, ascending
 Ends = int | Sequence[int] | None  # EOS, or all tokens that end a response, EOS first
-Steps = int | Int[Tensor, " R"]  # the step that rows are at; with a threshold each has its own
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -102,7 +100,7 @@ class Sampler:
                 raise ValueError(f"{key}: got {getattr(self, key)!r}; allowed {allowed}")
 
         check("order", self.order in ORDERS, ", ".join(ORDERS))
-        check("attention", self.attention in ATTENTIONS, ", ".join(ATTENTIONS))
+        check("attention", self.attention in CACHES, ", ".join(CACHES))
         caches = CACHES[self.attention]
         check("cache", self.cache in caches, f"{', '.join(caches)} ({self.attention} attention)")
         check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
@@ -246,7 +244,7 @@ def decode(
             if len(left) == 0:
                 break
             if cache is not None:
-                decoding.keep_rows(cache, rows, left)
+                cache.batch_select_indices(torch.searchsorted(rows, left))
             rows = left
 
 
@@ -268,11 +266,12 @@ def reveal(
     token, logp, logq = propose(logits, settings, u)
 
     # 3. Records of the state as it was before this step.
-    #    (With a threshold each row counts its own: one whose block is full waits for the others.)
-    own = step if settings.threshold is None else steps_run(trace.unmask_step[rows])
+    #    Each row counts its own: with a threshold, one whose block is full waits for the others.
+    own = steps_run(trace.unmask_step[rows])
     record_completions(model, trace, step, own, rows, rest, positions, token)
     if "seen_logp" in trace.records:
-        decoding.record_seen(model, trace, own, rows, rest)
+        seen = trace.records["seen_logp"]  # log p of every token, from the block to the end
+        seen[rows, own, -rest.shape[1] :] = model.head(rest).log_softmax(-1).to(seen)
 
     # 4. Which of the proposals are revealed. An order that is known beforehand proposes no others.
     sure = None  # all of them
@@ -481,7 +480,7 @@ def most_confident(
 
 def write(
     trace: Trace,
-    own: Steps,
+    own: Int[Tensor, " R"],
     rows: Rows,
     positions: Int[Tensor, "R n"],
     token: Int[Tensor, "R n"],
@@ -494,14 +493,14 @@ def write(
     MDLM's carry-over unmasking. ``sure``: True where a token is revealed; None: everywhere.
     """
 
-    def put(into: Tensor, value: Tensor | int, start: int = 0) -> None:
+    def put(into: Tensor, value: Tensor, start: int = 0) -> None:
         at = rows[:, None], start + positions
         if sure is not None:  # the others keep what they have, chosen on the device
             value = torch.where(sure.view(*sure.shape, *[1] * (into.ndim - 2)), value, into[at])
         into[at] = value
 
     put(trace.tokens, token, start=trace.tokens.shape[1] - trace.settings.length)
-    put(trace.unmask_step, own if isinstance(own, int) else own[:, None])
+    put(trace.unmask_step, own[:, None])
     put(trace.logp, logp.double())
     trace.dtype = logp.dtype
     if "entropy" in trace.records:  # a token of probability 0 adds 0
@@ -518,7 +517,7 @@ def record_completions(
     model: Network,
     trace: Trace,
     step: int,
-    own: Steps,
+    own: Int[Tensor, " R"],
     rows: Rows,
     rest: Float[Tensor, "R M D"],
     positions: Int[Tensor, "R C"],

@@ -250,7 +250,7 @@ MUTANTS = {  # what is wrong: (where, a passage of it, its replacement)
     "a later row's prompt": (decoding, "prompt_cache", "(place)", "(place.flip(0))"),
     "padding in the prompt's cache": (decoding, "prompt_cache", "prompt_mask[own]", "prompt_mask[own] | True"),
     "the rows of another prompt": (sampler, "generate", "part // num_generations", "part % len(prompts[0])"),
-    "the cache keeps the first rows": (decoding, "keep_rows", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
+    "the cache keeps the first rows": (sampler, "decode", "torch.searchsorted(rows, left)", "torch.arange(len(left))"),
     "positions start again": (denoiser.Denoiser, "extend", "position[:, -now:]", "position[:, :now]"),
     "the mask of other rows": (denoiser.Denoiser, "extend", "[:, :, -now:]", "[:, :, :now]"),
     "no state before a block": (decoding, "block_states", "+ model.shift", ""),

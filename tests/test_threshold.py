@@ -188,7 +188,7 @@ MUTANTS = {  # what is wrong: (where, a passage of it, its replacement), the law
         partial(law_exact_law_of_the_trajectory, tau=0.5, scale=0.0),
     ),
     "the threshold for its logarithm": ((decoding, "confident", "log_threshold(threshold)", "threshold - 1"), exact),
-    "the batch's step": ((sampler, "reveal", f"step if settings.threshold is None else {OWN}", "step"), scores),
+    "the batch's step": ((sampler, "reveal", OWN, "torch.full_like(rows, step)"), scores),
     "steps of the first row": (
         (sampler, "reveal", OWN, "steps_run(trace.unmask_step[rows[:1]]).expand(len(rows))"),
         partial(scores, eos=None),
