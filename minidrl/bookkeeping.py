@@ -106,18 +106,14 @@ class Experience:
     readable: Tensor  # (B,)
     updates: int | None = None
 
-    @property
-    def groups(self) -> Tensor:
-        """Rewards (G, N)."""
-        return self.reward.unflatten(0, (-1, self.rollout.num_generations))
-
 
 # ----------------------------------------------------------------------------------------- metrics
 
 
 def of_step(run: Run, step: int, experience: Experience, rows: list[dict]) -> dict:
     """The metrics of a step: of its rollout, the mean of its updates' rows, and the clock's."""
-    reward, rollout, groups = experience.reward, experience.rollout, experience.groups
+    reward, rollout = experience.reward, experience.rollout
+    groups = reward.unflatten(0, (-1, rollout.num_generations))  # (G, N)
     several, alike = groups.shape[1] > 1, (groups == groups[:, :1]).all(1)
     ended = is_end(rollout.response, end_ids(run.tok)).any(1)
     found = {
@@ -158,7 +154,18 @@ def of_update(
         old = methods.reduced(ratios, plan, rollout, recorded)
     if old is not None:
         row |= methods.ratio_diagnostics(ratios, plan, rollout, feature, old, adv)
-    return row | _penalty(method, plan, rollout, anchor, ref, feature)
+    # The KL that the method penalises: k3 (7.2), whatever its form, or the exact one. (``kl.of``
+    # per_token divides the penalty by the normaliser, and not this number.)
+    if method.kl:
+        if method.kl.form == "exact":
+            kl, present = feature["kl_ref"], plan.scored
+        else:
+            ll = methods.kl_target(method, plan, rollout, feature)
+            kl = alg.kl_term(ll, anchor if ref is None else ref, form="k3")
+            present = alg.entries(plan, method.reduction)[0].expand_as(ll)
+        if present.any():
+            row["kl"] = float(kl[present].mean())
+    return row
 
 
 def _impossible(plan: Plan, order_logp: Tensor) -> float:
@@ -167,24 +174,3 @@ def _impossible(plan: Plan, order_logp: Tensor) -> float:
     states = order_logp.sum(-1)[plan.valid & plan.scored.any(-1)]
     least = math.log(torch.finfo(torch.float32).tiny) + 0.1
     return float((states <= least).double().mean()) if len(states) else 0.0
-
-
-def _penalty(
-    method: Method,
-    plan: Plan,
-    rollout: Rollout,
-    anchor: Tensor | None,
-    ref: Tensor | None,
-    feature: dict[str, Tensor],
-) -> dict[str, float]:
-    """The KL that the method penalises: k3 (7.2), whatever its form, or the exact one. (``kl.of``
-    per_token divides the penalty by the normaliser, and not this number.)"""
-    if method.kl is None:
-        return {}
-    if method.kl.form == "exact":
-        present = plan.scored
-        return {"kl": float(feature["kl_ref"][present].mean())} if present.any() else {}
-    ll = methods.kl_target(method, plan, rollout, feature)
-    present = alg.entries(plan, method.reduction)[0].expand_as(ll)
-    kl = alg.kl_term(ll, anchor if ref is None else ref, form="k3")
-    return {"kl": float(kl[present].mean())}
