@@ -187,15 +187,13 @@ class Gradient(NamedTuple):
 
     loss      at the true features
     feature   those features, before the update
-    plan      of the states whose features these are
-    complete  True: of all states of the plan. Otherwise pass 1 was saved, and pass 2 has skipped
-              the states without a gradient
+    plan      of the states whose features these are: the update's own, or less of it where pass 1
+              was saved, and pass 2 has skipped the states without a gradient
     """
 
     loss: Tensor
     feature: dict[str, Tensor]
     plan: Plan
-    complete: bool
 
 
 def backward(
@@ -227,12 +225,12 @@ def backward(
             done = two_pass_backward(*given, feature=feature, processes=run.processes, **how)
     run.clock.count("update", done.calls)
     if known is None:
-        return Gradient(done.loss, feature, plan, True)
+        return Gradient(done.loss, feature, plan)
     # The stand-ins are no log-probabilities: for the log the loss is computed once more, at those
     # that pass 2 has met. (They are 0 in the states that it skipped.)
     met = (done.seen["logp"] != 0).any(-1, keepdim=True)
     plan = dataclasses.replace(plan, scored=plan.scored & met)
-    return Gradient(loss_of(done.seen, plan).detach(), done.seen, plan, False)
+    return Gradient(loss_of(done.seen, plan).detach(), done.seen, plan)
 
 
 def known_features(

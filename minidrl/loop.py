@@ -225,7 +225,7 @@ def update(
     norm = optimizer_step(run.model, run.optimizer, s.optimizer, rate, run.processes)
     run.updates += 1
 
-    ll = methods.reduced(method, plan, rollout, done.feature) if done.complete else None
+    ll = methods.reduced(method, plan, rollout, done.feature) if done.plan is plan else None
     row = {"loss": float(done.loss), "grad_norm": norm, "learning_rate": rate}
     old = against(done.feature, done.plan)  # bookkeeping
     row |= bookkeeping.of_update(method, done.plan, rollout, adv, old, ref, done.feature)

@@ -26,7 +26,7 @@ confidence-ordered sampler, of whose responses only `response_distribution` know
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -488,14 +488,11 @@ def trajectories(
     the positions whose unmask_step is -1 or >= s.
 
     Args:
-        order: one of ORDERS.
-        temperature: sampling temperature; 0 = greedy tokens.
         block_length: a divisor of L; None = L, a single block.
         eos_token_id: None = no stopping rule. Otherwise, once a completed block holds this token,
             later blocks are never revealed: the response is filled with the token and unmask_step
             is -1 there.
-        threshold: that of threshold decoding, with low_confidence and one token a step; None = not.
-        top_p: tokens are drawn from the nucleus of this probability; 1 = from all.
+        The others: those of `transition`.
 
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
@@ -567,10 +564,8 @@ def policy_gradient(
     temperature: float,
     tokens_per_step: int,
     reward: Callable[[State], float],
-    block_length: int | None = None,
-    eos_token_id: int | None = None,
-    threshold: float | None = None,
-    top_p: float = 1.0,
+    *more: int | float | None,
+    **words: int | float | None,
 ) -> Tensor:
     """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
@@ -578,10 +573,9 @@ def policy_gradient(
     and where one crosses the threshold; between the crossings this is its derivative. Greedy
     decoding has a constant J and therefore zero gradient.
 
-    Arguments and cost as `trajectories`.
+    Arguments, those after `reward` too, and cost as `trajectories`.
     """
-    words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold, top_p)
-    outcomes = trajectories(model, *words)
+    outcomes = trajectories(model, order, temperature, tokens_per_step, *more, **words)
     return table_gradient(model, expected_reward(outcomes, reward))
 
 
@@ -600,17 +594,12 @@ def moments(draws: Iterable[tuple[float | Tensor, float | Tensor]]) -> tuple[Ten
     probabilities do not sum to 1. Values may be tensors of one shape, such as gradients. Mean and
     variance are elementwise, float64 and differentiable, the variance being that of one draw.
     """
-    pairs = list(draws)
-    prob, value = (_stacked([pair[i] for pair in pairs]) for i in range(2))
+    columns = zip(*draws, strict=True)
+    prob, value = (
+        torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in column]) for column in columns
+    )
     total = prob.sum().item()
     if not abs(total - 1) <= 1e-6:
         raise ValueError(f"draws: got probabilities that sum to {total}; allowed 1")
     mean = torch.tensordot(prob, value, 1)
     return mean, torch.tensordot(prob, (value - mean) ** 2, 1)
-
-
-def _stacked(numbers: Sequence[float | Tensor]) -> Tensor:
-    """Float64 (n, ...): of numbers, not rounded to float32, or of tensors with their graphs."""
-    if not any(isinstance(x, Tensor) for x in numbers):
-        return torch.tensor(numbers, dtype=torch.float64)
-    return torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in numbers])
