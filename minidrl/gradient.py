@@ -182,31 +182,18 @@ def one_pass_backward(
 # ----------------------------------------------------------------------------------------- of a run
 
 
-class Gradient(NamedTuple):
-    """What `backward` found.
-
-    loss      at the true features
-    feature   those features, before the update
-    plan      of the states whose features these are: the update's own, or less of it where pass 1
-              was saved, and pass 2 has skipped the states without a gradient
-    """
-
-    loss: Tensor
-    feature: dict[str, Tensor]
-    plan: Plan
-
-
 def backward(
     run: Run,
     experience: Experience,
     plan: Plan,
     anchor: Tensor | None,
     loss_of: Callable[..., Tensor],
-) -> Gradient:
+) -> tuple[Tensor, dict[str, Tensor], Plan]:
     """Accumulate d loss_of(features) / d weights in the cheapest way that is exact.
 
     That is the two-pass backward. Pass 1 is left out where its result is known, and both passes are
-    one where all states fit a micro-batch.
+    one where all states fit a micro-batch. Returns the loss, the features before the update, and
+    the plan of their states: where pass 1 was left out, without those that pass 2 has skipped.
     """
     # Where the loss has the same slope at features that are known beforehand, pass 1 is left out.
     rollout, how = experience.rollout, scoring(run)
@@ -225,12 +212,12 @@ def backward(
             done = two_pass_backward(*given, feature=feature, processes=run.processes, **how)
     run.clock.count("update", done.calls)
     if known is None:
-        return Gradient(done.loss, feature, plan)
+        return done.loss, feature, plan
     # The stand-ins are no log-probabilities: for the log the loss is computed once more, at those
     # that pass 2 has met. (They are 0 in the states that it skipped.)
     met = (done.seen["logp"] != 0).any(-1, keepdim=True)
     plan = dataclasses.replace(plan, scored=plan.scored & met)
-    return Gradient(loss_of(done.seen, plan).detach(), done.seen, plan)
+    return loss_of(done.seen, plan).detach(), done.seen, plan
 
 
 def known_features(

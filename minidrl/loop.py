@@ -220,15 +220,16 @@ def update(
 
     # The gradient in two passes: the features of all K states without a graph give d loss / d
     # feature; then each micro-batch of states goes through the network again and back.
-    done = backward(run, experience, plan, anchor, loss_of)
+    loss, feature, met = backward(run, experience, plan, anchor, loss_of)
     rate = learning_rate(s.optimizer, run.updates, s.steps * s.num_iterations)
     norm = optimizer_step(run.model, run.optimizer, s.optimizer, rate, run.processes)
     run.updates += 1
 
-    ll = methods.reduced(method, plan, rollout, done.feature) if done.plan is plan else None
-    row = {"loss": float(done.loss), "grad_norm": norm, "learning_rate": rate}
-    old = against(done.feature, done.plan)  # bookkeeping
-    row |= bookkeeping.of_update(method, done.plan, rollout, adv, old, ref, done.feature)
+    # (Of all states: those that were skipped have no ll.)
+    ll = methods.reduced(method, plan, rollout, feature) if met is plan else None
+    row = {"loss": float(loss), "grad_norm": norm, "learning_rate": rate}
+    old = against(feature, met)  # bookkeeping
+    row |= bookkeeping.of_update(method, met, rollout, adv, old, ref, feature)
     return row, ll
 
 
