@@ -187,7 +187,7 @@ def backward(
     experience: Experience,
     plan: Plan,
     anchor: Tensor | None,
-    loss_of: Callable[..., Tensor],
+    loss_of: Loss,
 ) -> tuple[Tensor, dict[str, Tensor], Plan]:
     """Accumulate d loss_of(features) / d weights in the cheapest way that is exact.
 
@@ -213,11 +213,12 @@ def backward(
     run.clock.count("update", done.calls)
     if known is None:
         return done.loss, feature, plan
-    # The stand-ins are no log-probabilities: for the log the loss is computed once more, at those
-    # that pass 2 has met. (They are 0 in the states that it skipped.)
+    # Stand-ins are no log-probabilities, as those on record are: for the log the loss is computed
+    # once more, at those that pass 2 has met. (What it skipped adds nothing, but is counted.)
+    recorded = run.method.on_record and not run.method.linear
+    loss = done.loss if recorded else loss_of(done.seen).detach()
     met = (done.seen["logp"] != 0).any(-1, keepdim=True)
-    plan = dataclasses.replace(plan, scored=plan.scored & met)
-    return loss_of(done.seen, plan).detach(), done.seen, plan
+    return loss, done.seen, dataclasses.replace(plan, scored=plan.scored & met)
 
 
 def known_features(

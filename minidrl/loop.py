@@ -214,9 +214,9 @@ def update(
         return methods.reduced(method, states, rollout, constant)
 
     # The loss (10.1): features to ll (5.1), objective of (ll, anchor, adv), penalty, aggregation.
-    def loss_of(feature: dict[str, Tensor], states: Plan = plan) -> Tensor:
-        old = against(feature, states)
-        return methods.method_loss(method, states, rollout, feature, adv, old, ref)
+    def loss_of(feature: dict[str, Tensor]) -> Tensor:
+        old = against(feature, plan)
+        return methods.method_loss(method, plan, rollout, feature, adv, old, ref)
 
     # The gradient in two passes: the features of all K states without a graph give d loss / d
     # feature; then each micro-batch of states goes through the network again and back.

@@ -133,10 +133,11 @@ def test_two_passes_give_the_gradient_of_a_loss_that_mixes_all_features(network)
         assert (tiny.gradient(model) - exact).norm() < tolerance * exact.norm()
 
 
-def one_update(monkeypatch, name: str, updates: int | None, always: bool = False, **words) -> tuple:
+def one_update(monkeypatch, name: str, updates: int | None, always: bool = False, silent: bool = False, **words) -> tuple:
     """(gradient, metrics, was there a first pass?) of the first update on a rollout; ``always``: with a first pass."""
     run = tiny.run_on(monkeypatch, tiny.network(torch.float64), method=name, num_iterations=1, **words)
     experience = dataclasses.replace(tiny.experience(run), updates=updates)
+    experience = half_silent(experience) if silent else experience
     ((plan, adv),) = loop.plans(run, 0, experience)
     (anchor,) = loop.anchors(run, 0, [plan], experience.rollout)
     with monkeypatch.context() as patch:
@@ -154,6 +155,14 @@ def test_a_first_pass_is_left_out_only_where_it_changes_neither_gradient_nor_met
     exact, wanted, scored = one_update(monkeypatch, name, updates=0, always=True)
     assert scored and exact.norm() > 1e-4 and (found - exact).norm() < 1e-12 * exact.norm()
     assert row == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "ppo"])
+def test_a_loss_whose_first_pass_was_left_out_counts_the_states_without_a_gradient(name, monkeypatch):
+    words = {"silent": True, "method_options": {"aggregation": "entry_mean"}}
+    _, row, _ = one_update(monkeypatch, name, updates=0, **words)
+    _, wanted, _ = one_update(monkeypatch, name, updates=0, always=True, **words)
+    assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
 
 
 @pytest.mark.parametrize("updates", [1, None])
