@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,11 +57,11 @@ class Denoiser(nn.Module):
         model: PreTrainedModel,
         family: Any = None,
         block_length: int | None = None,
-        files: Mapping[str, bytes] = MappingProxyType({}),
+        files: dict[str, bytes] | None = None,
     ):
         super().__init__()
         self.model, self.family = model, family
-        self.block_length, self.files = block_length, dict(files)
+        self.block_length, self.files = block_length, files or {}
         self.mask_token_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
 

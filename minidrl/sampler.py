@@ -5,7 +5,7 @@ revealing a few of them per network call. The response is cut into blocks of ``b
 positions, which are finished from left to right. Inside the current block each step reveals
 ``tokens_per_step`` tokens, and ``order`` says which ones. Nothing revealed is ever masked again, so
 the step at which each token appeared (``Rollout.unmask_step``) gives back every state of the run:
-``states`` below does it.
+``state_before`` below does it.
 
 How a token is drawn. One uniform number u in float64 per position, then the inverse of the
 distribution function: the token is the first v with P(0) + ... + P(v) > u, summed in float64. Rare
@@ -642,15 +642,10 @@ def hidden_before(rollout: Rollout, step: int) -> Bool[Tensor, "B L"]:
 
 
 def state_before(rollout: Rollout, step: int, mask_token_id: int) -> Int[Tensor, "B PL"]:
-    """The tokens, prompt and response, that the network saw at ``step``; T: the final state."""
+    """The tokens, prompt and response, that the network saw at ``step``; from a row's last on, its
+    final state."""
     response = rollout.response.masked_fill(hidden_before(rollout, step), mask_token_id)
     return torch.cat([rollout.prompt, response], 1)
-
-
-def states(rollout: Rollout, mask_token_id: int) -> Int[Tensor, "T B PL"]:
-    """``state_before`` for every step; past ``steps_run``, a row repeats its final state."""
-    steps = range(rollout.sampler.num_steps)
-    return torch.stack([state_before(rollout, step, mask_token_id) for step in steps])
 
 
 def attention_mask(rollout: Rollout) -> Bool[Tensor, "B PL"]:

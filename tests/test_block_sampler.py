@@ -18,7 +18,7 @@ from minidrl import decoding, denoiser, sampler
 from minidrl import features as feat
 from minidrl.oracle import TabularDenoiser, trajectories
 from minidrl.sampler import Sampler, network_calls, steps_run
-from test_sampler import EVERYONE, assert_law, assert_replayed, install, seeded
+from test_sampler import EVERYONE, assert_law, assert_replayed, install, seeded, states_of
 
 L, N, EOS = 8, 4, 1
 CUTS = [(1, 1), (2, 1), (4, 2), (4, 1), (8, 1)]  # block_length, tokens_per_step
@@ -221,7 +221,7 @@ def law_completions_are_those_of_each_state(model, settings: sampler.Sampler) ->
         assert torch.equal(getattr(completions, name), getattr(plain, name)), name
     assert torch.equal(completions.records["entropy"], plain.records["entropy"])
     mask, begin, over = sampler.attention_mask(completions), completions.prompt.shape[1], 0
-    for step, state in enumerate(sampler.states(completions, model.mask_token_id)):
+    for step, state in enumerate(states_of(completions, model.mask_token_id)):
         present = step < sampler.steps_run(completions.unmask_step)
         best = model.head(model.encode(state, mask)[:, begin:]).argmax(-1)
         hidden = state[:, begin:] == model.mask_token_id

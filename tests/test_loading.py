@@ -277,7 +277,7 @@ def test_llada_greedy_trajectories_equal_the_released_codes(golden, case):
     mask = INPUTS["gen_prompt_left_mask"].bool() if case == "c" else mask
     settings = sampler.Sampler(order="low_confidence", **words)
     made = sampler.generate(golden, prompt, mask, settings, eos_token_id=None, generator=None)
-    states = torch.cat([sampler.states(made, 198), torch.cat([made.prompt, made.response], 1)[None]])
+    states = torch.stack([sampler.state_before(made, step, 198) for step in range(made.sampler.num_steps + 1)])
     assert torch.equal(states, EXPECTED[f"gen_{case}_trajectory"].long())
 
 

@@ -162,6 +162,11 @@ def assert_replayed(out, model):
     torch.testing.assert_close(out.records["entropy"], entropy)
 
 
+def states_of(rollout, mask_token_id):
+    """The states before all steps, (T, B, P + L)."""
+    return torch.stack([sampler.state_before(rollout, step, mask_token_id) for step in range(rollout.sampler.num_steps)])
+
+
 def replayed(rollout, model, step):
     """Logits at every response position of the state before `step`."""
     state = sampler.state_before(rollout, step, model.mask_token_id)
@@ -204,7 +209,7 @@ def law_completions_are_drawn(order, temperature=0.7, draws=20_000, record="one_
     model = TabularDenoiser.random(3, 3, seeded(8), scale=1.5)
     settings = settings_of(order, temperature, 3, 3, 1)
     out = run(model, settings, num_generations=draws, records=[record])
-    states = sampler.states(out, model.mask_token_id).tolist()
+    states = states_of(out, model.mask_token_id).tolist()
     for step in range(settings.num_steps):
         drawn = Counter(map(tuple, out.records[record][:, step].tolist()))
         law = Counter()
@@ -223,7 +228,7 @@ def law_the_step_is_taken_from_its_proposals(order):
     """What a step reveals stands in its completion; by confidence, it is the n tokens that are surest there."""
     model = TabularDenoiser.random(4, 3, seeded(13), scale=1.5)
     out = run(model, settings_of(order, 0.7, 4, 4, 2), num_generations=200, records=["one_step_proposed"])
-    proposed, states = out.records["one_step_proposed"], sampler.states(out, model.mask_token_id)
+    proposed, states = out.records["one_step_proposed"], states_of(out, model.mask_token_id)
     for b, step in product(range(200), range(int(out.unmask_step.max()) + 1)):
         now, told = out.unmask_step[b] == step, proposed[b, step]
         assert torch.equal(told[now], out.response[b][now]), "what was revealed"
@@ -268,7 +273,7 @@ def law_seen_logp_by_the_oracle(order):
     model = TabularDenoiser.random(4, 3, seeded(5), scale=1.5)
     settings = settings_of(order, 0.7, 4, 2, 1)
     out = run(model, settings, eos_token_id=2, num_generations=90, records=["seen_logp"])
-    seen, states, ends = out.records["seen_logp"], sampler.states(out, model.mask_token_id), steps_run(out.unmask_step)
+    seen, states, ends = out.records["seen_logp"], states_of(out, model.mask_token_id), steps_run(out.unmask_step)
     over = sampler.after_end(out.response, 2, 2)
     for b, t, i in product(range(90), range(4), range(4)):
         row = tuple(states[t, b].tolist())
@@ -291,7 +296,7 @@ def law_states_replay(order):
     """The network saw exactly the states that unmask_step gives back, at full length, with the prompt's padding."""
     model = Spy(ContextDenoiser())
     out = run(model, settings_of(order, 1.0, 6, 3, 1), eos_token_id=0, num_generations=4)
-    states = sampler.states(out, model.mask_token_id)
+    states = states_of(out, model.mask_token_id)
     for step, (seen, mask) in enumerate(zip(model.states, model.masks, strict=True)):
         rows = (step < steps_run(out.unmask_step)).nonzero()[:, 0]
         assert torch.equal(seen, states[step][rows])
