@@ -139,6 +139,16 @@ def test_the_choice_of_positions_is_not_scored_where_it_is_another(name, key, va
     assert precheck.method_of(dataclasses.replace(settings, method="egspo-accounts")).anchor == "behaviour"
 
 
+def test_masks_of_its_own_are_for_an_old_value_of_the_same_tokens():
+    """Else the ratio of a token that the old value's masks show is its probability, less than 1 whatever the weights are."""
+    for name, words in {"unigrpo-igpo": {}, "grpo": {"reduction": "step"}, "espo": {"reduction": "token"}}.items():
+        settings = tiny.settings("base", method=name, method_options={**words, "refresh": "independent"})
+        refuses(lambda settings=settings: precheck.method_of(settings), "method_options.refresh", "'independent'", "paired")
+    for name in ("grpo", "diffu-grpo", "coupled-grpo", "tracerl", "gdsd"):
+        settings = tiny.settings("base", method=name, method_options={"refresh": "independent"})
+        assert precheck.method_of(settings).refresh == "independent"
+
+
 # ------------------------------------------------------------------------------------------------------------------- KL
 
 

@@ -55,6 +55,15 @@ def dry_step(method: Method, settings: config.Train) -> None:
         allowed = f"block_causal, as {method.name} scores all blocks at once"
         got = settings.sampler.attention
         raise ValueError(f"sampler.attention: got {got!r}; allowed {allowed}")
+    if method.anchor == "old" and method.refresh == "independent":
+        other = methods.draw(method, made, torch.Generator().manual_seed(1))
+        new, old = plan.scored, other.scored
+        if method.reduction == "position":
+            new, old = new.any(0), old.any(0)
+        # A token that the other plan shows has no old value: its ratio would be its probability.
+        if method.reduction in ("token", "step", "position") and not torch.equal(new, old):
+            allowed = f"fixed, paired, as a {method.reduction} needs an old value of its own"
+            raise ValueError(f"refresh: got 'independent'; allowed {allowed}")
     adv = methods.advantages(method, plan, made, reward, reward.expand(plan.valid.shape))
     feature = {name: torch.zeros(plan.scored.shape) for name in method.features}
     if "topk_logp" in feature:
