@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +34,8 @@ from minidrl.tasks.text import end_ids
 class Clock:
     """Seconds and network calls (sequences) by phase of a step; ``now``: the phase it is in."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
     now: str = ""
 
     @contextlib.contextmanager
@@ -42,11 +43,8 @@ class Clock:
         """What happens inside is charged to the phase. A GPU has done its work before and after."""
         self.now, started = name, _time()
         yield
-        self.now, self.seconds[name] = "", self.seconds.get(name, 0.0) + _time() - started
-
-    def count(self, name: str, calls: int) -> None:
-        """Network calls of a phase."""
-        self.calls[name] = self.calls.get(name, 0) + calls
+        self.now = ""
+        self.seconds[name] += _time() - started
 
     def row(self) -> dict[str, float]:
         """Columns of the log."""

@@ -210,7 +210,7 @@ def backward(
         feature = score(run, rollout, plan) if known is None else known
         with run.clock.phase("update"):
             done = two_pass_backward(*given, feature=feature, processes=run.processes, **how)
-    run.clock.count("update", done.calls)
+    run.clock.calls["update"] += done.calls
     if known is None:
         return done.loss, feature, plan
     # Stand-ins are no log-probabilities, as those on record are: for the log the loss is computed
@@ -260,7 +260,7 @@ def likelihood(run: Run, network: Network, rollout: Rollout, plan: Plan) -> dict
 def _counted_features(
     run: Run, network: Network, rollout: Rollout, plan: Plan, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    run.clock.count("scoring", plan.network_calls * (2 if "kl_ref" in names else 1))
+    run.clock.calls["scoring"] += plan.network_calls * (2 if "kl_ref" in names else 1)
     with run.clock.phase("scoring"):
         how = scoring(run) | {"names": names, "processes": run.processes}
         return shared_features(network, rollout, plan, **how)
