@@ -795,7 +795,9 @@ def choices(method: Method) -> dict[str, tuple[str, ...]]:
         found["refresh"] = tuple(word for word in found["refresh"] if word != "scheduled")
     if method.step_value == "none":
         found["credit"] = tuple(COMPONENTS["credit"])
-    else:  # an advantage for each state has no place at a level without states
+    # An advantage for each state has no place at a level without states; and what else an objective
+    # reads, as the bound of a sequence, is of the method's own level.
+    if method.step_value != "none" or method.extra:
         del found["reduction"]
     if method.step_value in ("greedy", "sampled"):
         found["step_value"] = ("greedy", "sampled")

@@ -93,6 +93,8 @@ def test_a_key_that_a_method_does_not_have_is_refused_with_those_that_it_has():
         "step_value": ("egspo-accounts", "mdpo"),
         "credit": ("egspo-sa-accounts", "mdpo"),
     }
+    # A bound of the whole sequence, which would count once for each of its tokens; or items of a token.
+    lacking["reduction"] = ("stabledrl", "spg", "dppo-topk")
     # No ELBO, or an upper bound of the same states.
     lacking["plan"] = ("ppo", "diffu-grpo-paper", "stabledrl-sequence", "spg")
     for key, names in lacking.items():
