@@ -488,11 +488,14 @@ def trajectories(
     the positions whose unmask_step is -1 or >= s.
 
     Args:
+        order: one of ORDERS.
+        temperature: sampling temperature; 0 = greedy tokens.
         block_length: a divisor of L; None = L, a single block.
         eos_token_id: None = no stopping rule. Otherwise, once a completed block holds this token,
             later blocks are never revealed: the response is filled with the token and unmask_step
             is -1 there.
-        The others: those of `transition`.
+        threshold: that of threshold decoding, with low_confidence and one token a step; None = not.
+        top_p: tokens are drawn from the nucleus of this probability; 1 = from all.
 
     Returns:
         Trajectories of positive probability, which sum to 1. Cost of the order of the number of
@@ -564,8 +567,10 @@ def policy_gradient(
     temperature: float,
     tokens_per_step: int,
     reward: Callable[[State], float],
-    *more: int | float | None,
-    **words: int | float | None,
+    block_length: int | None = None,
+    eos_token_id: int | None = None,
+    threshold: float | None = None,
+    top_p: float = 1.0,
 ) -> Tensor:
     """The exact policy gradient dJ/dtable of a sampler: no score function is involved.
 
@@ -573,9 +578,10 @@ def policy_gradient(
     and where one crosses the threshold; between the crossings this is its derivative. Greedy
     decoding has a constant J and therefore zero gradient.
 
-    Arguments, those after `reward` too, and cost as `trajectories`.
+    Arguments and cost as `trajectories`.
     """
-    outcomes = trajectories(model, order, temperature, tokens_per_step, *more, **words)
+    words = (order, temperature, tokens_per_step, block_length, eos_token_id, threshold, top_p)
+    outcomes = trajectories(model, *words)
     return table_gradient(model, expected_reward(outcomes, reward))
 
 
