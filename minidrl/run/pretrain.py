@@ -180,12 +180,17 @@ class Demonstrations:
     settings: config.Pretrain
     tok: Any
 
+    @functools.cached_property
+    def rows(self) -> list[Exchange]:
+        """Those of the file ``data``."""
+        return _exchanges(self.settings.data)
+
     def __getitem__(self, step: int) -> tuple[Sequence[Problem], Tensor, Tensor, Tensor]:
         settings, task = self.settings, self.settings.task
         rng = np.random.default_rng(keyed_seed(settings.seed, step, "demonstrations"))
         if settings.data:  # its rows, each drawn anew
-            found = _exchanges(settings.data)
-            problems = [found[i] for i in rng.integers(len(found), size=settings.batch_size)]
+            chosen = rng.integers(len(self.rows), size=settings.batch_size)
+            problems = [self.rows[i] for i in chosen]
             texts = [exchange.answer for exchange in problems]
         else:
             problems = task.problems(settings.batch_size, rng, "pretrain")
@@ -209,7 +214,6 @@ class Exchange(NamedTuple):
     words = key = instruction
 
 
-@functools.cache
 def _exchanges(path: str) -> list[Exchange]:
     """The rows of a file: each has ``prompt`` or, as GSM8K's, ``question``; and ``answer``."""
     found = rows.of_file("data", path)
