@@ -326,7 +326,7 @@ def run_cell(settings: config.Train, imitates: bool, out: Path) -> None:
         if imitates:
             model, tok = controls.imitation(settings, out)
         else:
-            if (out / folders.SUMMARY).is_file():
+            if folders.read_summary(out):
                 config.check_unchanged(settings, out)
             else:
                 train.train(settings, out, bool(folders.checkpoint_folders(out)))

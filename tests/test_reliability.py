@@ -87,8 +87,7 @@ def untimed(rows: list[dict]) -> list[dict]:
 def assert_equal_runs(one: Path, other: Path) -> None:
     """Log, summary, settings, and the tensors of every checkpoint that both have, among them the last."""
     assert untimed(folders.read_metrics(one)) == untimed(folders.read_metrics(other))
-    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
-    assert untimed(summaries[:1]) == untimed(summaries[1:])
+    assert untimed([folders.read_summary(one)]) == untimed([folders.read_summary(other)]) != [{}]
     assert (one / "config.yaml").read_bytes() == (other / "config.yaml").read_bytes()
     names = [[path.name for path in folders.checkpoint_folders(run)] for run in (one, other)]
     assert names[0][-1] == names[1][-1]
@@ -170,7 +169,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(folder, capfd
 def test_a_run_without_its_summary_is_completed_and_nothing_is_done_twice(folder, capfd, monkeypatch):
     assert train(capfd, "whole")[0] == 0
     summary, metrics = Path("whole/summary.json").read_bytes(), Path("whole/metrics.jsonl").read_bytes()
-    Path("whole/summary.json").unlink()
+    Path("whole/summary.json").write_text("")
     monkeypatch.setattr(Countdown, "judge", None)
     assert train(capfd, "whole", *RESUMED)[0] == 0
     assert (Path("whole/summary.json").read_bytes(), Path("whole/metrics.jsonl").read_bytes()) == (summary, metrics)

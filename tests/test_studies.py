@@ -147,7 +147,7 @@ def test_every_cell_is_one_line_and_says_what_its_run_says(folder, monkeypatch):
     assert len(rows) == 4 + 4 and len({row["cell"] for row in rows}) == 8
     for row in rows:
         run = folder / "all" / row["cell"]
-        summary, steps = json.loads((run / "summary.json").read_text()), [r for r in folders.read_metrics(run) if "solved" in r]
+        summary, steps = folders.read_summary(run), [r for r in folders.read_metrics(run) if "solved" in r]
         assert (row["before"], row["after"]) == (summary["solved_before"], summary["solved_after"])
         assert row["calls_update"] == 3 * sum(r["network_calls/update"] for r in steps)
         assert row["calls"] == sum(row[f"calls_{phase}"] for phase in ledger.PHASES)

@@ -276,7 +276,7 @@ def _check_resumed(out: Path, checkpoint: Path, settings: Any, sums: dict[str, s
             raise ValueError(f"{name}: got {got}; allowed {allowed}")
     step, key = step_of(checkpoint), "stop_after" if getattr(settings, "stop_after", 0) else "steps"
     last = getattr(settings, key)
-    if step > last or (step == last and (out / SUMMARY).is_file()):
+    if step > last or (step == last and read_summary(out)):
         allowed = f"above {step}, where the run in {out} stands"
         raise ValueError(f"{key}: got {last}; allowed {allowed}")
 
@@ -297,6 +297,14 @@ def write_summary(out: Path, summary: dict) -> dict:
     """summary.json of a run; returns what it wrote."""
     write(out / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def read_summary(out: Path) -> dict:
+    """summary.json of a finished run; empty if there is none, or none that can be read."""
+    try:
+        return dict(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 # ---------------------------------------------------------------------------------------------- log

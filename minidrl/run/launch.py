@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 log = logging.getLogger("minidrl")
@@ -57,10 +58,13 @@ def stop_requests() -> Iterator[Callable[[], int]]:
     """Inside, Ctrl-C and SIGTERM only ask for a stop; the second one of a kind acts as ever.
 
     Yields a function that returns the number of the signal that asked, 0 if none has: the caller
-    grants it where nothing is lost. Signals that the process ignores stay ignored, as under nohup.
+    grants it where nothing is lost. Signals that the process ignores stay ignored, as under nohup;
+    outside the main thread Python catches none.
     """
     asked: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
 
     def ask(number: int, frame: object) -> None:
         asked.append(number)

@@ -6,6 +6,7 @@ evaluations. Nothing here needs a display, and matplotlib's global state is not 
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,9 @@ STYLE |= {"legend.fontsize": 10}
 
 def write_curve(run: str | Path) -> Path:
     """Draw the solved rate of a run to curve.png in its folder; returns the path."""
-    path = Path(run) / "curve.png"
-    draw_curve(folders.read_metrics(run)).savefig(path)
+    figure, path = draw_curve(folders.read_metrics(run)), Path(run) / "curve.png"
+    figure.savefig(drawn := io.BytesIO(), format="png")
+    folders.write(path, drawn.getvalue())
     return path
 
 

@@ -143,8 +143,9 @@ class Mathematics(rows.Listed):
 
     def check(self, path: str, tok: Any = None) -> str:
         equality.needs(self.name)
-        said = super().check(path, tok)
-        for question in tqdm(self.read("check", path), desc="answers", disable=None):
+        found = self.read("check", path)
+        said = rows.checked(self, path, found, tok, f"{len(found)} rows; all")
+        for question in tqdm(found, desc="answers", disable=None):
             if not equality.parses(question.gold):
                 got, allowed = brief(question.gold), "an answer that math-verify can read"
                 raise ValueError(f"{question.place}: answer: got {got}; allowed {allowed}")

@@ -206,7 +206,9 @@ def limit(seconds: int, megabytes: int) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for kind, most in limits.items():
-        resource.setrlimit(kind, (most, most))
+        _, hard = resource.getrlimit(kind)
+        low = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (low, low))
 
 
 def _main(role: str, seconds: str, megabytes: str, *pipes: str) -> None:
