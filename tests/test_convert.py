@@ -316,6 +316,6 @@ def test_too_little_memory_and_a_prompt_without_room_are_one_line(converted, tmp
     with pytest.raises(ValueError, match="^task.max_prompt_length: got 5; allowed from "):
         pretrain.pretrain(finetuning(converted, task=dataclasses.replace(TASK, max_prompt_length=5)), tmp_path / "short")
     monkeypatch.setattr(memory, "main_memory", lambda: 10**5)
-    with pytest.raises(ValueError, match="^memory: got 0.0 GB for weights, gradients and moments of .*; allowed the 0.0 GB"):
+    with pytest.raises(ValueError, match="^memory: got 0.0 GB predicted at the peak .*; allowed the 0.0 GB"):
         pretrain.pretrain(finetuning(converted), tmp_path / "small")
     assert not (tmp_path / "small").exists()

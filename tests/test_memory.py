@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiny
 from minidrl import denoiser, loop, sampler
 from minidrl import features as feat
-from minidrl.run import adapters, checkpoints, config, memory, train
+from minidrl.run import adapters, checkpoints, config, memory, pretrain, train
 from minidrl.tasks.countdown import tokenizer
 
 ALL = config.Lora().target_modules
@@ -142,7 +142,10 @@ STEPS = {
 @pytest.mark.parametrize("parts_of_a_head", [False, True])
 @pytest.mark.parametrize("case", STEPS)
 def test_the_peak_of_a_step_is_within_15_percent_of_the_prediction(case, parts_of_a_head, shapes, monkeypatch):
-    """Weights and moments, and whatever the step makes; also with a head that is applied to a few rows at a time."""
+    """Weights and moments, and whatever the step makes; also with a head that is applied to a few rows at a time.
+
+    All but one are within 10 percent: how many tokens are hidden is drawn, and matters in steps as small as these.
+    """
     shape, changes = STEPS[case]
     if parts_of_a_head:
         monkeypatch.setattr(feat, "HEAD_NUMBERS", 8 * 2000)
@@ -161,6 +164,22 @@ def test_the_peak_of_a_step_is_within_15_percent_of_the_prediction(case, parts_o
     parts = memory.predicted_memory(settings)
     assert memory.peak(parts) == pytest.approx(sum(p.nbytes for p in tensors) + meter.peak, rel=0.15)
     assert (parts["earlier"] == 0) == case.endswith("at once") and parts["gradients"] > 0
+
+
+@pytest.mark.parametrize("products", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["wide", "deep"])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_the_peak_of_a_fine_tuning_is_within_10_percent(shape, rows, products, shapes):
+    """The way back begins with the most activations, or it ends with the gradients: few rows, or many."""
+    rule = sampler.Sampler(order="low_confidence", temperature=1.0, length=16, block_length=8, tokens_per_step=1)
+    words = {"init": str(shapes[shape]), "sampler": rule, "batch_size": rows, "evaluate": config.Evaluation(n=1)}
+    settings = config.Pretrain(**words, compute_dtype=products)
+    model, tok = pretrain._begun(settings)
+    _, rollout = next(pretrain.demonstration_rollouts(settings, tok, range(1)))
+    with PeakBytes() as meter, pretrain.precision(settings):
+        pretrain.elbo_loss(model, rollout, settings, 0).backward()
+    resident = 12 * model.num_parameters()
+    assert memory.peak(memory.predicted_memory(settings)) == pytest.approx(resident + meter.peak, rel=0.1)
 
 
 def test_the_peak_is_the_worst_moment_and_not_the_sum():

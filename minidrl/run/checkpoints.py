@@ -140,6 +140,13 @@ def arithmetic(stored: torch.dtype, device: str | torch.device) -> torch.dtype:
     return torch.float32 if slow and not any(probe() for probe in probes) else stored
 
 
+def in_bfloat16(compute_dtype: str, device: str | torch.device) -> bool:
+    """Whether products of float32 weights are to be bfloat16: where asked, or auto and fast."""
+    if compute_dtype != "auto":
+        return compute_dtype == "bfloat16"
+    return arithmetic(torch.bfloat16, device) == torch.bfloat16
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint here, as ``load`` returns it; ValueError as there."""
     return _read_tokenizer(folder, *_read_config(folder))

@@ -151,13 +151,13 @@ def memory(
     config_file: Config,
     gpus: Annotated[int, typer.Option(min=1, help="over which the weights are cut")] = 1,
 ) -> None:
-    """Predict the bytes of a run, part by part.
+    """Predict the bytes of RL or of fine-tuning, part by part.
 
     Nothing is loaded. Any setting can be given as --key value.
     """
     from minidrl.run import config, memory
 
-    settings = config.load(config.Train, config_file, _overrides(context))
+    settings = config.load(_kind(config_file), config_file, _overrides(context))
     print(memory.table(memory.predicted_memory(settings, gpus)))
 
 
@@ -279,7 +279,7 @@ def evaluate(
     if out and out.exists():
         raise ValueError(f"out: got {str(out)!r}, which is there already; allowed another --out")
     path = config_file or _config_of(model)
-    kind = config.Train if "model" in config.read(path) else config.Pretrain
+    kind = _kind(path)
     settings = config.load(kind, path, overrides)
     skip = settings.evaluate.skip
     held_out(settings.task, n, skip)  # before anything is loaded
@@ -294,6 +294,13 @@ def evaluate(
     if out is not None:
         evaluator.write(out, found)
     print(evaluator.in_words(found))
+
+
+def _kind(path: Path) -> Any:
+    """What a config file is of: ``config.Train`` or ``config.Pretrain``."""
+    from minidrl.run import config
+
+    return config.Train if "model" in config.read(path) else config.Pretrain
 
 
 def _config_of(model: str) -> Path:

@@ -1,4 +1,4 @@
-"""How many bytes a run will need, part by part, from its settings and a config.json.
+"""How many bytes RL or fine-tuning will need, part by part, from its settings and a config.json.
 
 Resident are the weights, adapters, AdamW's two moments of what is trained, a reference where a
 method compares with one and no adapters can be switched off, and the copy that a sampler of its own
@@ -59,12 +59,14 @@ class _Run(NamedTuple):
     gpus: int
 
 
-def predicted_memory(settings: config.Train, gpus: int = 1) -> dict[str, int]:
+def predicted_memory(settings: config.Train | config.Pretrain, gpus: int = 1) -> dict[str, int]:
     """Bytes by part (``RESIDENT``, ``TRANSIENT``) that a run will need on each of ``gpus`` GPUs.
 
     They are those of a rollout in which no response ends early. Weights, gradients and moments are
-    cut evenly. ValueError for a model whose config.json cannot be had.
+    cut evenly; fine-tuning has one GPU. ValueError for a model whose config.json cannot be had.
     """
+    if isinstance(settings, config.Pretrain):
+        return _fine_tuning(settings)
     method = method_of(settings)
     rollout = blank_rollout(method, settings, settings.num_prompts)
     shape, family, stored = checkpoints.describe(settings.model)
@@ -157,11 +159,8 @@ def _transient(run: _Run) -> dict[str, int]:
 
     unpacked = s.quantize * size * shape.hidden_size * shape.intermediate_size
     there, returning = _gathered(run) if run.gpus > 1 else (0, 0)
-    # Positions of a sequence at which a step of the sampler applies the head.
-    block = s.sampler.order in ("low_confidence", "entropy", "margin")
-    block = block or any(name.startswith("one_step") for name in run.method.needs)
-    candidates = s.sampler.block_length if block else s.sampler.tokens_per_step
-    drawing = drawn * candidates * DRAW * shape.vocab_size
+    whole_block = any(name.startswith("one_step") for name in run.method.needs)
+    drawing = drawn * _drawing(s.sampler, shape, whole_block)
     cache = 0
     if s.sampler.cache != "none":
         cache = 2 * size * shape.num_hidden_layers * shape.num_key_value_heads * _head_dim(shape)
@@ -171,6 +170,52 @@ def _transient(run: _Run) -> dict[str, int]:
         "layer": tokens * max(back, aside) + returning + unpacked,
         "logits": _logits(run),
         "rollout": max(drawn * asked * forward, drawing) + there + unpacked + cache,
+    }
+
+
+def _drawing(rule: sampler.Sampler, shape: PreTrainedConfig, whole_block: bool = False) -> int:
+    """Bytes a sequence, at the positions where a step of the sampler applies the head."""
+    whole_block = whole_block or rule.order in ("low_confidence", "entropy", "margin")
+    candidates = rule.block_length if whole_block else rule.tokens_per_step
+    return candidates * DRAW * shape.vocab_size
+
+
+def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
+    """The parts of supervised training: a masked state of each row, and a rollout to judge it.
+
+    Weights, gradients and moments are float32. Where products are bfloat16, a copy of the weights
+    lives as long as a step; some activations are in either, and their mean is taken.
+    """
+    if not settings.init:
+        raise ValueError("init: got ''; allowed a checkpoint: a fresh network is small")
+    s, rule = settings, settings.sampler
+    shape, family, _ = checkpoints.describe(s.init)
+    with torch.device("meta"):
+        network = family.network(shape)
+    count, head = _count(network), FLOAT * shape.vocab_size * shape.hidden_size
+    fast = checkpoints.in_bfloat16(s.compute_dtype, s.device)
+    in_blocks = rule.attention == "block_causal" and s.loss == "elbo"
+    width = s.task.prompt_length + rule.length * (2 if in_blocks else 1)
+    sizes, whole = ((2, FLOAT) if fast else (FLOAT,)), config.Lora(rank=0)
+    kept = [
+        shape.num_hidden_layers * layer_bytes(shape, size, whole, width) + _norm(shape, size, whole)
+        for size in sizes
+    ]
+    # Half of an answer is hidden on average, and only that is scored.
+    asked = rule.length if s.loss == "next_token" else (rule.length + 1) / 2
+    array = s.batch_size * asked * FLOAT * shape.vocab_size
+    drawn = min(128, s.evaluate.n)  # as evaluate has it
+    on_gpu = torch.device(s.device).type == "cuda"
+    return dict.fromkeys((*RESIDENT, *TRANSIENT), 0) | {
+        "weights": (FLOAT + 2 * fast) * count,
+        "optimizer": 2 * FLOAT * count,
+        "activations": s.batch_size * width * sum(kept) // len(kept),
+        # The gradient of a tied head is that of the embedding, too: both, and their sum.
+        "layer": 2 * head * shape.tie_word_embeddings,
+        "logits": math.ceil(max(ARRAYS["logp"] * array, array + head)),
+        "rollout": drawn * _drawing(rule, shape),
+        "gradients": FLOAT * count,
+        "step": FLOAT * count * on_gpu,
     }
 
 
@@ -240,20 +285,12 @@ def _logits(run: _Run) -> int:
 
 
 # ----------------------------------------------------------------------------------------- of a run
-def check(settings: config.Train) -> None:
+def check(settings: config.Train | config.Pretrain) -> None:
     """ValueError for a run whose predicted peak is beyond the memory of its device."""
     processes = distributed.num_processes()
     asked = peak(predicted_memory(settings, processes))
     what = "predicted at the peak (python -m minidrl memory has the parts)"
     check_room(asked, what, settings.device, processes)
-
-
-def check_weights(model: str, size: int, device: str) -> None:
-    """ValueError where ``size`` bytes for each weight of a checkpoint are beyond the memory."""
-    shape, family, _ = checkpoints.describe(model)
-    with torch.device("meta"):
-        asked = size * _count(family.network(shape))
-    check_room(asked, f"for weights, gradients and moments of {model}", device)
 
 
 def check_room(asked: int, what: str, device: str, processes: int = 1) -> None:

@@ -50,7 +50,7 @@ def pretrain(settings: config.Pretrain, out: Path, resume: bool = False) -> dict
     """
     prepare(settings)
     if settings.init:
-        memory.check_weights(settings.init, 16, settings.device)  # bytes a weight
+        memory.check(settings)
     held_out(settings.task, settings.evaluate.n, settings.evaluate.skip)  # not after all the steps
     if settings.data:
         _exchanges(settings.data)
@@ -133,7 +133,11 @@ def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
         if settings.loss == "next_token" and not model.shift:
             got = "'next_token' for a model that predicts in place"
             raise ValueError(f"loss: got {got}; allowed elbo, or a checkpoint of convert --shift")
-        said = "bfloat16" if _in_bfloat16(settings) else "float32"
+        said = (
+            "bfloat16"
+            if checkpoints.in_bfloat16(settings.compute_dtype, settings.device)
+            else "float32"
+        )
         remarks.warning(f"{settings.init}: weights in float32, products in {said}")
         return model, tok
     tok = settings.task.tokenizer()
@@ -155,9 +159,7 @@ def as_taught(
 
 
 def _in_bfloat16(settings: config.Pretrain) -> bool:
-    if settings.compute_dtype != "auto":
-        return settings.compute_dtype == "bfloat16"
-    return checkpoints.arithmetic(torch.bfloat16, settings.device) == torch.bfloat16
+    return checkpoints.in_bfloat16(settings.compute_dtype, settings.device)
 
 
 @contextlib.contextmanager
@@ -166,7 +168,10 @@ def precision(settings: config.Pretrain) -> Iterator[None]:
 
     Attention in short texts, and its gradient above all, is faster without the fused kernel.
     """
-    kind, fast = torch.device(settings.device).type, _in_bfloat16(settings)
+    kind, fast = (
+        torch.device(settings.device).type,
+        checkpoints.in_bfloat16(settings.compute_dtype, settings.device),
+    )
     plain = sdpa_kernel(SDPBackend.MATH) if fast and kind == "cpu" else contextlib.nullcontext()
     with plain, torch.autocast(kind, torch.bfloat16, enabled=fast):
         yield
