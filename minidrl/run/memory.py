@@ -43,8 +43,8 @@ FLOAT = 4  # bytes
 ARRAYS = {"logp": 3.0, "entropy": 2.25, "kl_ref": 4.25, "topk_logp": 1.0}
 ARRAYS |= {"order_logp": 2.25, "position_logp": 1.0}
 # Bytes a token of the vocabulary while the sampler draws: logits, log-probs and probs in float32,
-# their sums in float64.
-DRAW = 20
+# their sums in float64. Greedily two arrays suffice.
+DRAW, GREEDY = 20, 8
 
 
 class _Run(NamedTuple):
@@ -143,8 +143,10 @@ def _transient(run: _Run) -> dict[str, int]:
     asked = s.task.prompt_length + s.sampler.length  # tokens of a sequence
     width = asked if run.plan.block_length is None else asked + s.sampler.length
     tokens = min(s.micro_batch, _share(run.plan.network_calls, run.gpus)) * width
-    responses = max(s.num_prompts * s.num_generations, s.evaluate.n)
-    drawn = min(s.micro_batch, _share(responses, run.gpus))  # at a time
+    # Answers that are written at a time, in a rollout or to be judged.
+    written = min(s.micro_batch, _share(s.num_prompts * s.num_generations, run.gpus))
+    judged = min(s.micro_batch, _share(s.evaluate.n, run.gpus))
+    drawn = max(written, judged)
 
     # One layer, a token: what it keeps for its way back; what it takes at its widest without a
     # graph (gate, up and their product, or the result of an adapter in float32, before and after
@@ -160,7 +162,9 @@ def _transient(run: _Run) -> dict[str, int]:
     unpacked = s.quantize * size * shape.hidden_size * shape.intermediate_size
     there, returning = _gathered(run) if run.gpus > 1 else (0, 0)
     whole_block = any(name.startswith("one_step") for name in run.method.needs)
-    drawing = drawn * _drawing(s.sampler, shape, whole_block)
+    how = (s.sampler, shape, whole_block)
+    drawing = written * _drawing(s.sampler.temperature, *how)
+    drawing = max(drawing, judged * _drawing(s.evaluate.temperature, *how))
     cache = 0
     if s.sampler.cache != "none":
         cache = 2 * size * shape.num_hidden_layers * shape.num_key_value_heads * _head_dim(shape)
@@ -173,11 +177,13 @@ def _transient(run: _Run) -> dict[str, int]:
     }
 
 
-def _drawing(rule: sampler.Sampler, shape: PreTrainedConfig, whole_block: bool = False) -> int:
+def _drawing(
+    temperature: float, rule: sampler.Sampler, shape: PreTrainedConfig, whole_block: bool = False
+) -> int:
     """Bytes a sequence, at the positions where a step of the sampler applies the head."""
     whole_block = whole_block or rule.order in ("low_confidence", "entropy", "margin")
     candidates = rule.block_length if whole_block else rule.tokens_per_step
-    return candidates * DRAW * shape.vocab_size
+    return candidates * (DRAW if temperature else GREEDY) * shape.vocab_size
 
 
 def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
@@ -204,7 +210,6 @@ def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
     # Half of an answer is hidden on average, and only that is scored.
     asked = rule.length if s.loss == "next_token" else (rule.length + 1) / 2
     array = s.batch_size * asked * FLOAT * shape.vocab_size
-    drawn = min(128, s.evaluate.n)  # as evaluate has it
     on_gpu = torch.device(s.device).type == "cuda"
     return dict.fromkeys((*RESIDENT, *TRANSIENT), 0) | {
         "weights": (FLOAT + 2 * fast) * count,
@@ -213,7 +218,7 @@ def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
         # The gradient of a tied head is that of the embedding, too: both, and their sum.
         "layer": 2 * head * shape.tie_word_embeddings,
         "logits": math.ceil(max(ARRAYS["logp"] * array, array + head)),
-        "rollout": drawn * _drawing(rule, shape),
+        "rollout": min(128, s.evaluate.n) * _drawing(s.evaluate.temperature, rule, shape),
         "gradients": FLOAT * count,
         "step": FLOAT * count * on_gpu,
     }
