@@ -3,6 +3,7 @@
 A CPU has no counter of allocated memory. ``PeakBytes`` is one: it sees every tensor that an operation returns.
 """
 
+import dataclasses
 import weakref
 from pathlib import Path
 
@@ -180,6 +181,16 @@ def test_the_peak_of_a_fine_tuning_is_within_10_percent(shape, rows, products, s
         pretrain.elbo_loss(model, rollout, settings, 0).backward()
     resident = 12 * model.num_parameters()
     assert memory.peak(memory.predicted_memory(settings)) == pytest.approx(resident + meter.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_step_of_the_sampler_takes_is_as_counted(temperature, shapes):
+    model, tok = checkpoints.load(shapes["wide"], "cpu")
+    rule, prompt = dataclasses.replace(DECODING, temperature=temperature), torch.ones(16, 4, dtype=torch.long)
+    how = {"eos_token_id": None, "num_generations": 1, "generator": torch.Generator().manual_seed(0)}
+    with torch.no_grad(), PeakBytes() as meter:
+        sampler.generate(model, prompt, prompt.bool(), rule, **how)
+    assert 16 * memory._drawing(temperature, rule, model.model.config) == pytest.approx(meter.peak, rel=0.1)
 
 
 def test_the_peak_is_the_worst_moment_and_not_the_sum():

@@ -42,6 +42,7 @@ from minidrl.tasks.text import decode, encode_prompts, end_ids
 
 Row = dict[str, Any]
 Z = statistics.NormalDist().inv_cdf(0.975)  # of a 95 % interval
+AT_A_TIME = 128  # answers, unless told otherwise
 
 
 # ----------------------------------------------------------------------------------- the evaluator
@@ -75,7 +76,7 @@ class _Asked:
     skip: int = 0
     seed: int = 0
     samples: int = 1
-    micro_batch: int = 128
+    micro_batch: int = AT_A_TIME
 
     def __post_init__(self):
         self.model.eval()

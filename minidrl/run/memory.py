@@ -31,7 +31,7 @@ from minidrl import features as feat
 from minidrl import sampler
 from minidrl.algorithms import Plan
 from minidrl.methods import Method, draw
-from minidrl.run import adapters, checkpoints, config, distributed, folders
+from minidrl.run import adapters, checkpoints, config, distributed, evaluate, folders
 from minidrl.run.launch import LocalError
 from minidrl.run.precheck import blank_rollout, method_of
 
@@ -69,9 +69,7 @@ def predicted_memory(settings: config.Train | config.Pretrain, gpus: int = 1) ->
         return _fine_tuning(settings)
     method = method_of(settings)
     rollout = blank_rollout(method, settings, settings.num_prompts)
-    shape, family, stored = checkpoints.describe(settings.model)
-    with torch.device("meta"):
-        network = family.network(shape)
+    network, stored = _blank(settings.model)
     if settings.task.prompt_format != "chat":  # whose prompts may be shorter than they are allowed
         sampler.check_positions(network, settings.task.prompt_length, settings.sampler.length)
     stored = checkpoints.arithmetic(stored, settings.device)
@@ -105,6 +103,13 @@ def measured(device: torch.device) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------- resident
+def _blank(model: str) -> tuple[nn.Module, torch.dtype]:
+    """The network that a config.json describes, without its weights; and the dtype they have."""
+    shape, family, stored = checkpoints.describe(model)
+    with torch.device("meta"):
+        return family.network(shape), stored
+
+
 def _count(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
@@ -195,10 +200,9 @@ def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
     if not settings.init:
         raise ValueError("init: got ''; allowed a checkpoint: a fresh network is small")
     s, rule = settings, settings.sampler
-    shape, family, _ = checkpoints.describe(s.init)
-    with torch.device("meta"):
-        network = family.network(shape)
-    count, head = _count(network), FLOAT * shape.vocab_size * shape.hidden_size
+    network, _ = _blank(s.init)
+    shape, count = network.config, _count(network)
+    head = FLOAT * shape.vocab_size * shape.hidden_size
     fast = checkpoints.in_bfloat16(s.compute_dtype, s.device)
     in_blocks = rule.attention == "block_causal" and s.loss == "elbo"
     width = s.task.prompt_length + rule.length * (2 if in_blocks else 1)
@@ -210,6 +214,7 @@ def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
     # Half of an answer is hidden on average, and only that is scored.
     asked = rule.length if s.loss == "next_token" else (rule.length + 1) / 2
     array = s.batch_size * asked * FLOAT * shape.vocab_size
+    judged = min(evaluate.AT_A_TIME, s.evaluate.n)
     on_gpu = torch.device(s.device).type == "cuda"
     return dict.fromkeys((*RESIDENT, *TRANSIENT), 0) | {
         "weights": (FLOAT + 2 * fast) * count,
@@ -218,7 +223,7 @@ def _fine_tuning(settings: config.Pretrain) -> dict[str, int]:
         # The gradient of a tied head is that of the embedding, too: both, and their sum.
         "layer": 2 * head * shape.tie_word_embeddings,
         "logits": math.ceil(max(ARRAYS["logp"] * array, array + head)),
-        "rollout": min(128, s.evaluate.n) * _drawing(s.evaluate.temperature, rule, shape),
+        "rollout": judged * _drawing(s.evaluate.temperature, rule, shape),
         "gradients": FLOAT * count,
         "step": FLOAT * count * on_gpu,
     }

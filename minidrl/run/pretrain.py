@@ -133,11 +133,7 @@ def _begun(settings: config.Pretrain) -> tuple[denoiser.Denoiser, Any]:
         if settings.loss == "next_token" and not model.shift:
             got = "'next_token' for a model that predicts in place"
             raise ValueError(f"loss: got {got}; allowed elbo, or a checkpoint of convert --shift")
-        said = (
-            "bfloat16"
-            if checkpoints.in_bfloat16(settings.compute_dtype, settings.device)
-            else "float32"
-        )
+        said = "bfloat16" if _in_bfloat16(settings) else "float32"
         remarks.warning(f"{settings.init}: weights in float32, products in {said}")
         return model, tok
     tok = settings.task.tokenizer()
@@ -168,10 +164,7 @@ def precision(settings: config.Pretrain) -> Iterator[None]:
 
     Attention in short texts, and its gradient above all, is faster without the fused kernel.
     """
-    kind, fast = (
-        torch.device(settings.device).type,
-        checkpoints.in_bfloat16(settings.compute_dtype, settings.device),
-    )
+    kind, fast = torch.device(settings.device).type, _in_bfloat16(settings)
     plain = sdpa_kernel(SDPBackend.MATH) if fast and kind == "cpu" else contextlib.nullcontext()
     with plain, torch.autocast(kind, torch.bfloat16, enabled=fast):
         yield
