@@ -40,6 +40,7 @@ highlight_language = "none"  # the tables of docstrings
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
@@ -156,6 +157,11 @@ def reference_text(app: Sphinx, what: str, name: str, obj: object, options: obje
     lines[:] = result
 
 
+def plain_default(app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, result: str | None):
+    """A field's default that a function makes: Sphinx can't read `<factory>`, and would leave the signature without links."""
+    return signature and signature.replace("<factory>", "{}"), result
+
+
 def aligned(line: str) -> bool:
     """A line of a table of two columns: a word, three spaces or more, its meaning."""
     return bool(re.match(r"\S.{0,30}?\s{3,}\S", line))
@@ -243,4 +249,5 @@ def code(module: str) -> str:
 def setup(app: Sphinx) -> None:
     app.connect("source-read", before_reading)
     app.connect("autodoc-process-docstring", reference_text)
+    app.connect("autodoc-process-signature", plain_default)
     app.add_transform(Links)
