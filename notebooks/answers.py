@@ -476,15 +476,14 @@ answer(
     (1 - (-1) * (0.3 / 0.6 - 1) / 0.15, "That has the shift of the ratio; DRPO's line is in the probability."),
     ((0.3 - 0.6) / 0.15, "The 1 of (8.13) is missing: on policy w is 1."),
 )
-# |pi - mu| of one token is below 1, whatever pi and mu.
+# (90.12): mu < 1 - delta for A > 0, and mu > delta for A < 0.
 answer(
-    "09", "3", 1.0,
-    "The boundary is |pi - mu| = delta: how large can the shift of one token be at most?",
-    (1 / 2, "A token can move by more than that, from nearly 0 to nearly 1."),
-    (2.0, "That bounds the sum of |pi - mu| over all tokens; the boundary is that of one."),
-    (12.5, "That is the released recipe: it is vacuous, but a smaller one is already."),
-    (0.15, "That is the delta of this notebook; tokens reach it. How far can one move at most?"),
-    (1 - 0.15, "Below that mu a rising token still reaches delta = 0.15 (90.12). Which delta can no mu reach?"),
+    "09", "3", (1 - 0.3) - 0.3,
+    "The boundary mu + s delta has to be a probability (90.12): for which mu is it one with s = 1, and for which with s = -1?",
+    (1 - 0.3, "That is the range of one sign."),
+    (0.3, "That is delta, where the range begins."),
+    (1.0, "A token at 0.9 of a good answer would have to rise to 1.2."),
+    (1 - 2 * 0.15, "That is for delta = 0.15."),
 )
 
 # ------------------------------------------------------------------------------------------------ 10: the map
