@@ -45,6 +45,7 @@ lessons: $(STAMP)
 
 slow: $(STAMP)
 	$(TESTS) -m slow tests
+	$(NBVAL) -p notebooks.conftest research/notebooks/*.ipynb
 
 # From here, so that links to docs/ open; a kernel starts in the folder of its notebook.
 lab: $(STAMP)
