@@ -483,7 +483,6 @@ answer(
     (1 - 0.3, "That is the range of one sign."),
     (0.3, "That is delta, where the range begins."),
     (1.0, "A token at 0.9 of a good answer would have to rise to 1.2."),
-    (1 - 2 * 0.15, "That is for delta = 0.15."),
 )
 
 # ------------------------------------------------------------------------------------------------ 10: the map
